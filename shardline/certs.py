@@ -55,10 +55,12 @@ def make_certificates(
     pairs = {name: (folder / f"{name}.pem", folder / f"{name}.key") for name in hosts}
     found = [path for path in ca_files if path.exists()]
     if len(found) == 1:
-        raise UsageError(f"{found[0]} is there, but not the other of {ca_files[0]} and {ca_files[1]}; nothing was made")
+        raise UsageError(
+            f"{found[0]} exists, but only one of {ca_files[0]} and {ca_files[1]} does; nothing was written"
+        )
     there = [path for pair in pairs.values() for path in pair if path.exists()]
     if there or "ca" in hosts:
-        raise UsageError(f"{there[0] if there else ca_files[0]} is there already; nothing was written")
+        raise UsageError(f"{there[0] if there else ca_files[0]} already exists; nothing was written")
     now = datetime.datetime.now(datetime.UTC)
     until = now + datetime.timedelta(days=days)
     try:
@@ -87,9 +89,7 @@ def alternative_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         if not _HOST.fullmatch(host) or len(host) > LONGEST_NAME:
-            raise UsageError(
-                f"{host!r} is neither a host name nor an IP address, so no certificate can name it"
-            ) from None
+            raise UsageError(f"{host!r} is neither a host name nor an IP address; give one of these") from None
         return x509.DNSName(host.rstrip("."))
 
 

@@ -69,7 +69,7 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
         raise ClusterSpecError(f"{where} is {_shown(text)}; {_shown(host)} is not a host name or an IP address")
     if host.lower() in _SCHEMES:
         raise ClusterSpecError(
-            f"{where} is {_shown(text)}; gRPC takes a host of the name {host!r} for a scheme: use its full name or its "
+            f"{where} is {_shown(text)}; gRPC would read the host name {host!r} as a scheme: use its full name or its "
             "IP address"
         )
     if not _is_number(port_text) or int(port_text) > MAX_PORT:
@@ -94,10 +94,10 @@ def parse_task(text: str) -> tuple[str, int]:
     """Role and index of a task's name, such as "ps/0". Raises ClusterSpecError."""
     role, slash, index = text.partition("/")
     if index == ANY and role in ROLES:
-        raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
+        raise ClusterSpecError(f"{text!r} asks the chief for an index, which only a starting task can do")
     if not slash or role not in ROLES or not _is_number(index):
         raise ClusterSpecError(
-            f'{_shown(text)} is not a task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}'
+            f'{_shown(text)} is not a task; use role/index, such as "ps/0", with role {_one_of(ROLES)}'
         )
     return role, int(index)
 
@@ -136,7 +136,7 @@ class ClusterSpec:
         try:
             text = files.read_text(path, FILE_LIMIT_BYTES)
         except FileNotFoundError:
-            raise ClusterSpecError(f"there is no cluster file {path}") from None
+            raise ClusterSpecError(f"cluster file {path} does not exist") from None
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ClusterSpecError(f"cluster file {path} can't be read: {reason}") from None
@@ -247,7 +247,7 @@ def from_tf_config(text: str, *, host: str = "127.0.0.1") -> TaskPlace:
     cluster = dict(data["cluster"])
     if "master" in cluster:
         if "chief" in cluster:
-            raise ClusterSpecError('TF_CONFIG names both a "master" and a "chief"; they are one role, keep "chief"')
+            raise ClusterSpecError('TF_CONFIG has both a "master" and a "chief"; they are the same role: keep "chief"')
         cluster["chief"] = cluster.pop("master")
     spec = ClusterSpec.from_mapping(cluster, 'TF_CONFIG["cluster"]')
     role, index = _tf_task(data["task"])
@@ -284,7 +284,9 @@ def locate(
             named = _tf_task(dict(_parse_json(tf_config, "TF_CONFIG")).get("task"))
         place = TaskPlace(spec, *(named or _only_task(spec, role)))
     if role is not None and place.role != role:
-        raise ClusterSpecError(f"task {place.task} is no {role}; start it with: shardline {place.role}")
+        raise ClusterSpecError(
+            f"task {place.task} does not have the role {role}; start it with: shardline {place.role}"
+        )
     place.spec.address(place.task)
     return place
 
@@ -321,11 +323,11 @@ def _tf_task(task: object) -> tuple[str, int]:
 
 def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
     if role not in ROLES:
-        raise ClusterSpecError(f"{source} has the role {_shown(role)}; roles are {_one_of(ROLES)}")
+        raise ClusterSpecError(f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}")
     if isinstance(entries, int) and not isinstance(entries, bool):
         if not 1 <= entries <= MAX_TASKS:
             raise ClusterSpecError(
-                f'{source}: "{role}" is {_shown(entries)}; as a number of tasks use 1 to {MAX_TASKS}'
+                f'{source}: "{role}" is {_shown(entries)}; a number of tasks must be 1 to {MAX_TASKS}'
             )
         return (UNNAMED,) * entries
     if isinstance(entries, Mapping | list | tuple) and len(entries) > MAX_TASKS:
@@ -335,7 +337,7 @@ def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
             entries = [entries[str(index)] for index in range(len(entries))]
         except KeyError as missing:
             raise ClusterSpecError(
-                f'{source}: "{role}" has {len(entries)} numbered tasks, but none is {missing}; number them from "0"'
+                f'{source}: "{role}" has {len(entries)} numbered tasks, but no {missing}; number them from "0"'
             ) from None
     if not isinstance(entries, list | tuple):
         raise ClusterSpecError(f'{source}: "{role}" is a JSON {_kind(entries)}; it must be a list of "host:port"')
@@ -345,13 +347,15 @@ def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
 def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
     for role, addresses in tasks.items():
         if role not in ROLES:
-            raise ClusterSpecError(f"{source} has the role {_shown(role)}; roles are {_one_of(ROLES)}")
+            raise ClusterSpecError(f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}")
         if not addresses:
             raise ClusterSpecError(f'{source}: "{role}" is an empty list; give its addresses or leave the role out')
     if "ps" not in tasks:
-        raise ClusterSpecError(f'{source} has no "ps"; at least one parameter server must hold the parameters')
+        raise ClusterSpecError(f'{source} has no "ps"; at least one parameter server is needed')
     if "chief" not in tasks:
-        raise ClusterSpecError(f'{source} has no "chief"; one task must admit the others and write the checkpoints')
+        raise ClusterSpecError(
+            f'{source} has no "chief"; one is needed, to admit the other tasks and write checkpoints'
+        )
     if len(tasks["chief"]) > 1:
         raise ClusterSpecError(f'{source} has {len(tasks["chief"])} addresses for "chief"; a cluster has one chief')
     _check_addresses(tasks, source)
@@ -371,7 +375,7 @@ def _check_addresses(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
 def _parse_json(text: str, source: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name in _repeated(name for name, _ in pairs):
-            raise ClusterSpecError(f"{source} has {_shown(name)} twice in one object; the second would hide the first")
+            raise ClusterSpecError(f"{source} has {_shown(name)} twice in one object; remove one of them")
         return dict(pairs)
 
     try:

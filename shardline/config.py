@@ -72,8 +72,8 @@ class RoleConfig:
             raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(CHOICES)}")
         if not 1 <= self.min_workers <= self.max_workers:
             raise UsageError(
-                f"--min-workers is {self.min_workers} and --max-workers {self.max_workers}; the first must be at least "
-                "1 and no more than the second"
+                f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "
+                "at least 1 and at most --max-workers"
             )
         for what, host, flag in self._listens():
             check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
@@ -105,15 +105,16 @@ class RoleConfig:
         if exposed and held.tls_cert is None:
             found.append(
                 f"--insecure-bind: {self.task} listens at {exposed[0]} without TLS; anyone on that network can "
-                "read and change the traffic" + ("" if held.token else ", and without a token anybody may command it")
+                "read and change the traffic"
+                + ("" if held.token else ", and without a token anyone can send it commands")
             )
         elif exposed and not held.token and held.tls_ca is None:
             found.append(
-                f"{self.task} listens at {exposed[0]} and admits anyone who can reach it; give --token-file or --tls-ca"
+                f"{self.task} listens at {exposed[0]} and admits anyone who can reach it; set --token-file or --tls-ca"
             )
         if held.token and not held.admin_token and self.role in ("chief", "ps"):
             found.append(
-                "there is no --admin-token-file, so the job's token grants every right: whoever has it may also "
+                "there is no --admin-token-file, so the job token grants every right: anyone who has it can also "
                 "command the parameter servers and end the job"
             )
         return found
@@ -122,11 +123,11 @@ class RoleConfig:
 def check_standbys(standbys: int, servers: int) -> None:
     """Raise UsageError if this number of standbys per shard is not possible."""
     if standbys not in (0, 1):
-        raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
+        raise UsageError(f"--standbys is {standbys}; use 0 or 1")
     if standbys and servers < 2:
         raise UsageError(
-            f"--standbys {standbys} needs at least 2 parameter servers, this cluster has {servers}: a standby on the "
-            "server of its primary would die with it"
+            f"--standbys {standbys} needs at least 2 parameter servers; this cluster has {servers}: a standby on the "
+            "same server as its primary would be lost with it"
         )
 
 

@@ -175,9 +175,9 @@ class DataOrder:
     def __post_init__(self) -> None:
         if self.samples < self.step_samples:
             raise JobError(
-                f"the data set has {self.samples} samples, one step needs {self.step_samples} ({self.replicas} "
+                f"the data set has {self.samples} samples; one step needs {self.step_samples} ({self.replicas} "
                 f"replicas x {self.accumulate} microbatches x batch_size {self.batch_size}); lower batch_size, "
-                "replicas or accumulate, or give more data"
+                "replicas or accumulate, or add data"
             )
 
     @property
@@ -210,7 +210,7 @@ def block_number(step: int, replica: int, microbatch: int, *, replicas: int, acc
     """
     if not (step >= 0 and 0 <= replica < replicas and 0 <= microbatch < accumulate):
         raise ValueError(
-            f"no microbatch {microbatch} of replica {replica} in step {step}: a step has {replicas} replicas x "
+            f"step {step} has no microbatch {microbatch} of replica {replica}: a step has {replicas} replicas x "
             f"{accumulate} microbatches"
         )
     return (step * replicas + replica) * accumulate + microbatch
@@ -342,7 +342,7 @@ class _Streamed:
             # Before every sample, including those of other replicas: a shuffle buffer inside the iterable draws for
             # each of them.
             seed_everything(derive(self._job.seed, self._epoch, position))
-            with calling(f"the iterable data set, at sample {position} of pass {self._epoch},"):
+            with calling(f"the iterable data set, at sample {position} of epoch {self._epoch},"):
                 sample = next(self._samples, _END)
             if sample is not _END:
                 self._next += 1
@@ -354,16 +354,20 @@ class _Streamed:
         epoch = self._epoch
         if length == 0:
             raise JobError(
-                f"the iterable data set yields nothing in pass {epoch}"
-                + (", though it did before; its __iter__ must start anew each time" if epoch else "; it has no samples")
+                f"the iterable data set yields nothing in epoch {epoch}"
+                + (
+                    ", although it did before; its __iter__ must start from the beginning each time"
+                    if epoch
+                    else "; it has no samples"
+                )
             )
         if epoch + 1 == len(self._starts):
             self._starts.append(self._next)
         elif self._starts[epoch + 1] != self._next:
             before = self._starts[epoch + 1] - self._starts[epoch]
             raise JobError(
-                f"the iterable data set yields {length} samples in pass {epoch}, where it had yielded {before} before; "
-                "a pass must be a function of set_epoch and of the seeded random generators"
+                f"the iterable data set yields {length} samples in epoch {epoch}, where it yielded {before} before; "
+                "its samples may depend only on set_epoch and the seeded random generators"
             )
         self._open(epoch + 1)
 
@@ -436,7 +440,7 @@ def _check_loss(loss: object) -> None:
     if loss.numel() != 1:
         raise JobError(
             f"loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; it must be a scalar, the mean over "
-            "the batch: end it with .mean()"
+            "the batch: call .mean() on it"
         )
     if not loss.requires_grad:
         raise JobError(

@@ -51,7 +51,7 @@ class ClusterSpecError(UsageError):
 
 
 class ForbiddenError(UsageError):
-    """The caller's credentials don't allow what it asked for; nothing changed."""
+    """The caller's credentials don't allow the request; nothing changed."""
 
     grpc_status = "PERMISSION_DENIED"
 
@@ -64,7 +64,7 @@ class MismatchError(ShardlineError):
 
 
 class TensorError(ShardlineError):
-    """An unknown tensor, or one of another shape or dtype than the plan's."""
+    """An unknown tensor, or one whose shape or dtype differs from the plan's."""
 
     exit_code = 2
     grpc_status = "INVALID_ARGUMENT"
@@ -78,21 +78,21 @@ class UnreachableError(ShardlineError):
 
 
 class TaskLostError(ShardlineError):
-    """A task died and nobody can take its place."""
+    """A task died and no other task can replace it."""
 
     exit_code = 4
     grpc_status = "UNAVAILABLE"
 
 
 class NonFiniteError(ShardlineError):
-    """NaN or infinity in a loss or a gradient, under the policy "stop"."""
+    """NaN or infinity in a loss or gradient, with nan_policy "stop"."""
 
     exit_code = 5
     grpc_status = "FAILED_PRECONDITION"
 
 
 class CheckpointError(ShardlineError):
-    """A checkpoint is missing, truncated, corrupt or of another job."""
+    """A checkpoint is missing, truncated, corrupt or belongs to another job."""
 
     exit_code = 6
     grpc_status = "DATA_LOSS"
@@ -106,7 +106,7 @@ class FencedError(ShardlineError):
 
 
 class RolledBackError(ShardlineError):
-    """The job went back to an earlier step, which the user's own loop can't follow by itself.
+    """The job was rolled back to an earlier step, and the script's own loop can't follow.
 
     `for step in session.steps(...)` restarts its body instead of raising this. With standbys (--standbys 1) the loss of
     a server makes no job go back. step: the job's current step, which is that of the model's parameters.
@@ -121,7 +121,7 @@ class RolledBackError(ShardlineError):
 
 
 class ProtocolError(ShardlineError):
-    """A message that breaks the contract; it changed nothing."""
+    """A message that violates the protocol; it changed nothing."""
 
     exit_code = 8
     grpc_status = "INVALID_ARGUMENT"

@@ -18,15 +18,18 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     needs = sorted(need.value for need in rule.needs)
     if (needs or rule.looks_ahead) and not mode.whole_pushes:
         # Updates are sums of several workers' pushes, so there is no single push for the rule.
-        wanted = ", ".join(needs) or "to answer pulls with a point ahead of the parameters"
+        wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
         raise JobError(
-            f"rule {rule} needs {wanted}, and consistency {mode} makes one update of several workers' pushes; "
-            "choose consistency='async', or another rule"
+            f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
+            "one update; choose consistency='async', or another rule"
         )
     if rule.takes is Takes.DELTA and not cadence.of(job).sends_deltas:
-        raise JobError(f"rule {rule} takes deltas of parameters, and cadence {job.cadence} sends gradients; change one")
+        raise JobError(
+            f"update rule {rule} takes parameter deltas, but cadence {job.cadence} sends gradients; choose "
+            "another rule or cadence"
+        )
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
-            f"rule {rule} needs {Need.PULLS.value}, of which a standby does not hear; leave out --standbys, or choose "
-            "another rule"
+            f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
+            "choose another rule"
         )

@@ -107,7 +107,7 @@ class Job(Settings):
     def __post_init__(self) -> None:
         # A module is callable too, but needs an input.
         ready_made = isinstance(self.model, nn.Module)
-        _require(not ready_made, "model", self.model, "give a function that makes it, such as lambda: Net()")
+        _require(not ready_made, "model", self.model, "give a function that returns it, such as lambda: Net()")
         for name in ("model", "loss"):
             _require(callable(getattr(self, name)), name, getattr(self, name), "give a function")
         for name in ("evaluate", "param_groups", "collate"):
@@ -152,7 +152,7 @@ class Job(Settings):
             made = self.dataset()
         if _is_factory(made):
             raise JobError(
-                f"dataset() returned {_short(made)}, which is not a data set: give it len() and [index], or iter()"
+                f"dataset() returned {_short(made)}, which is not a data set: it needs len() and [index], or iter()"
             )
         _check_dataset(made, "dataset()", one_shot=True)
         return made
@@ -213,7 +213,9 @@ class Job(Settings):
         try:
             optimizer: torch.optim.Optimizer = cls(groups, **self.optimizer_args)
         except (TypeError, ValueError) as error:
-            raise JobError(f"torch.optim.{cls.__name__} refuses optimizer_args or param_groups: {error}") from error
+            raise JobError(
+                f"torch.optim.{cls.__name__} does not accept optimizer_args or param_groups: {error}"
+            ) from error
         return optimizer
 
     def consistency_spec(self) -> ConsistencySpec:
@@ -321,8 +323,8 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
     _require(hasattr(type(data), "__iter__"), where, data, "give an object with len() and [index], or with iter()")
     if _is_one_shot(data) and not one_shot:
         raise JobError(
-            f"Job.{where} is {_short(data)}, which can be read only once; give the function that makes it, or an "
-            "object whose __iter__ starts anew"
+            f"Job.{where} is {_short(data)}, which can be read only once; give a function that returns it, or an "
+            "object whose __iter__ starts from the beginning each time"
         )
 
 
@@ -358,7 +360,7 @@ def _override(name: str, text: str) -> tuple[str, Setting]:
     key = name.replace("-", "_")
     kind = _OVERRIDES.get(key)
     if kind is None:
-        raise JobError(f"no job field {name!r} can be set from outside; these can: {', '.join(_OVERRIDES)}")
+        raise JobError(f"job field {name!r} can't be set from the command line; these can: {', '.join(_OVERRIDES)}")
     return key, read(key, text, kind)
 
 
@@ -368,7 +370,7 @@ def _check_path(path: Path) -> None:
         raise JobError(f"{path} is a folder; name the job file in it (it holds {inside})")
     if not path.exists():
         if not path.parent.is_dir():
-            raise JobError(f"no job file {path}: there is no folder {path.parent}")
+            raise JobError(f"no job file {path}: folder {path.parent} does not exist")
         names = sorted(p.name for p in path.parent.iterdir() if p.suffix == ".py")
         near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
         hint = f"; did you mean {' or '.join(near)}?" if near else "; there is no .py file in that folder"
@@ -383,13 +385,13 @@ def _run_job_file(path: Path) -> object:
     def check(tree: ast.Module) -> None:
         if not _may_define_job(tree):
             raise JobError(
-                f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
+                f"{path} does not define `job`, so it was not run; add `job = shardline.Job(...)`, or start a plain "
                 f"training script with `shardline train --script {path}`"
             )
 
     module = run_file(path, "shardline_job", check=check)
     if not hasattr(module, "job"):
-        raise JobError(f"{path} ran to its end without defining `job`; add `job = shardline.Job(...)` at its top level")
+        raise JobError(f"{path} ended without defining `job`; add `job = shardline.Job(...)` at its top level")
     return module
 
 

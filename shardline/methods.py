@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from shardline.core.spec import JobSpec
 
 SEAMS: Mapping[str, tuple[str, str, str]] = {
-    "consistency": ("shardline.consistency", "CONSISTENCIES", "Who may proceed, and whose contributions count."),
-    "rule": ("shardline.update", "RULES", "How the servers change the parameters by what workers send."),
-    "codec": ("shardline.codecs", "CODECS", "How gradients and parameters travel."),
-    "cadence": ("shardline.cadence", "CADENCES", "When a worker talks to the servers, and what it then sends."),
-    "topology": ("shardline.topology", "TOPOLOGIES", "Whom a worker talks to."),
+    "consistency": (
+        "shardline.consistency",
+        "CONSISTENCIES",
+        "Which contributions count, and when a worker may proceed.",
+    ),
+    "rule": ("shardline.update", "RULES", "How the servers apply gradients to the parameters."),
+    "codec": ("shardline.codecs", "CODECS", "How gradients and parameters are encoded on the wire."),
+    "cadence": ("shardline.cadence", "CADENCES", "When a worker exchanges with the servers, and what it sends."),
+    "topology": ("shardline.topology", "TOPOLOGIES", "Which tasks a worker exchanges with."),
 }
 """By the name of the job's field: module and name of the table, and what it decides."""
 WRITTEN = Path(__file__).parent / "cli" / "methods.json"

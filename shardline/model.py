@@ -100,7 +100,7 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_quantized:
         raise JobError(f"{name!r} is quantized ({tensor.dtype}); Shardline trains unquantized tensors")
     if tensor.layout != torch.strided:
-        raise JobError(f"{name!r} has layout {tensor.layout}; Shardline holds dense (strided) tensors")
+        raise JobError(f"{name!r} has layout {tensor.layout}; Shardline supports dense (strided) tensors")
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise JobError(f"{name!r} is an expanded view whose elements share memory; store .contiguous() of it")
 

@@ -31,7 +31,7 @@ def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -
     names = dict.fromkeys(named(environ))
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"there is no plugin {path}; name a .py file that adds methods to Shardline's tables")
+            raise UsageError(f"plugin {path} does not exist; give a .py file that adds methods to Shardline's tables")
         names[str(path.absolute())] = None
     if names:
         environ[VARIABLE] = os.pathsep.join(names)

@@ -75,7 +75,8 @@ def check(spec: ScheduleSpec) -> ScheduleSpec:
     if spec.kind == "step":
         if spec.step_size < 1:
             raise JobError(
-                "step schedule: step_size is 0; say after how many steps the learning rate falls, at least 1"
+                "step schedule: step_size is 0; give the number of steps after which the learning rate falls, at "
+                "least 1"
             )
         if not 0.0 < spec.gamma <= 1.0:
             raise JobError(f"step schedule: gamma is {spec.gamma}; it must be above 0 and at most 1")
@@ -84,8 +85,8 @@ def check(spec: ScheduleSpec) -> ScheduleSpec:
             raise JobError(f"{spec.kind} schedule: final_factor is {spec.final_factor}; it must be >= 0")
         if 0 < spec.total_steps <= spec.warmup_steps:
             raise JobError(
-                f"{spec.kind} schedule: {spec.warmup_steps} warm-up steps leave nothing of {spec.total_steps} "
-                "total_steps; total_steps includes the warm-up"
+                f"{spec.kind} schedule: {spec.warmup_steps} warm-up steps use up all {spec.total_steps} total_steps; "
+                "total_steps includes the warm-up"
             )
     return spec
 
@@ -98,9 +99,7 @@ def complete(spec: ScheduleSpec, steps: int) -> ScheduleSpec:
     if spec.kind not in ("linear", "cosine") or spec.total_steps:
         return check(spec)
     if steps < 1:
-        raise JobError(
-            f"{spec.kind} schedule: nothing says how many steps it takes; give total_steps, or steps of the job"
-        )
+        raise JobError(f"{spec.kind} schedule: its number of steps is not known; set total_steps, or steps of the job")
     return check(dataclasses.replace(spec, total_steps=steps))
 
 
@@ -117,9 +116,7 @@ def factor(spec: ScheduleSpec, step: int) -> float:
     if spec.kind == "step":
         return float(spec.gamma ** (since // spec.step_size))
     if spec.kind not in KINDS or spec.total_steps <= spec.warmup_steps:
-        raise JobError(
-            f"{spec.kind} schedule with {spec.total_steps} total_steps can't be followed; complete() it first"
-        )
+        raise JobError(f"{spec.kind} schedule with {spec.total_steps} total_steps is incomplete; call complete() first")
     done = min(since / (spec.total_steps - spec.warmup_steps), 1.0)
     if spec.kind == "linear":
         return 1.0 + (spec.final_factor - 1.0) * done

@@ -95,7 +95,7 @@ class Table(Generic[R]):
             raise UsageError(f"{self.seam} {resident.__name__} has the name {resident.name!r}; use lower-case letters")
         there = self._classes.setdefault(resident.name, resident)
         if there is not resident:
-            raise UsageError(f"{self.seam} {resident.name!r} exists already: {there.__module__}.{there.__qualname__}")
+            raise UsageError(f"{self.seam} {resident.name!r} already exists: {there.__module__}.{there.__qualname__}")
         return resident
 
     def parse(self, choice: str | Resident) -> R:
@@ -105,7 +105,7 @@ class Table(Generic[R]):
         """
         if not isinstance(choice, str):
             if isinstance(choice, type) and issubclass(choice, Resident):
-                raise JobError(f"{self.seam} is the class {choice.__name__}; give an object of it: {choice.__name__}()")
+                raise JobError(f"{self.seam} is the class {choice.__name__}; give an instance: {choice.__name__}()")
             if type(choice) not in self._classes.values():
                 raise JobError(f"{self.seam} is {choice!r}; choose from {', '.join(self.names)}")
             return cast(R, choice)

@@ -71,7 +71,7 @@ class Security:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             given, lacking = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
-            raise UsageError(f"{given} is given without {lacking}; a certificate and its private key go together")
+            raise UsageError(f"{given} is set without {lacking}; a certificate needs its private key")
         if self.tls:
             # Report invalid files now, not in the middle of the first handshake.
             self._client_context()
@@ -83,8 +83,8 @@ class Security:
                 object.__setattr__(self, name, _read_token(path, f"--{name.replace('_', '-')}-file"))
         if self.admin_token and hmac.compare_digest(self.admin_token, self.token):
             raise UsageError(
-                f"--admin-token-file {self.admin_token_file} and --token-file {self.token_file} hold the same token; "
-                "whoever has the job's would have every right: make two"
+                f"--admin-token-file {self.admin_token_file} and --token-file {self.token_file} contain the same "
+                "token, so anyone with the job token would have every right; use two different tokens"
             )
 
     @property
@@ -165,8 +165,8 @@ class Security:
     def _own_files(self) -> tuple[Path, Path]:
         if self.tls_cert is None or self.tls_key is None:
             raise UsageError(
-                "--tls-ca is given without --tls-cert and --tls-key; that is enough for a command, but a task serves "
-                "others and needs a certificate of its own"
+                "--tls-ca is set without --tls-cert and --tls-key; that is enough for a command, but a task needs a "
+                "certificate of its own"
             )
         return self.tls_cert, self.tls_key
 
@@ -214,7 +214,7 @@ class Security:
         except ssl.SSLCertVerificationError as error:
             if error.verify_code in _OUT_OF_DATE:
                 return (
-                    f"its certificate is out of date ({error.verify_message.rstrip('.')}) by this machine's clock; "
+                    f"its certificate is not valid now ({error.verify_message.rstrip('.')}) by this machine's clock; "
                     "start it with a newer one, or set the clock"
                 )
             return (
@@ -234,12 +234,12 @@ class Security:
             return ""
         if not self.tls:
             return _SPEAKS_TLS if met else ""
-        return self._refused("it hung up after the handshake") if met and not answered else ""
+        return self._refused("it closed the connection after the handshake") if met and not answered else ""
 
     def _refused(self, how: str) -> str:
         wrong = _out_of_date(self.tls_cert) if self.tls_cert is not None else ""
         cause = f"--tls-cert {self.tls_cert} {wrong}" if wrong else "is --tls-cert signed by its --tls-ca?"
-        return f"it refused this side's certificate, or the lack of one ({how}); {cause}"
+        return f"it refused this side's certificate, or that there is none ({how}); {cause}"
 
 
 PLAIN = Security()
@@ -291,15 +291,15 @@ def check_bind(what: str, host: str, flag: str, security: Security, *, insecure:
     """
     if security.tls_cert is None and not insecure and not is_loopback(host):
         raise UsageError(
-            f"{what} would listen at {host} without TLS, where others may read and change what travels; give "
-            f"--tls-cert, --tls-key and --tls-ca, or keep to this machine with {flag} 127.0.0.1, or say "
-            "--insecure-bind (SHARDLINE_INSECURE_BIND) if that network is yours alone"
+            f"{what} would listen at {host} without TLS, where others can read and change the traffic; set "
+            f"--tls-cert, --tls-key and --tls-ca, or stay on this machine with {flag} 127.0.0.1, or set "
+            "--insecure-bind (SHARDLINE_INSECURE_BIND) if nobody else uses that network"
         )
 
 
 _OUT_OF_DATE = (9, 10)
 """OpenSSL's error numbers for a certificate that is not valid yet, or has expired."""
-_SPEAKS_TLS = "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key as the cluster has them"
+_SPEAKS_TLS = "it uses TLS and this side does not; set the --tls-ca, --tls-cert and --tls-key of this cluster"
 
 
 def _read(path: Path, flag: str) -> bytes:
@@ -315,11 +315,13 @@ def _read_token(path: Path, flag: str) -> bytes:
     shortest, longest = TOKEN_LIMITS
     if not shortest <= len(token) <= longest:
         raise UsageError(
-            f"{flag} {path} holds {len(token)} characters; a token has {shortest} to {longest} (openssl rand -hex 32 "
+            f"{flag} {path} has {len(token)} characters; a token has {shortest} to {longest} (openssl rand -hex 32 "
             "makes one)"
         )
     if not re.fullmatch(rb"[!-~]+", token):
-        raise UsageError(f"{flag} {path} must hold one line of ASCII letters, digits and signs, with no space")
+        raise UsageError(
+            f"{flag} {path} must contain one line of ASCII letters, digits and punctuation, without spaces"
+        )
     return token
 
 
@@ -330,7 +332,7 @@ def _trust(context: ssl.SSLContext, path: Path, flag: str = "--tls-ca") -> None:
     try:
         context.load_verify_locations(cadata=data.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise UsageError(f"{flag} {path} holds no certificate in PEM form") from None
+        raise UsageError(f"{flag} {path} contains no PEM certificate") from None
 
 
 class _Encrypted(Exception):
@@ -353,12 +355,12 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
             context.load_cert_chain(pinned_cert, pinned_key, password=passphrase)
     except _Encrypted:
         raise UsageError(
-            f"--tls-key {key} is encrypted; give one without a passphrase that only you can read"
+            f"--tls-key {key} is encrypted; use a key without a passphrase, in a file that only you can read"
         ) from None
     except (ssl.SSLError, OSError, ValueError) as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             raise UsageError(f"--tls-key {key} is not the private key of --tls-cert {cert}") from None
-        raise UsageError(f"--tls-key {key} holds no private key in PEM form") from None
+        raise UsageError(f"--tls-key {key} contains no PEM private key") from None
 
 
 def _check_dates(path: Path) -> None:
@@ -375,8 +377,9 @@ def _check_dates(path: Path) -> None:
             log.warning("--tls-cert %s: certificate %d in it %s", path, number, wrong)
         elif certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC) < SOON:
             log.warning(
-                "--tls-cert %s: certificate %d in it expires on %s; from then on this task makes no new connection, so "
-                "that nobody joins again and no checkpoint is written: end the job before and go on with newer ones",
+                "--tls-cert %s: certificate %d in it expires on %s; after that, this task can't open connections: no "
+                "task can rejoin and no checkpoint is written. Before then, stop the job and resume it with newer "
+                "certificates",
                 path,
                 number,
                 _moment(certificate.not_valid_after_utc),
@@ -405,11 +408,11 @@ def _wrong_dates(certificate: x509.Certificate) -> str:
     clock = f"by this machine's clock it is {_moment(now)}"
     if now > certificate.not_valid_after_utc:
         return (
-            f"expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; give a newer one with its "
-            "--tls-key (shardline certs makes some), or set the clock"
+            f"expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; use a newer one with its --tls-key "
+            "(shardline certs makes them), or set the clock"
         )
     if now < certificate.not_valid_before_utc:
-        return f"is valid from {_moment(certificate.not_valid_before_utc)} on, and {clock}; is the clock right?"
+        return f"is only valid from {_moment(certificate.not_valid_before_utc)}, and {clock}; is the clock right?"
     return ""
 
 

@@ -162,11 +162,11 @@ def unfinished_job(
     if not reason:
         return remembered
     if config.resume or not remembered.timeline:
-        log.warning("the unfinished job in %s differs from this one (%s), so it is not continued", out, reason)
+        log.warning("the unfinished job in %s differs from this one (%s) and is not continued", out, reason)
         return None
     raise UsageError(
-        f"{out} holds a job that has not ended, and this one differs ({reason}); start it as before to go on with it, "
-        "give --resume to go on from its newest checkpoint with the new settings, or choose another --out"
+        f"{out} contains a job that has not ended, and this one differs ({reason}); start it as before to continue "
+        "it, use --resume to continue from its newest checkpoint with the new settings, or choose another --out"
     )
 
 
@@ -177,12 +177,12 @@ def checkpoint_to_resume(config: RoleConfig, out: Path) -> Checkpoint | None:
     if not config.resume:
         if steps:
             raise UsageError(
-                f"{folder} holds checkpoints of an earlier run, up to step {steps[-1]}; go on with --resume, or choose "
-                "another --out"
+                f"{folder} contains checkpoints of an earlier run, up to step {steps[-1]}; continue with --resume, or "
+                "choose another --out"
             )
         return None
     if not steps:
-        log.warning("--resume: %s holds no checkpoint yet, so the job starts from the beginning", folder)
+        log.warning("--resume: %s contains no checkpoint yet, so the job starts from the beginning", folder)
         return None
     checkpoint = CheckpointStore(folder, 1).newest_valid()
     for warning in checkpoint.warnings:
@@ -261,7 +261,7 @@ class ChiefProcess:
             log.info("page at %s", self.control.page)
         tell_ready(self._config.ready_fd, address)
         self.metrics.serve(self._config.host, self._config.metrics_port, self._config.security)
-        log.info("serves at %s, metrics at %s", address, self.metrics.url)
+        log.info("serving at %s, metrics at %s", address, self.metrics.url)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
             self._trainer = TrainingProcess(self._config, address, on_exit=self.control.trainer_ended)
@@ -274,7 +274,7 @@ class ChiefProcess:
 
     def _asked_to_end(self, termination: Termination) -> None:
         name = signal.Signals(termination.signal).name if termination.signal is not None else "a signal"
-        self.control.request_stop(f"the chief got {name}")
+        self.control.request_stop(f"the chief received {name}")
 
     def close(self) -> None:
         """Close everything, in an order that lets each part finish."""

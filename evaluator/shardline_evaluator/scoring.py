@@ -45,12 +45,12 @@ def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     own = named_values(model)
     for name, target in own.items():
         if name not in tensors:
-            raise MismatchError(f"the checkpoint has no tensor {name!r}, which the model has; is it of another job?")
+            raise MismatchError(f"the checkpoint has no tensor {name!r}, but the model has; is it from another job?")
         value = tensors[name]
         if value.shape != target.shape or value.dtype != target.dtype:
             raise MismatchError(
-                f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, "
-                f"{target.dtype} {tuple(target.shape)} in the model; is it of another job?"
+                f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, {target.dtype} "
+                f"{tuple(target.shape)} in the model; is it from another job?"
             )
     for name, target in own.items():
         target.copy_(tensors[name])

@@ -26,7 +26,7 @@ def run(config: RoleConfig) -> int:
     termination = Termination()
     termination.install()
     if config.job is None:
-        raise UsageError("an evaluator needs --job JOB.py: the file has the model and `evaluate`")
+        raise UsageError("an evaluator needs --job JOB.py, which defines the model and `evaluate`")
     job = load_job(config.job, config.overrides)
     device = resolve_device(config.device, config.gpu_memory_fraction)
     torch.set_num_threads(job.threads)
@@ -84,7 +84,7 @@ class Evaluator:
                 log.info("the job has ended: %s", orders.reason or "done")
                 return 0
             if self._termination.event.is_set():
-                log.info("asked to end: the job goes on without this evaluator")
+                log.info("asked to end: the job continues without this evaluator")
                 # Leaving before the chief has agreed would look like a death, and delay the end of the job.
                 self._link.wait(lambda o: o.fenced or o.phase is Phase.ENDED, self._link.timeouts.suspect_s)
                 return 0
@@ -130,7 +130,7 @@ class Evaluator:
             raise
         except ProtocolError as error:
             if self._link.orders.checkpoint_step > step:
-                log.info("step %d is gone, going on with a newer one: %s", step, error)
+                log.info("step %d was deleted, continuing with a newer one: %s", step, error)
                 self._scored = step
                 return None
             return Score(step=step, failure=str(error))

@@ -165,7 +165,7 @@ def run(config: RoleConfig) -> int:
         tell_ready(config.ready_fd, address)
         metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security)
         meter_line(process.metrics, address)
-        log.info("serves at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)
+        log.info("serving at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)
         return _serve(config, process, termination, address, metrics_address)
     finally:
         process.close()
@@ -216,7 +216,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
 def exit_code_of(link: ChiefLink) -> int:
     """The job's exit code. The command to stop may arrive before the orders that contain it."""
     if not link.wait(lambda orders: orders.phase is Phase.ENDED, link.timeouts.suspect_s):
-        log.warning("told to stop, but not how the job went; ending as if it had failed")
+        log.warning("told to stop without the result of the job; ending as if it had failed")
         return UnreachableError.exit_code
     return link.orders.exit_code
 
@@ -233,6 +233,6 @@ def _leave(config: RoleConfig, link: ChiefLink, process: PsProcess) -> int:
     process.ended.clear()
     link.leave()
     if not process.ended.wait(config.timeouts.total_s):
-        log.error("the chief did not end the job within %.0f s; leaving without", config.timeouts.total_s)
+        log.error("the chief did not end the job within %.0f s; leaving anyway", config.timeouts.total_s)
         return 1
     return 0

@@ -153,8 +153,8 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         gc.collect()
         if not await retired.gone(self._store.let_go_s):
             log.warning(
-                "%s: shards %s are still in use %.1f s after they were released; until that ends, this ps holds more "
-                "memory than it promised",
+                "%s: shards %s are still in use %.1f s after they were released; until then, this ps uses more memory "
+                "than planned",
                 self._task,
                 numbers(retired.numbers),
                 self._store.let_go_s,
@@ -166,9 +166,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         mine = {place.shard: place.appointment for place in placement if place.standby_task == self._task}
         held = list(self._store.standbys.items())
         keep = [number for number, standby in held if mine.get(number) == standby.appointment]
-        self._store.drop_standbys(
-            "it is placed elsewhere, is not wanted any more, or is copied again from its primary", keep=keep
-        )
+        self._store.drop_standbys("it was moved or is no longer needed, or its primary copies it again", keep=keep)
 
     def _wake_everybody(self) -> None:
         for signal in self._store.signals.values():
@@ -222,14 +220,14 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                 self._obey(frame.head.term)
                 if frame.head.timeline != self._store.authority.timeline:
                     raise ProtocolError(
-                        f"Restore is for timeline {frame.head.timeline:#x}, this ps is at "
+                        f"Restore is for timeline {frame.head.timeline:#x}; this ps is at "
                         f"{self._store.authority.timeline:#x}"
                     )
                 shard = self._store.shard(frame.head.shard)
                 # Values and at most a handful of states, each as large as the largest bucket in float64.
                 assembler = ImageAssembler(max_bytes=64 * max(b.spec.elements for b in shard.buckets) * 8 + (1 << 20))
             if shard is None or assembler is None:
-                raise ProtocolError("Restore starts with its head")
+                raise ProtocolError("Restore must start with its head")
             header = frame.header if frame.HasField("header") else None
             chunk = frame.chunk if frame.HasField("chunk") else None
             if header is not None or chunk is not None:
@@ -255,7 +253,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             authority = self._store.authority
             if request.timeline != authority.timeline:
                 raise ProtocolError(
-                    f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
+                    f"Activate is for timeline {request.timeline:#x}; this ps is at {authority.timeline:#x}"
                 )
             if not authority.configured:
                 raise ProtocolError(f"{self._task} is not fully configured; call Configure first")
@@ -274,11 +272,11 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             self._obey(request.term)
             store, number = self._store, request.shard
             if not store.authority.configured:
-                raise ProtocolError(f"{self._task} is not configured; it can't be the primary of shard {number}")
+                raise ProtocolError(f"{self._task} is not configured; it can't become the primary of shard {number}")
             self._check_later(request.timeline, "Promote")
             if number not in store.shards:
                 standby = store.standbys.get(number)
-                reason = f"{self._task} holds no standby of shard {number}"
+                reason = f"{self._task} has no standby of shard {number}"
                 # In the pool, since it waits for a record that is being applied.
                 if standby is None or (reason := await store.work(standby.promote, request.appointment)):
                     return parameter_server_pb2.PromoteReply(reason=reason)
@@ -298,7 +296,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     def _check_later(self, timeline: int, what: str) -> None:
         authority = self._store.authority
         if timeline < authority.timeline or (timeline == authority.timeline and authority.active):
-            raise ProtocolError(f"{what} is for timeline {timeline:#x}, this ps is at {authority.timeline:#x} already")
+            raise ProtocolError(f"{what} is for timeline {timeline:#x}; this ps is already at {authority.timeline:#x}")
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
@@ -316,7 +314,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     def _check_timeline(self, timeline: int, what: str) -> None:
         current = self._store.authority.timeline
         if timeline != current:
-            raise ProtocolError(f"{what} is for timeline {timeline:#x}, this ps is at {current:#x}")
+            raise ProtocolError(f"{what} is for timeline {timeline:#x}; this ps is at {current:#x}")
 
     @rpc_errors.stream
     async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> AsyncIterator[Any]:
@@ -327,7 +325,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         cut = shard.cuts.whole(request.step)
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
-            raise ProtocolError(f"shard {shard.number} holds no complete cut of step {request.step}; it holds {held}")
+            raise ProtocolError(f"shard {shard.number} has no complete cut of step {request.step}; it has {held}")
         # It may contain pushes that a failover would lose.
         await shard.answerable()
         for image in cut.in_order():
@@ -373,10 +371,10 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         if not authority.configured or request.job != authority.job or request.timeline != authority.timeline:
             return parameter_server_pb2.VerdictReply(
                 outcome=common_pb2.OUTCOME_WRONG_TIMELINE,
-                reason=f"the lead is at timeline {authority.timeline:#x}, the vote is of {request.timeline:#x}",
+                reason=f"the lead is at timeline {authority.timeline:#x}; the vote is for {request.timeline:#x}",
             )
         if 0 not in self._store.shards or len(request.quantum) != len(request.square_sum):
-            raise ProtocolError("this ps is not the lead, or the vote's quanta and sums differ in number")
+            raise ProtocolError("this ps is not the lead, or the vote has different numbers of quanta and sums")
         if request.HasField("decided"):
             verdict: Verdict | None = self._voters.adopt(request.timeline, verdict_from_proto(request.decided))
             return _verdict_reply(request.step, verdict)

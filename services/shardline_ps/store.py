@@ -131,7 +131,7 @@ class ParameterStore:
     def coding(self) -> JobCoding:
         """See Backend. Kept as long as the shards are, since it remembers what was pulled."""
         if self._coding is None:
-            raise ProtocolError("this ps holds no job yet")
+            raise ProtocolError("this ps has no job yet")
         return self._coding
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
@@ -208,7 +208,7 @@ class ParameterStore:
                 self._check_memory(configuration)
                 self.configuration = configuration
             # A standby that its primary does not follow is outdated, even if it claims to be complete.
-            self.drop_standbys("it is copied anew", keep=keep_standbys)
+            self.drop_standbys("it is being copied again", keep=keep_standbys)
             return None
         kept = self._to_keep(configuration, keep)
         if not self._same(configuration):
@@ -216,7 +216,7 @@ class ParameterStore:
         plan = configuration.plan
         for number in configuration.shards:
             if number >= len(plan.shards):
-                raise ProtocolError(f"Configure places shard {number} here, the plan has {len(plan.shards)} shards")
+                raise ProtocolError(f"Configure places shard {number} here, but the plan has {len(plan.shards)} shards")
         if configuration.replicas < 1:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
         CODECS.parse(configuration.codec)
@@ -234,7 +234,7 @@ class ParameterStore:
         leaving += [standby.shard for number, standby in self.standbys.items() if number not in change.standbys]
         retired = RetiredShards(leaving, loop)
         self.shards = dict(change.kept)
-        self.drop_standbys("the history of its primary has ended", keep=change.standbys)
+        self.drop_standbys("the timeline of its primary has ended", keep=change.standbys)
         self.authority.configured = self.authority.active = False
         self.authority.timeline = change.configuration.timeline
         self.generation += 1
@@ -279,7 +279,7 @@ class ParameterStore:
         self.authority.plan_id = plan.plan_id
         self.authority.timeline = configuration.timeline
         log.info(
-            "holds shards %s of %d: %d buckets, %.1f MB of parameters, %s",
+            "has shards %s of %d: %d buckets, %.1f MB of parameters, %s",
             list(configuration.shards),
             len(plan.shards),
             len(self.signals),
@@ -304,8 +304,8 @@ class ParameterStore:
             limit, remedy = self.free_memory() + self.held_bytes, "a machine (or container) with more memory"
         if limit is not None and needed > limit:
             raise UsageError(
-                f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
-                f"{limit:,}; use more parameter servers, or {remedy}"
+                f"the shards of this ps, with optimizer state, need {needed:,} bytes on {self.device}; the limit is "
+                f"{limit:,}. Use more parameter servers, or {remedy}"
             )
 
     def _same(self, configuration: PsConfiguration) -> bool:
@@ -322,8 +322,8 @@ class ParameterStore:
         same = self._same(configuration)
         lacking = sorted(set(keep) - self.shards.keys() | set(keep) - set(configuration.shards))
         if not same or lacking:
-            what = f"shards {lacking} are not here" if lacking else "the plan, the rule or the mode differ"
-            raise ProtocolError(f"Configure wants shards {sorted(keep)} kept, but {what}; make them anew")
+            what = f"shards {lacking} are not on this ps" if lacking else "the plan, the rule or the mode differ"
+            raise ProtocolError(f"Configure wants to keep shards {sorted(keep)}, but {what}; create them again")
         return {number: self.shards[number] for number in keep}
 
     def standby(self, number: int) -> Standby:
@@ -332,7 +332,7 @@ class ParameterStore:
         if held is None:
             if not self.authority.configured or self._settings is None or self.configuration is None:
                 raise ProtocolError(
-                    f"this ps is being configured anew; its standby of shard {number} begins after that"
+                    f"this ps is being reconfigured; its standby of shard {number} can start after that"
                 )
             generation = self.generation
             if number not in self.configuration.standbys:
@@ -341,7 +341,7 @@ class ParameterStore:
             # It has no observers until adopt().
             held = Standby(self._make_shard(number, self._settings, Observers()))
             if generation != self.generation:
-                raise ProtocolError(f"this ps was configured anew while its standby of shard {number} was made")
+                raise ProtocolError(f"this ps was reconfigured while its standby of shard {number} was created")
             self.standbys[number] = held
         return held
 
@@ -426,7 +426,7 @@ class ParameterStore:
         try:
             return self.shards[number]
         except KeyError:
-            raise ProtocolError(f"shard {number} is not hosted here; this ps has {sorted(self.shards)}") from None
+            raise ProtocolError(f"shard {number} is not on this ps; it has {sorted(self.shards)}") from None
 
     @property
     def timeline(self) -> int:
@@ -504,7 +504,7 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
     limit = staging_limit(configuration, asked)
     if asked is not None and limit > asked:
         log.warning(
-            "staging is bounded by %.1f MB instead of the %.1f MB asked for: with less, steps of %d replicas might "
+            "the limit of staging is %.1f MB instead of the %.1f MB requested: with less, steps of %d replicas might "
             "never end",
             limit / 1e6,
             asked / 1e6,

@@ -24,7 +24,7 @@ class SendEverything(LocalTraining):
 
 @dataclass(frozen=True)
 class EveryStep(Cadence):
-    """Send each step's gradient, and train on with the parameters that come back."""
+    """Push the gradient of each step, and continue with the parameters pulled after it."""
 
     name: ClassVar[str] = "every-step"
 

@@ -27,8 +27,8 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
     if blocking:
         shown = "; ".join(blocking[:5]) + (f"; and {len(blocking) - 5} more" if len(blocking) > 5 else "")
         raise CheckpointError(
-            f"{where} is of another job ({stored.name!r}), so {job.name!r} can't resume from it: {shown}. "
-            "Give it another --out, or the job the checkpoint was made by"
+            f"{where} belongs to another job ({stored.name!r}), so {job.name!r} can't resume from it: {shown}. Choose "
+            "another --out, or use the job that wrote the checkpoint"
         )
     return list(resume_changes(stored, job).values())
 
@@ -46,8 +46,8 @@ def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
 def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
     before: dict[str, TensorSpec] = {tensor.name: tensor for tensor in stored.tensors}
     after: dict[str, TensorSpec] = {tensor.name: tensor for tensor in job.tensors}
-    out = [f"tensor {name!r} is in the job, not in the checkpoint" for name in after if name not in before]
-    out += [f"tensor {name!r} is in the checkpoint, not in the job" for name in before if name not in after]
+    out = [f"tensor {name!r} is in the job but not in the checkpoint" for name in after if name not in before]
+    out += [f"tensor {name!r} is in the checkpoint but not in the job" for name in before if name not in after]
     for name, new in after.items():
         if name not in before:
             continue
@@ -69,10 +69,10 @@ def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
     ours, theirs = chosen(job.rule), chosen(stored.rule)
     pairs: list[tuple[str, Any, Any]] = [("consistency", job.consistency.mode, stored.consistency.mode)]
     if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
-        pairs.insert(0, ("the rule", ours.label(job.rule), theirs.label(stored.rule)))
+        pairs.insert(0, ("the update rule", ours.label(job.rule), theirs.label(stored.rule)))
     else:
         # Settings and arguments may change as long as the stored state stays the same.
-        pairs += [("the rule's state", _states(job), _states(stored))]
+        pairs += [("the state of the update rule", _states(job), _states(stored))]
     if consistency.of(job.consistency).bit_exact:
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
     return [

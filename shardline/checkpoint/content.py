@@ -77,9 +77,9 @@ class Key:
         tensor, at, row = rest.rpartition("@")
         known = what in (VALUE, STATE, SCALAR, INITIALIZED)
         if not known or not at or not (row.isascii() and row.isdigit() and len(row) <= MAX_DIGITS):
-            raise CheckpointError(f"entry {text!r} is none of value/, state/, scalar/ or initialized/<tensor>@<row>")
+            raise CheckpointError(f"entry {text!r} is not value/, state/, scalar/ or initialized/<tensor>@<row>")
         if what in (STATE, SCALAR) and not state:
-            raise CheckpointError(f"entry {text!r} names no state")
+            raise CheckpointError(f"entry {text!r} does not name a state")
         return cls(what, state, tensor, int(row))
 
 
@@ -97,10 +97,11 @@ def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[Tens
         total = method.flat_elements(rule, name, bucket, tensors)
         if flat.dim() != 1 or flat.numel() != total or flat.device.type != "cpu":
             raise CheckpointError(
-                f"{where}: {name!r} has shape {tuple(flat.shape)} on {flat.device}, the plan needs {total} on the CPU"
+                f"{where}: {name!r} has shape {tuple(flat.shape)} on {flat.device}; the plan requires {total} on the "
+                "CPU"
             )
         if flat.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{where}: {name!r} has dtype {flat.dtype}, which a checkpoint can't hold")
+            raise CheckpointError(f"{where}: {name!r} has dtype {flat.dtype}, which a checkpoint can't store")
         for piece, (offset, elements) in zip(bucket.slices, layout, strict=True):
             tensor = tensors[piece.tensor]
             key = Key(VALUE if name == VALUE else STATE, "" if name == VALUE else name, tensor.name, piece.first_row)
@@ -123,10 +124,10 @@ def _check_image(image: BucketImage, bucket: BucketSpec, where: str) -> None:
         raise CheckpointError(f"{where}: the image has no {VALUE!r}")
     dtype = image.tensors[VALUE].dtype
     if dtype is not DTYPES[bucket.dtype]:
-        raise CheckpointError(f"{where}: values are {dtype}, the plan says {bucket.dtype}")
+        raise CheckpointError(f"{where}: the values are {dtype}; the plan says {bucket.dtype}")
     for state in (*image.tensors, *image.scalars):
         if not state or "/" in state:
-            raise CheckpointError(f"{where}: a state is named {state!r}; a name can't be empty or hold '/'")
+            raise CheckpointError(f"{where}: a state is named {state!r}; a name can't be empty or contain '/'")
     for state, values in image.scalars.items():
         if len(values) != len(bucket.slices):
             raise CheckpointError(f"{where}: {len(values)} values of {state!r} for {len(bucket.slices)} slices")
@@ -150,14 +151,14 @@ def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: R
     for image in images:
         if image.shard != shard or image.bucket in seen or not 0 <= image.bucket < len(buckets):
             raise CheckpointError(
-                f"shard {shard} of the cut brought bucket {image.bucket} of shard {image.shard} "
-                f"({len(seen)} of {len(buckets)} buckets so far); each must come once"
+                f"shard {shard} of the cut contains bucket {image.bucket} of shard {image.shard} ({len(seen)} of "
+                f"{len(buckets)} buckets so far); each bucket must appear once"
             )
         seen.add(image.bucket)
         entries.update(image_entries(image, buckets[image.bucket], plan.tensors, rule))
     missing = sorted(set(range(len(buckets))) - seen)
     if missing:
-        raise CheckpointError(f"shard {shard} of the cut lacks buckets {missing[:10]} of {len(buckets)}")
+        raise CheckpointError(f"buckets {missing[:10]} of {len(buckets)} are missing from shard {shard} of the cut")
     return entries
 
 

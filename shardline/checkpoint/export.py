@@ -32,8 +32,10 @@ def find_checkpoint(path: Path) -> Checkpoint:
     for folder in (path, path / "checkpoints"):
         if committed_steps(folder):
             return newest_valid(folder)
-    what = "is not a checkpoint and contains none" if path.exists() else "does not exist"
-    raise CheckpointError(f"{path} {what}; give a step's folder (step-00000100) or the folder of checkpoints")
+    what = "is not a checkpoint and does not contain one" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"{path} {what}; give the folder of a step (step-00000100), or the folder that contains the checkpoints"
+    )
 
 
 def export(checkpoint_path: Path, out: Path) -> Checkpoint:
@@ -71,6 +73,6 @@ def _separate(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> dict[st
     """Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks."""
     for name, tensor in state.items():
         if tensor.dtype is torch.complex128:
-            raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't hold; export to .pt")
+            raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't store; export to .pt")
     aliases = checkpoint.manifest.aliases
     return {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}

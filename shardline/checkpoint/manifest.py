@@ -154,7 +154,7 @@ def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[s
     except ValidationError as error:
         raise CheckpointError(f"{SEQUENCES} in {MANIFEST}: {_first_problem(error)}") from None
     if len(shards) != num_shards:
-        raise CheckpointError(f"{SEQUENCES} in {MANIFEST} are of {len(shards)} shards, the plan has {num_shards}")
+        raise CheckpointError(f"{SEQUENCES} in {MANIFEST} has {len(shards)} shards; the plan has {num_shards}")
     return {task: WorkerSequence(incarnation, last_seq) for task, (incarnation, last_seq) in shards[shard].items()}
 
 
@@ -263,11 +263,13 @@ def read(folder: Path) -> Described:
     except ShardlineError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if plan.plan_id != manifest.plan_id:
-        raise CheckpointError(f"{path} is damaged: its plan hashes to {plan.plan_id}, it says {manifest.plan_id}")
+        raise CheckpointError(
+            f"{path} is damaged: the hash of its plan is {plan.plan_id}, but it says {manifest.plan_id}"
+        )
     _check_files(path, manifest, len(plan.shards))
     named = parse_step_folder(folder.name)
     if named is not None and named != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, but its folder is {folder.name}")
+        raise CheckpointError(f"{path} is for step {manifest.step}, but its folder is {folder.name}")
     return Described(manifest=manifest, job=job, plan=plan)
 
 
@@ -275,7 +277,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     parsed = sum(data.count(sign) * nbytes for sign, nbytes in _VALUE_BYTES.items())
     if parsed > MAX_PARSED_BYTES:
         raise CheckpointError(
-            f"{path} is not a manifest: parsing it would take {parsed:,} bytes of memory, the limit is "
+            f"{path} is not a manifest: parsing it would take {parsed:,} bytes of memory; the limit is "
             f"{MAX_PARSED_BYTES:,}"
         )
     try:
@@ -283,7 +285,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(fields).__name__}, not an object")
+        raise CheckpointError(f"{path} is damaged: it contains a {type(fields).__name__}, not an object")
     return fields
 
 
@@ -302,7 +304,8 @@ def _check_fields(path: Path, fields: dict[str, Any]) -> tuple[Manifest, dict[st
     found = self_digest(fields)
     if found != written.manifest_sha256:
         raise CheckpointError(
-            f"{path} is damaged: its fields hash to {found[:16]}..., it says {written.manifest_sha256[:16]}..."
+            f"{path} is damaged: the hash of its fields is {found[:16]}..., but it says "
+            f"{written.manifest_sha256[:16]}..."
         )
     manifest = Manifest.model_construct(**{name: getattr(written, name) for name in Manifest.model_fields})
     return manifest, fields["job"], fields["shards"]
@@ -334,7 +337,7 @@ def _decode_plan(raw_shards: list[Any], job: JobSpec) -> Plan:
 
 def _decode_bucket(bucket: BucketModel) -> BucketSpec:
     if bucket.dtype not in DTYPES:
-        raise CheckpointError(f"a bucket has dtype {bucket.dtype!r}, which Shardline can't hold")
+        raise CheckpointError(f"a bucket has dtype {bucket.dtype!r}, which Shardline doesn't support")
     slices = tuple(
         Slice(tensor=tensor, first_row=first_row, rows=rows, offset=offset, elements=elements)
         for tensor, first_row, rows, offset, elements in bucket.slices
@@ -351,9 +354,9 @@ def _check_files(path: Path, manifest: Manifest, num_shards: int) -> None:
             f"{path} is damaged: shards at steps {manifest.steps} are not a consistent cut of step {manifest.step}"
         )
     if len(manifest.files) != num_shards:
-        raise CheckpointError(f"{path} is damaged: it names {len(manifest.files)} files for {num_shards} shards")
+        raise CheckpointError(f"{path} is damaged: it lists {len(manifest.files)} files for {num_shards} shards")
     for shard, entry in enumerate(manifest.files):
         # This also keeps a manifest from naming files outside its folder.
         expected = shard_file(shard, num_shards)
         if entry.name != expected:
-            raise CheckpointError(f"{path} names the file {entry.name!r} for shard {shard}; it must be {expected!r}")
+            raise CheckpointError(f"{path} lists the file {entry.name!r} for shard {shard}; it must be {expected!r}")

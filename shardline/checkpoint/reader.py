@@ -93,7 +93,7 @@ class Checkpoint:
                 _, sha256 = file_digest(pinned)
             if sha256 != entry.sha256:
                 raise CheckpointError(
-                    f"{path} is corrupt: its sha256 is {sha256[:16]}..., the manifest says {entry.sha256[:16]}..."
+                    f"{path} is corrupt: its sha256 is {sha256[:16]}...; the manifest says {entry.sha256[:16]}..."
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -229,9 +229,9 @@ class Checkpoint:
             with files.pinned(path) as pinned:
                 size = pinned.stat().st_size
                 if size < entry.bytes:
-                    raise CheckpointError(f"{path} is truncated: {size} bytes of {entry.bytes}")
+                    raise CheckpointError(f"{path} is truncated: it has {size} of {entry.bytes} bytes")
                 if size > entry.bytes:
-                    raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.bytes}")
+                    raise CheckpointError(f"{path} has {size} bytes; the manifest says {entry.bytes}")
                 yield path, pinned
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
@@ -255,7 +255,7 @@ class Checkpoint:
             raise CheckpointError(f"{file.path}: {error}") from None
         number = self.plan.index.get(key.tensor)
         if number is None or self.plan.tensors[number].name != key.tensor:
-            raise CheckpointError(f"{file.path}: entry {text!r} is of no tensor of the manifest")
+            raise CheckpointError(f"{file.path}: entry {text!r} belongs to no tensor of the manifest")
         return key
 
     def _check_covered(self, tensor: TensorSpec, entries: list[_Entry]) -> None:
@@ -265,11 +265,11 @@ class Checkpoint:
                 raise CheckpointError(f"{entry.file.path}: {entry.key!r} has shape {entry.shape} or rows out of place")
             if entry.dtype != stored_dtype(tensor.dtype):
                 raise CheckpointError(
-                    f"{entry.file.path}: {entry.key!r} is stored as {entry.dtype}, the tensor is {tensor.dtype}"
+                    f"{entry.file.path}: {entry.key!r} is stored as {entry.dtype}; the tensor is {tensor.dtype}"
                 )
             row += entry.rows
         if not entries or row != tensor.rows:
-            raise CheckpointError(f"{self.path} holds {row} of the {tensor.rows} rows of {tensor.name!r}")
+            raise CheckpointError(f"{self.path} has {row} of the {tensor.rows} rows of {tensor.name!r}")
 
     def _check_beside(self, tensor: TensorSpec, rows: Mapping[int, int], what: str, entries: list[_Entry]) -> None:
         """Check the entries of one state, scalar or flag. rows: those of the tensor's values, by first row."""
@@ -280,8 +280,8 @@ class Checkpoint:
                 right = False
             if not right or entry.first_row not in rows:
                 raise CheckpointError(
-                    f"{entry.file.path}: {entry.key!r} has shape {entry.shape} and dtype {entry.dtype}, which fit "
-                    f"neither the values of {tensor.name!r} nor the entries beside it"
+                    f"{entry.file.path}: {entry.key!r} has shape {entry.shape} and dtype {entry.dtype}, which match "
+                    f"neither the values of {tensor.name!r} nor the entries for other rows"
                 )
 
     @staticmethod
@@ -316,7 +316,7 @@ class Checkpoint:
 
     def _gap(self, spec: TensorSpec, entries: list[_Entry], low: int, high: int, gaps: bool) -> torch.Tensor:
         if high > low and not gaps:
-            raise CheckpointError(f"{self.path}: {entries[0].key!r} and its like lack rows {low} to {high}")
+            raise CheckpointError(f"{self.path}: {entries[0].key!r} and related entries lack rows {low} to {high}")
         example = entries[0].read(0, 0) if entries[0].rows else entries[0].read()
         return torch.zeros((high - low, *spec.shape[1:]), dtype=example.dtype)
 
@@ -359,8 +359,8 @@ class Checkpoint:
                 part = entries[0].read()
             if part.numel() != elements:
                 raise CheckpointError(
-                    f"{self.path}: state {state!r} of {spec.name!r} has {part.numel()} elements, "
-                    f"the rule {method.label(rule)} needs {elements}"
+                    f"{self.path}: state {state!r} of {spec.name!r} has {part.numel()} elements; update rule "
+                    f"{method.label(rule)} needs {elements}"
                 )
             if flat is None:
                 flat = torch.zeros(total, dtype=part.dtype)

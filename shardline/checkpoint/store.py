@@ -79,7 +79,7 @@ class CheckpointStore:
         Deletes the leftovers of dead writers; a living writer's folder is locked, and stays.
         """
         if keep < 1:
-            raise UsageError(f"checkpoints to keep: {keep}; it must be at least 1")
+            raise UsageError(f"the number of checkpoints to keep is {keep}; it must be at least 1")
         self.dir = dir
         self.keep = keep
         self._files = files or Files()
@@ -145,8 +145,8 @@ class CheckpointStore:
             self._files.sync_folder(self.dir)
         except OSError as error:
             raise CheckpointError(
-                f"{target} is complete, but {self.dir} can't be made durable: {os_text(error)}; "
-                "after a power failure it may be gone"
+                f"{target} is complete, but {self.dir} can't be synced to disk: {os_text(error)}; a power failure may "
+                "lose it"
             ) from error
 
     def _write(self, cut: CheckpointContents, folder: Path) -> str:
@@ -184,7 +184,7 @@ class CheckpointStore:
         for entry in entries:
             if file_digest(folder / entry.name) != (entry.bytes, entry.sha256):
                 raise CheckpointError(
-                    f"{folder / entry.name} reads back as different bytes from those written; check the disk"
+                    f"{folder / entry.name} reads back different bytes than were written; check the disk"
                 )
         manifests.read(folder)
         return digest.hexdigest()
@@ -200,8 +200,8 @@ class CheckpointStore:
         if existing.manifest.content_sha256 == content:
             return True
         raise CheckpointError(
-            f"{target} exists with other content (sha256 {existing.manifest.content_sha256[:16]}..., the cut has "
-            f"{content[:16]}...): training gave other results after the rollback, or --out belongs to another run"
+            f"{target} exists with different content (sha256 {existing.manifest.content_sha256[:16]}...; the cut has "
+            f"{content[:16]}...): training gave different results after the rollback, or --out belongs to another run"
         )
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -299,7 +299,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            _log.warning("%s is left over and can't be deleted: %s", path, os_text(error))
+            _log.warning("leftover %s can't be deleted: %s", path, os_text(error))
 
     def _clear(self, temporary: Path) -> None:
         """Delete a temporary folder that a dead writer may have left since the store was opened."""
@@ -319,7 +319,7 @@ class CheckpointStore:
         try:
             lock = try_lock(path)
         except OSError as error:
-            _log.warning("%s is left over and can't be deleted: %s", path, os_text(error))
+            _log.warning("leftover %s can't be deleted: %s", path, os_text(error))
             return
         if lock is None:
             return
@@ -337,7 +337,7 @@ def _hold(folder: Path) -> int | None:
         _log.debug("%s can't be locked: %s", folder, os_text(error))
         return None
     if lock is None:
-        raise CheckpointError(f"{folder} was taken by another process at the same moment; is a second chief running?")
+        raise CheckpointError(f"{folder} was created by another process at the same time; is a second chief running?")
     return lock
 
 
@@ -360,25 +360,25 @@ def newest_valid(dir: Path) -> Checkpoint:
             checkpoint = Checkpoint(dir / step_folder(step))
             checkpoint.verify()
         except CheckpointError as error:
-            warnings.append(f"checkpoint of step {step} is passed over: {error}")
+            warnings.append(f"skipping the checkpoint of step {step}: {error}")
             continue
         checkpoint.warnings = tuple(warnings)
         return checkpoint
     if warnings:
-        raise CheckpointError(f"{dir} has no whole checkpoint: " + "; ".join(warnings))
-    raise CheckpointError(f"{dir} holds no checkpoint")
+        raise CheckpointError(f"{dir} has no complete checkpoint: " + "; ".join(warnings))
+    raise CheckpointError(f"{dir} contains no checkpoint")
 
 
 def _steps_text(steps: Sequence[int]) -> str:
     if not steps:
         return "none"
     shown = ", ".join(map(str, steps[-10:]))
-    return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)}, the last being steps {shown}"
+    return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)} steps, the last {shown}"
 
 
 def _check_cut(cut: CheckpointContents) -> None:
     if cut.plan.tensors != cut.job.tensors:
-        raise CheckpointError(f"the cut of step {cut.step} has a plan of other tensors than its job's")
+        raise CheckpointError(f"the tensors in the plan of the cut of step {cut.step} are not those of its job")
     if len(cut.versions) != len(cut.plan.shards):
         raise CheckpointError(
             f"the cut of step {cut.step} has {len(cut.versions)} versions for {len(cut.plan.shards)} shards"
@@ -396,6 +396,6 @@ def _fetch(cut: CheckpointContents, shard: int) -> list[BucketImage]:
         if cut.consistent and image.step != cut.step:
             raise CheckpointError(
                 f"shard {image.shard}, bucket {image.bucket} is at step {image.step} in the cut of step {cut.step}; "
-                "the cut is discarded, since a synchronous one holds a single step"
+                "the cut is discarded, since all buckets of a synchronous cut must be at the same step"
             )
     return images

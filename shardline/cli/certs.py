@@ -11,19 +11,27 @@ from shardline.errors import UsageError
 from shardline.rpc.auth.rights import ROLES
 
 
-@click.command(short_help="Make a test CA and a certificate for each task.")
+@click.command(short_help="Create a test CA and a certificate for each task.")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="A machine's name or IP address; may be repeated.")
-@click.option("--cluster", metavar="FILE", help="cluster.json: a certificate for each of its tasks, named after it.")
-@click.option("--role", type=click.Choice(ROLES), help="Make --host's certificates good for what this role does only.")
-@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long they are valid.")
+@click.option(
+    "--cluster", metavar="FILE", help="cluster.json; make a certificate for each of its tasks, named after the task."
+)
+@click.option("--role", type=click.Choice(ROLES), help="Restrict the certificates of --host to what this role may do.")
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=365,
+    show_default=True,
+    help="Validity of the certificates, in days.",
+)
 def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | None, days: int) -> int:
-    """Make a CA and certificates in the folder OUT, for connections that wear TLS on both sides.
+    """Create a CA and certificates in the folder OUT, for TLS on both sides of every connection.
 
-    One certificate for each --host, in OUT/NAME.pem and OUT/NAME.key, or for each task of --cluster, in OUT/ps-0.pem
-    and so on; without either, one for this machine. Those of --cluster name the task's role, and are good for what
-    that role does only; with --role so are the others. A CA that is in OUT already signs further ones. Nothing is
-    written over.
+    Creates one certificate for each --host, in OUT/NAME.pem and OUT/NAME.key, or for each task of --cluster, in
+    OUT/ps-0.pem and so on; without either, one for this machine. Certificates made with --cluster or --role are
+    restricted to what that role may do. An existing CA in OUT is used to sign further certificates. Existing files are
+    never overwritten.
     """
     tasks = _tasks(cluster)
     wanted = {**tasks, **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
@@ -33,11 +41,11 @@ def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | No
 
     made = make_certificates(out, wanted, days=days, roles=roles)
     key = made.ca.with_suffix(".key")
-    print(f"{made.ca}, {key}: the CA{'' if made.new_ca else ', as it was'}; no task needs its key, keep it to yourself")
+    print(f"{made.ca}, {key}: the CA{'' if made.new_ca else ', as it was'}; no task needs its key; keep it private")
     for name, pair in made.pairs.items():
         print(f"{pair[0]}, {pair[1]}: for {wanted[name]}" + (f", as {roles[name]}" if roles[name] else ""))
     cert, private = next(iter(made.pairs.values()))
-    print(f"valid until {made.until:%Y-%m-%d}; give each task its own two files, and all of them the CA's certificate:")
+    print(f"valid until {made.until:%Y-%m-%d}; give each task its own two files, and every task the CA's certificate:")
     print(f"    --tls-ca {made.ca} --tls-cert {cert} --tls-key {private}")
     return 0
 
@@ -51,6 +59,6 @@ def _tasks(cluster: str | None) -> dict[str, str]:
     for task in spec.task_names():
         host, _ = parse_address(spec.address(task))
         if host == "*":
-            raise UsageError(f"{task} has no address in the cluster spec; name the machines with --host instead")
+            raise UsageError(f"{task} has no address in the cluster spec; list the machines with --host instead")
         found[task.replace("/", "-")] = host
     return found

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardline.core.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
 
-short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of it.")
+short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of this.")
 
 
 def _spec(cluster: str | None) -> ClusterSpec:
@@ -131,17 +131,17 @@ def table(found: ChiefStatus) -> Table:
 @options.secured
 @options.admin
 def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None) -> int:
-    """Ask the chief to end the job with a checkpoint; all tasks then end by themselves."""
+    """Ask the chief to end the job with a checkpoint; all tasks then exit."""
     client = _client(cluster, timeout, options.security(files))
     try:
         client.stop(reason)
     finally:
         client.close()
-    print("the job ends with a checkpoint at its next common step; its tasks then end by themselves")
+    print("the job will end with a checkpoint at its next common step, and its tasks will exit")
     return 0
 
 
-@click.command(short_help="Write a checkpoint as one plain PyTorch file.")
+@click.command(short_help="Export a checkpoint as one plain PyTorch file.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.safetensors|OUT.pt")
 def export(checkpoint: Path, out: Path) -> int:

@@ -93,25 +93,25 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         if self.ps < 1:
-            raise UsageError(f"--ps is {self.ps}; at least one parameter server must hold the parameters")
+            raise UsageError(f"--ps is {self.ps}; at least one parameter server is needed")
         check_standbys(self.standbys, self.ps)
         if self.workers < 0 or self.evaluators < 0:
             raise UsageError("--workers and --evaluators can't be negative")
         if self.workers == 0 and not self.chief_trains:
-            raise UsageError("--workers is 0; nobody would train (or let the chief do it: --chief-trains)")
+            raise UsageError("--workers is 0, so no task would train; add workers, or use --chief-trains")
         trainers = self.workers + self.chief_trains
         if self.min_workers > trainers:
             raise UsageError(
-                f"--min-workers is {self.min_workers}, and {trainers} tasks train: the job would wait for ever; "
+                f"--min-workers is {self.min_workers}, but only {trainers} tasks train: the job would wait forever; "
                 f"use at most {trainers}, or more --workers"
             )
         if self.script and (self.evaluators or self.chief_trains):
-            raise UsageError("--script goes with workers only: --evaluators and --chief-trains need a job file")
+            raise UsageError("--script allows only workers: --evaluators and --chief-trains need a job file")
         for name, _ in self.overrides if self.script else ():
             if name not in SCRIPT_FIELDS:
                 raise UsageError(
-                    f"--script: {name} can't be set from outside, since the script itself decides it; pass it to the "
-                    f"script after --, or set one of {', '.join(SCRIPT_FIELDS)}"
+                    f"--script: {name} is decided by the script itself; pass it to the script after --, or set one of "
+                    f"{', '.join(SCRIPT_FIELDS)}"
                 )
 
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
@@ -333,7 +333,7 @@ class LocalCluster:
                     now_s = time.monotonic()
                     if now_s >= waiting.deadline_s:
                         raise TaskLostError(
-                            f"chief/0 told no address within {self.options.timeouts.join_s:.0f} s; see "
+                            f"chief/0 did not report its address within {self.options.timeouts.join_s:.0f} s; see "
                             f"{self.log_path('chief/0')}"
                         )
                     self.say(waiting.sentence(now_s, "chief/0 to start"))
@@ -406,7 +406,7 @@ class LocalCluster:
         if not self.options.restart or task in self._held:
             return False, "it is not restarted"
         if task == "chief/0" and not self.chief_address:
-            return False, "it had not begun"
+            return False, "it had not started"
         restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0))
         if not restart:
             return False, reason
@@ -475,7 +475,7 @@ class LocalCluster:
         """Wait until a task's current process ends; returns its exit code. Raises TaskLostError after timeout_s."""
         child = self._child(task)
         if not child.ended.wait(timeout_s) or child.code is None:
-            raise TaskLostError(f"{task} has not ended within {timeout_s:.0f} s")
+            raise TaskLostError(f"{task} did not end within {timeout_s:.0f} s")
         return child.code
 
     def wait(self, *, timeout_s: float) -> int:
@@ -518,7 +518,7 @@ class LocalCluster:
             (self._held.discard if restart else self._held.add)(task)
             self._signal(task, signal.SIGKILL, group=True)
         if not child.ended.wait(10.0):
-            raise InternalError(f"{task} (pid {child.process.pid}) is still there 10 s after SIGKILL")
+            raise InternalError(f"{task} (pid {child.process.pid}) is still running 10 s after SIGKILL")
 
     def restart(self, task: str) -> None:
         """Start a task again, after killing any process it has. Doesn't count as one of its restarts."""
@@ -550,7 +550,7 @@ class LocalCluster:
                     os.close(fd)
             self._life_read = self._life_write = -1
         if left:
-            raise InternalError(f"{', '.join(left)} can't be ended; pids {[self.pid(task) for task in left]}")
+            raise InternalError(f"{', '.join(left)} can't be killed; pids {[self.pid(task) for task in left]}")
 
     def _wait_all(self, deadline_s: float) -> None:
         with self._lock:

@@ -46,7 +46,7 @@ def exit_codes() -> str:
 def cli() -> None:
     """Train PyTorch models on parameter servers.
 
-    Flags may be given as SHARDLINE_* environment variables. What follows "--" is passed to the job file, as
+    Flags may be given as SHARDLINE_* environment variables. Arguments after "--" are passed to the job file, as
     SHARDLINE_JOB_ARGS, or to the script.
     """
 

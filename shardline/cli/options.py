@@ -81,7 +81,7 @@ def check_settings(
     for text in value:
         field, equals, setting = text.partition("=")
         if not equals or not field.isidentifier():
-            raise click.BadParameter(f"{text!r} is not FIELD=VALUE, such as batch_size=64")
+            raise click.BadParameter(f"{text!r} is not of the form FIELD=VALUE, such as batch_size=64")
         pairs.append((field, setting))
     return tuple(pairs)
 
@@ -115,11 +115,11 @@ plugin = click.option(
     multiple=True,
     expose_value=False,
     callback=add_plugins,
-    help=f"Python file that adds methods to the tables; may be repeated, as may the files of {plugins.VARIABLE}.",
+    help=f"Python file that adds methods; may be repeated. {plugins.VARIABLE} lists more.",
 )
 job_fields = together(
     option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."),
-    option("--seed", type=click.IntRange(min=0), help="Overrides the job's."),
+    option("--seed", type=click.IntRange(min=0), help="Override the seed of the job."),
     *(method(seam) for seam in methods.SEAMS),
     click.option(
         "--set",
@@ -136,37 +136,37 @@ gpu_memory_fraction = option(
     "--gpu-memory-fraction",
     type=float,
     callback=check_fraction,
-    help="Share of the device's memory this task may take.",
+    help="Share of the device's memory that this task may use.",
 )
 timeout = option(
-    "--timeout", type=float, default=60.0, help="Seconds; all deadlines and heartbeat intervals derive from it."
+    "--timeout", type=float, default=60.0, help="Seconds from which all deadlines and heartbeat intervals are derived."
 )
 join_timeout = option(
     "--join-timeout",
     type=float,
     default=600.0,
-    help="Seconds that a task tries to join, and a chief that starts waits for its tasks.",
+    help="Seconds that a task keeps trying to join, and that a starting chief waits for its tasks.",
 )
-cluster = option("--cluster", metavar="FILE", help="cluster.json; without it TF_CONFIG.")
-resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
+cluster = option("--cluster", metavar="FILE", help="cluster.json. Default: TF_CONFIG.")
+resume = option("--resume", is_flag=True, help="Resume from the newest checkpoint in --out.")
 chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow.")
 min_workers = option(
     "--min-workers",
     type=click.IntRange(min=1),
     default=1,
-    help="With fewer tasks that train the job stands still, and ends when it did so for --timeout.",
+    help="With fewer tasks that train the job pauses; after --timeout it ends.",
 )
 max_workers = option(
     "--max-workers",
     type=click.IntRange(min=1),
     default=64,
-    help="Workers that may take part; more than the cluster has may join while it trains.",
+    help="Maximum number of workers, including those that join later and are not in the cluster spec.",
 )
 standbys = option(
     "--standbys",
     type=int,
     default=0,
-    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is repeated.",
+    help="1 = another ps keeps an identical copy of each shard and takes over if its server dies; no step is repeated.",
 )
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
@@ -178,32 +178,39 @@ def _file(name: str, text: str) -> Callable[[F], F]:
 
 
 secured = together(
-    _file("--tls-cert", "PEM certificate of this task; with it and --tls-key connections use TLS."),
+    _file("--tls-cert", "PEM certificate of this task; connections use TLS if it and --tls-key are set."),
     _file("--tls-key", "PEM private key of --tls-cert."),
-    _file("--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then show a certificate."),
+    _file(
+        "--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then present a certificate."
+    ),
     _file("--token-file", "File with the job's token; calls without it are refused."),
 )
 admin = _file(
     "--admin-token-file",
-    "File with the admin token, for what only the chief may do, and to end the job; not for workers.",
+    "File with the admin token, required for commands of the chief and to end the job; not for workers.",
 )
 insecure_bind = option(
-    "--insecure-bind", is_flag=True, help="Listen beyond this machine without TLS, on a network that is yours alone."
+    "--insecure-bind",
+    is_flag=True,
+    help="Listen beyond this machine without TLS; only for a network that nobody else uses.",
 )
 lanes = together(
     option(
-        "--lane", type=click.Choice(CHOICES), default=AUTO, help="How tensors travel; auto takes the best there is."
+        "--lane",
+        type=click.Choice(CHOICES),
+        default=AUTO,
+        help="How tensors are transferred; auto picks the best lane available.",
     ),
     option(
         "--overlap/--no-overlap",
         default=True,
-        help="Send gradients while backward runs, and wait per layer, not per model.  [default: overlap]",
+        help="Send gradients while backward runs, and wait for parameters layer by layer.  [default: overlap]",
     ),
     option(
         "--run-dir",
         type=click.Path(path_type=Path, exists=True, file_okay=False),
         metavar="DIR",
-        help="Where unix sockets of the shm lane lie. Default: nowhere, they have no file.",
+        help="Folder for the unix sockets of the shm lane. Default: none; the sockets have no file.",
     ),
 )
 
@@ -212,9 +219,9 @@ page = together(
         "--page",
         metavar="HOST:PORT",
         default="127.0.0.1:0",
-        help='The chief\'s own page, 0 = a free port; beyond this machine it needs --token-file; "off": none.',
+        help="Address of the chief's page; port 0 = a free one. Beyond this machine it needs --token-file; off = none.",
     ),
-    click.option("--no-page", is_flag=True, help="No page."),
+    click.option("--no-page", is_flag=True, help="Don't serve a page."),
 )
 
 
@@ -264,7 +271,7 @@ def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     fields = [field for field, _ in pairs]
     for field in fields:
         if fields.count(field) > 1:
-            raise UsageError(f"the job field {field!r} is set {fields.count(field)} times; set it once")
+            raise UsageError(f"job field {field!r} is set {fields.count(field)} times; set it once")
     return pairs
 
 
@@ -275,9 +282,11 @@ def existing_job(path: Path | None) -> Path | None:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise JobError(f"there is no job file {path}; name the .py file that defines the job") from None
+        raise JobError(f"job file {path} does not exist; give the .py file that defines the job") from None
     except OSError as error:
-        raise JobError(f"the job file {path} can't be read: {error.strerror}; let this user read it") from None
+        raise JobError(
+            f"job file {path} can't be read: {error.strerror}; give this user permission to read it"
+        ) from None
     except ValueError as error:
         raise JobError(f"{str(path)!r} is not a file name: {error}") from None
     if stat.S_ISDIR(mode):
@@ -290,10 +299,10 @@ def _job_files(folder: Path) -> str:
     with contextlib.suppress(OSError):
         found = [str(one) for one in sorted(folder.glob("*.py")) if one.name != "__init__.py"]
         if len(found) > MAX_NAMED_FILES:
-            return f"name one of its {len(found)} .py files, such as {found[0]}"
+            return f"give one of its {len(found)} .py files, such as {found[0]}"
         if found:
-            return f"name a file in it: {' or '.join(found)}"
-    return "there is no .py file in it"
+            return f"give a file in it: {' or '.join(found)}"
+    return "it contains no .py file"
 
 
 def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RoleConfig:
@@ -347,7 +356,9 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Ta
     """The index that the chief assigns for --task ROLE/any."""
     if wants_place(flags["task"]) != role:
         task = flags["task"]
-        raise ClusterSpecError(f"task {task} is no {role}; start it with: shardline {wants_place(task)}")
+        raise ClusterSpecError(
+            f"task {task} does not have the role {role}; start it with: shardline {wants_place(task)}"
+        )
     if flags["cluster"] is None:
         raise ClusterSpecError(f"--task {flags['task']} needs --cluster FILE or SHARDLINE_CLUSTER")
     spec = read_spec(flags["cluster"])
@@ -368,4 +379,6 @@ def _with_own_address(place: TaskPlace, given: str | None) -> TaskPlace:
 def _check_chief_port(place: TaskPlace, *, ready_fd: int | None) -> None:
     chief = place.spec.chief
     if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
-        raise ClusterSpecError(f"chief/0 is {chief} in the cluster spec; it needs a fixed port, so that others find it")
+        raise ClusterSpecError(
+            f"chief/0 is {chief} in the cluster spec; it needs a fixed port so that other tasks can find it"
+        )

@@ -41,7 +41,7 @@ def describe_code(code: int) -> str:
 def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
     """Whether to restart a task that ended, and why (not)."""
     if code == 0:
-        return False, "its part is done"
+        return False, "its work is done"
     if role == "chief" and code > 0:
         # It had decided how the job ends. If it was killed, it had not, and the next one continues from --out.
         return False, "the job ends with it"
@@ -50,7 +50,7 @@ def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
     if code in HOPELESS_CODES:
         return False, "it would end the same way again"
     if restarts >= MAX_RESTARTS:
-        return False, f"it was restarted {restarts} times already"
+        return False, f"it was already restarted {restarts} times"
     return True, f"restart {restarts + 1} of {MAX_RESTARTS}"
 
 
@@ -71,13 +71,13 @@ def lacking(
     workers = [task for task in tasks if parse_task(task)[0] == "worker"]
     trainers = len([task for task in workers if task not in gone]) + chief_trains
     if not trainers:
-        return "nobody is left to train"
+        return "no task is left to train"
     if script and any(gone.get(task) for task in workers):
         return "a script needs all its workers"
     if begun:
         return ""
     if any(parse_task(task)[0] == "ps" for task in gone):
-        return "the job can't begin without it"
+        return "the job can't start without it"
     if trainers < min_workers:
         return f"{trainers} of at least {min_workers} tasks that train are left"
     return ""

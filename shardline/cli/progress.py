@@ -29,7 +29,7 @@ def waiting_text(status: ChiefStatus) -> str:
         missing = [*status.missing, *lost]
         rest = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         return f"waiting for {', '.join(missing[:MOST_NAMED])}{rest}" if missing else "waiting for tasks"
-    return {"init": "setting parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
+    return {"init": "preparing parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
 
 
 def scores(status: ChiefStatus) -> str:

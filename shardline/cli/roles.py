@@ -25,9 +25,9 @@ from shardline.observability.lossy import protect_output
 ENTRY_POINTS = "shardline.roles"
 
 ABOUT = {
-    "ps": "Hold shards of the parameters and apply every update. Knows no model.",
+    "ps": "Hold shards of the parameters and apply all updates.",
     "worker": "Train replicas of the job.",
-    "chief": "Admit the other tasks, write checkpoints and logs, end the job.",
+    "chief": "Coordinate the job: admit tasks, write checkpoints and logs.",
     "evaluator": "Score every checkpoint.",
 }
 
@@ -52,12 +52,13 @@ role_options = options.together(
     options.option(
         "--task",
         metavar="ROLE/INDEX",
-        help="This task, such as ps/0; may be left out where there is one. ps/any: the chief hands out the index.",
+        help="This task, such as ps/0; optional if there is only one. ps/any: the chief assigns the index.",
     ),
     options.option(
         "--address",
         metavar="HOST:PORT",
-        help="Where others find this task, if not at its address in the cluster spec. :PORT = at this machine's name.",
+        help="Address at which other tasks reach this one, if not the one in the cluster spec. :PORT = at this "
+        "machine's name.",
     ),
     options.option(
         "--bind", metavar="HOST", help="Interface that the services bind to. Default: the host of the task's address."
@@ -67,19 +68,21 @@ role_options = options.together(
         "--out",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Folder of the results; of other tasks than the chief for their log.",
+        help="Folder for the results; for tasks other than the chief, for their log.",
     ),
     options.resume,
     options.timeout,
     options.join_timeout,
     options.device,
     options.gpu_memory_fraction,
-    options.option("--metrics-port", type=click.IntRange(0, 65_535), default=0, help="0 = a free one."),
-    options.option("--host", default="127.0.0.1", help="Interface that the metrics page binds to."),
+    options.option(
+        "--metrics-port", type=click.IntRange(0, 65_535), default=0, help="Port of the metrics; 0 = a free one."
+    ),
+    options.option("--host", default="127.0.0.1", help="Interface that the metrics endpoint binds to."),
     options.option(
         "--exit-with-job",
         is_flag=True,
-        help="End with the exit code of a job that failed, for supervisors that start failed tasks again.",
+        help="Exit with the exit code of a failed job, for supervisors that restart failed tasks.",
     ),
     options.chief_trains,
     options.min_workers,
@@ -103,7 +106,7 @@ def find_role(role: str) -> Run:
     """The function that runs a role, from the installed entry points."""
     found = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=role))
     if not found:
-        raise UsageError(f"no installed package runs the role {role!r}; install Shardline: pip install -e .")
+        raise UsageError(f"no installed package provides the role {role!r}; install Shardline: pip install -e .")
     run: Run = found[0].load()
     return run
 
@@ -174,7 +177,7 @@ def _not_read(role: str, task: str) -> list[str]:
     """A sentence for each flag on the command line that is for other roles."""
     context = click.get_current_context()
     return [
-        f"{task} does not read {option.opts[0]}; it is for {', '.join(READERS[str(option.name)])}"
+        f"{task} does not use {option.opts[0]}; it is for {', '.join(READERS[str(option.name)])}"
         for option in context.command.params
         if not reads(role, str(option.name))
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE

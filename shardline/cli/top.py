@@ -205,7 +205,7 @@ class Screen:
         """The state after the next request. Raises if the chief is given up."""
         # Requests have their own deadline; this one only ends a wait that a bug would make endless.
         if not self._poller.changed.wait(self._poller.deadline_s + 60.0):
-            raise UnreachableError(f"the thread that asks the chief at {self._address} does not go on")
+            raise UnreachableError(f"the thread that polls the chief at {self._address} has stopped")
         self._poller.changed.clear()
         known = self._poller.known
         self._take(known)
@@ -328,19 +328,19 @@ def ended_by_sigterm() -> Iterator[None]:
 @options.option(
     "--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, help="Seconds between two lines or frames."
 )
-@click.option("--once", is_flag=True, help="Print one frame and end.")
+@click.option("--once", is_flag=True, help="Print one frame and exit.")
 @options.option(
     "--timeout",
     type=click.FloatRange(1.0, 86_400.0),
     default=15.0,
-    help="Seconds without an answer after which the chief is given up.",
+    help="Seconds without an answer after which top gives up.",
 )
 @options.secured
 def top(cluster: str | None, interval: float, once: bool, timeout: float, **files: Path | None) -> int:
-    """Show progress, tasks, shards, curves and events of a running cluster; q or Ctrl-C ends.
+    """Show progress, tasks, shards, curves and events of a running cluster; press q or Ctrl-C to quit.
 
-    Where the output is no terminal, a line is printed each interval. The exit code is 0 when the job has ended, however
-    it went, and 3 where the chief does not answer for --timeout.
+    If the output is not a terminal, a line is printed every interval. The exit code is 0 when the job has ended,
+    successfully or not, and 3 if the chief does not answer for --timeout.
     """
     address = chief_address(cluster)
     security = options.security(files)

@@ -150,7 +150,7 @@ def silence_text(silence: ChiefSilence, address: str) -> str:
     """How long the chief has been silent, and for how long it is still polled."""
     ago = seconds(max(0.0, silence.now - silence.since))
     return (
-        f"no answer from the chief at {address} since {clock(silence.since)} ({ago}); trying until "
+        f"no answer from the chief at {address} since {clock(silence.since)} ({ago}); retrying until "
         f"{clock(silence.until)}"
     )
 
@@ -323,9 +323,9 @@ def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
     # Most jobs have no standbys, and the space has better uses.
     standbys = wide and any(shard.standby for shard in view.shards)
     length = 24 if width >= 120 else 6 if standbys else 12
-    more = (*(("standby",) if standbys else ()), "held", "waits for") if wide else ()
+    more = (*(("standby",) if standbys else ()), "memory", "awaits") if wide else ()
     for name in ("shard", "on", "size", "", "version", "steps", *more):
-        table.add_column(name, justify="right" if name in ("shard", "size", "version", "steps", "held") else "left")
+        table.add_column(name, justify="right" if name in ("shard", "size", "version", "steps", "memory") else "left")
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
     shown = view.shards if rows >= len(view.shards) else view.shards[: rows - 1]

@@ -47,7 +47,7 @@ UNBEGUN = ("waiting", "init")
 UNENDED = (*UNBEGUN, "running")
 POLL_TIMEOUT_S = 6.0
 """Timeout of the progress bar's own calls, in seconds: a slow chief costs an update of the display, not the job."""
-EPILOG = "What follows -- is passed on: to the script, or to the job file as SHARDLINE_JOB_ARGS."
+EPILOG = "Arguments after -- are passed to the script, or to the job file as SHARDLINE_JOB_ARGS."
 
 
 @click.command(epilog=EPILOG, options_metavar="[OPTIONS]", short_help="Run a whole cluster on this machine.")
@@ -60,7 +60,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
-    "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the run's summary (JSON) here."
+    "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the summary of the run (JSON) here."
 )
 @options.option("--script", is_flag=True, help="JOB.py is a training script that calls shardline.connect().")
 @options.device
@@ -77,11 +77,13 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.insecure_bind
 @options.timeout
 @options.join_timeout
-@click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
+@click.option(
+    "--restart/--no-restart", default=True, help="Restart tasks that died, up to 3 times each.  [default: on]"
+)
 def train(**flags: Any) -> int:
     """Train JOB.py on a cluster of separate processes on this machine.
 
-    Ctrl-C ends the job with a checkpoint; a second one ends it at once.
+    Ctrl-C ends the job with a checkpoint; a second one ends it immediately.
     """
     summary: Path | None = flags.pop("summary")
     launch = launch_options(flags)
@@ -105,7 +107,9 @@ def check_summary(path: Path) -> None:
     elif not os.access(there, os.W_OK):
         reason = "Permission denied"
     if reason:
-        raise UsageError(f"--summary {path} can't be written: {reason}; name a file in a folder that you may write to")
+        raise UsageError(
+            f"--summary {path} can't be written: {reason}; choose a file in a folder that you can write to"
+        )
 
 
 def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
@@ -115,13 +119,13 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
     out: Path | None = flags["out"]
     if out is None:
         if flags["resume"]:
-            raise UsageError("--resume needs --out, the folder of the run to go on with")
+            raise UsageError("--resume needs --out, the folder of the run to continue")
         out = Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     used = ever_begun(out)
     if used and not flags["resume"]:
-        raise UsageError(f"--out {out} holds an earlier run; continue it with --resume, or choose another folder")
+        raise UsageError(f"--out {out} contains an earlier run; continue it with --resume, or choose another folder")
     if flags["resume"] and not used:
-        raise UsageError(f"--resume: {out} holds no earlier run")
+        raise UsageError(f"--resume: {out} contains no earlier run")
     return LaunchOptions(
         job=job.absolute(),
         out=out.absolute(),
@@ -290,7 +294,7 @@ class LaunchedRun:
                 self._cluster.stop()
             elif code is None:
                 self._cluster.stop()
-                self._console.say("ended at once; the last checkpoint stays")
+                self._console.say("ended immediately; the last checkpoint is kept")
             else:
                 code = self._finish(code, summary)
         if self._signal is not None:
@@ -321,7 +325,7 @@ class LaunchedRun:
                     return None
                 self._signal, self._hopeless = event.number, None
                 self._deadline_s = time.monotonic() + self._limit_s
-                display.say("ending with a checkpoint; press Ctrl-C again to end at once")
+                display.say("ending with a checkpoint; press Ctrl-C again to end immediately")
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
                 if event.status.page and (self._last is None or event.status.page != self._last.page):
@@ -362,7 +366,7 @@ class LaunchedRun:
                 del self._quiet[task]
                 display.say(
                     f"{task} ended with exit code 0 although the job has not ended (step {status.step}): its own code "
-                    "must have ended it; it is not started again"
+                    "must have ended it; it is not restarted"
                 )
 
     def _fail_for(self, hopeless: _Hopeless) -> int:
@@ -371,7 +375,7 @@ class LaunchedRun:
         if code == 0:
             code = TaskLostError.exit_code if self._begun else UsageError.exit_code
         step = (read_summary(self._cluster.options.out) or {}).get("checkpoint_step", -1) if self._begun else -1
-        rest = f". Go on with --resume from step {step}" if step > 0 else ""
+        rest = f". Continue with --resume from step {step}" if step > 0 else ""
         _show_failure(self._cluster, f"{self._last_of(hopeless.end)}; {hopeless.why}{rest}", code)
         return code
 
@@ -379,8 +383,8 @@ class LaunchedRun:
         """The last message of the worker that ended last, or how it ended."""
         if end.code == 0 and self._cluster.options.script and not self._begun:
             return (
-                f"{end.task}: the script ended and never joined: it must call shardline.connect() and train in "
-                "session.steps() (a job file is started without --script)"
+                f"{end.task}: the script ended without joining: it must call shardline.connect() and train in "
+                "session.steps() (start a job file without --script)"
             )
         if end.code == 0:
             return f"{end.task} ended with exit code 0 although the job had not ended"
@@ -448,7 +452,7 @@ class LaunchedRun:
         late = self._cluster.running()
         self._cluster.stop()
         if late:
-            self._console.say(f"ended {', '.join(late)}, still there after the chief's end")
+            self._console.say(f"killed {', '.join(late)}, still running after the chief ended")
         found = read_summary(self._cluster.options.out)
         if found is not None and summary is not None:
             own = summary_path(self._cluster.options.out)
@@ -456,7 +460,9 @@ class LaunchedRun:
                 summary.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(own, summary)
             except OSError as error:
-                raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
+                raise UsageError(
+                    f"--summary {summary} can't be written: {error.strerror}; the summary is in {own}"
+                ) from None
         if code == 0:
             for text in report(self._cluster.options.out, found, self._last):
                 print(printable(text))
@@ -521,7 +527,7 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         lines.append(f"evaluation{at}: {', '.join(shown)}")
     if unscored := found.get("unscored"):
         step = found.get("checkpoint_step")
-        what = f"step {step} was not scored" if metrics else "none was scored"
+        what = f"step {step} was not scored" if metrics else "no checkpoint was scored"
         lines.append(f"evaluation: {what}: {unscored}")
     places = {
         "checkpoint": found.get("checkpoint") or (last.checkpoint_path if last is not None else ""),

@@ -47,8 +47,8 @@ class Unstepped:
         if many and (self._told_s is None or now_s - self._told_s >= AGAIN_S):
             self._told_s = now_s
             log.warning(
-                "the loop has been at step %d for %.0f s and %d passes, none of which called optimizer.step(): "
-                "session.steps() gives the same step until it is called. Call it in every pass",
+                "the loop has been at step %d for %.0f s and %d passes without calling optimizer.step(): "
+                "session.steps() repeats a step until it is called. Call it in every pass",
                 step,
                 lasted_s,
                 self.passes - 1,
@@ -85,6 +85,6 @@ def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
     try:
         standings = trainer.standings(others).values() if others else ()
     except (Restart, Interrupted, UnreachableError) as error:
-        log.debug("step %d: asking who waits: %s", trainer.step, error)
+        log.debug("step %d: asking which replicas are waiting: %s", trainer.step, error)
         return []
     return [replica for replica in others if all(found.replicas[replica] > trainer.step for found in standings)]

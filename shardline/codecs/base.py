@@ -205,7 +205,7 @@ class Codec(Resident, ABC):
 def check_length(payload: Buffer, expected: int, elements: int, dtype: str) -> None:
     """Raise ProtocolError if a payload does not have the expected length in bytes."""
     if len(payload) != expected:
-        raise ProtocolError(f"payload of {len(payload)} bytes for {elements} {dtype} elements, expected {expected}")
+        raise ProtocolError(f"payload of {len(payload)} bytes for {elements} {dtype} elements; expected {expected}")
 
 
 def zeros(layout: Layout) -> torch.Tensor:

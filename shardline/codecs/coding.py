@@ -33,8 +33,8 @@ class BucketCoding:
     def misfit(self, nbytes: int) -> str:
         """Why no payload of this bucket has this length; "" if one may. Checked before memory is allocated for it."""
         if self.codec.fixed_size:
-            return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes}"
-        return "" if 0 <= nbytes <= self.max_bytes else f"codec {self.name} makes at most {self.max_bytes}"
+            return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes} bytes"
+        return "" if 0 <= nbytes <= self.max_bytes else f"codec {self.name} makes at most {self.max_bytes} bytes"
 
 
 class Coding:
@@ -99,7 +99,7 @@ class JobCoding:
             return ours
         if name in ("", PLAIN.name):
             return self.plain
-        raise ProtocolError(f"{what} with codec {name[:100]!r}, the job's is {ours.name!r}")
+        raise ProtocolError(f"{what} with codec {name[:100]!r}; the job uses {ours.name!r}")
 
 
 def pushed(codec: Codec) -> Codec:

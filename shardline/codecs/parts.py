@@ -123,12 +123,12 @@ class PartCoder:
             (size,) = LENGTH.unpack_from(view, at)
             at += LENGTH.size
             if size > min(len(view) - at, self._codec._bound(part)):
-                raise ProtocolError(f"part {part.tensor.name!r} says it has {size} bytes; {len(view) - at} are left")
+                raise ProtocolError(f"part {part.tensor.name!r} claims {size} bytes; {len(view) - at} are left")
             if size:
                 values[part.offset : part.end] = self._decode_part(view[at : at + size], part)
             at += size
         if at != len(view):
-            raise ProtocolError(f"payload of {len(view)} bytes has {len(view) - at} behind its last part")
+            raise ProtocolError(f"payload of {len(view)} bytes has {len(view) - at} after its last part")
         return values
 
     def _decode_part(self, data: memoryview, part: Part) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """Every number as it is in memory."""
+    """Unencoded: each number as it is in memory."""
 
     name: ClassVar[str] = "raw"
     exact: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from shardline.core.push_context import PushContext
 
 @dataclass(frozen=True)
 class Asynchronous(Consistency):
-    """Every worker's gradient is an update of its own."""
+    """Asynchronous: each gradient is applied as a separate update when it arrives."""
 
     name: ClassVar[str] = "async"
     clock: ClassVar[Clock] = Clock.VERSION

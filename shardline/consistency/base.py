@@ -92,4 +92,4 @@ class Consistency(Resident):
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """The server half of this mode for one shard."""
-        raise NotImplementedError(f"consistency {self} has no server half")
+        raise NotImplementedError(f"consistency {self} has no implementation for servers")

@@ -18,7 +18,7 @@ from shardline.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class Eager(Consistency):
-    """Every step is one update from all replicas."""
+    """Synchronous: each step is one update from the gradients of all replicas."""
 
     name: ClassVar[str] = "sync"
     clock: ClassVar[Clock] = Clock.STEP
@@ -66,9 +66,9 @@ class EagerSteps(ReplicaSteps):
             return
         names = ", ".join(nonfinite_names(bucket.names, bucket.spec, values))
         error = NonFiniteError(
-            f"shard {self.storage.number}, step {bucket.step}: the sum of {count} replicas' gradients of {names} has "
-            f"NaN or infinity though each of them is finite; it was not applied. Lower the learning rate, or train in "
-            f"a wider dtype"
+            f"shard {self.storage.number}, step {bucket.step}: the sum of the gradients of {names} over {count} "
+            "replicas has NaN or infinity although each of them is finite; it was not applied. Lower the learning "
+            "rate, or train in a wider dtype"
         )
         self.storage.observers.on_failure(error)
         raise error

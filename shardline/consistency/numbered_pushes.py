@@ -21,11 +21,11 @@ def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
     Only last_seq + 1 is accepted: remembering just the highest number would lose the retry of a lower one.
     """
     if seq < 1:
-        return Decision(Outcome.REFUSED, f"sequence number {seq}; numbers start at 1")
+        return Decision(Outcome.REFUSED, f"the sequence number is {seq}; numbers start at 1")
     if seq <= last_seq:
-        return Decision(Outcome.DUPLICATE, f"push {seq} was applied before, the shard is at {last_seq}")
+        return Decision(Outcome.DUPLICATE, f"push {seq} was already applied; the shard is at {last_seq}")
     if seq > last_seq + 1:
-        return Decision(Outcome.OUT_OF_SEQUENCE, f"push {seq} came where {last_seq + 1} was expected")
+        return Decision(Outcome.OUT_OF_SEQUENCE, f"push {seq} arrived; expected {last_seq + 1}")
     return Decision(Outcome.SKIPPED if skip else Outcome.APPLIED)
 
 

@@ -25,14 +25,16 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
     if not is_node(block, replicas):
         return Decision(Outcome.REFUSED, f"block {block} is not a node of the sum over {replicas} replicas")
     if step < bucket_step:
-        return Decision(Outcome.DUPLICATE, f"step {step} is closed, the bucket is at {bucket_step}")
+        return Decision(Outcome.DUPLICATE, f"step {step} is closed; the bucket is at step {bucket_step}")
     if step > bucket_step:
-        return Decision(Outcome.REFUSED, f"step {step} is ahead of the bucket, which is at {bucket_step}")
+        return Decision(Outcome.REFUSED, f"step {step} is ahead of the bucket, which is at step {bucket_step}")
     held = sum(replica in counted for replica in range(block.first, block.end))
     if held == block.count:
-        return Decision(Outcome.DUPLICATE, f"replicas {block} are counted in step {step}")
+        return Decision(Outcome.DUPLICATE, f"replicas {block} were already counted in step {step}")
     if held:
-        return Decision(Outcome.SPLIT, f"{held} of {block.count} replicas of {block} are counted in step {step}")
+        return Decision(
+            Outcome.SPLIT, f"{held} of {block.count} replicas of {block} were already counted in step {step}"
+        )
     return Decision(Outcome.COUNTED)
 
 
@@ -167,8 +169,8 @@ class ReplicaSteps(ServerHalf):
             self.storage.tally.duplicate_mismatches += 1
         return Decision(
             Outcome.DUPLICATE,
-            f"replicas {block} sent different bits for step {step}, bucket {bucket.number} ({bucket.names[0]}), than "
-            f"before; the first ones count. Do all workers have one kind of machine and the same number of threads?",
+            f"replicas {block} repeated step {step}, bucket {bucket.number} ({bucket.names[0]}), with different bits; "
+            "the first contribution counts. Do all workers have the same kind of machine and number of threads?",
             mismatch=True,
         )
 

@@ -236,7 +236,7 @@ class ServerHalf:
         finite. guard is called under the bucket's lock, so that nothing of another timeline counts. Raises TensorError
         or NonFiniteError and leaves the bucket unchanged.
         """
-        raise ProtocolError("this job's consistency takes whole pushes, not single buckets of a step")
+        raise ProtocolError("the consistency mode of this job takes whole pushes, not single buckets of a step")
 
     def push(
         self,
@@ -252,7 +252,7 @@ class ServerHalf:
         Under `order`, guard() is called before the decision and then() after it, for a reply that no other push can
         precede. Raises TensorError or NonFiniteError and changes nothing.
         """
-        raise ProtocolError("this job's consistency takes the buckets of a step, not whole numbered pushes")
+        raise ProtocolError("the consistency mode of this job takes the buckets of a step, not whole numbered pushes")
 
     # Queries
 

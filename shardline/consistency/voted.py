@@ -19,7 +19,7 @@ from shardline.core.spec import TensorKind
 
 @dataclass(frozen=True)
 class Voted(Consistency):
-    """Every step is one update from all replicas, scaled or skipped by one decision over all shards."""
+    """Synchronous, and each step is scaled or skipped by one decision for all shards."""
 
     name: ClassVar[str] = "voted"
     clock: ClassVar[Clock] = Clock.STEP

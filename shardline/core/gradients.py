@@ -94,7 +94,7 @@ def check_gradient(
     if values is None:
         return 0.0
     if bucket.kind is TensorKind.FROZEN:
-        raise TensorError(f"{names[0]!r} is frozen (requires_grad is False): it takes no gradient")
+        raise TensorError(f"{names[0]!r} is frozen (requires_grad is False) and can't have a gradient")
     if bucket.kind is TensorKind.BUFFER:
         if block.first != 0:
             raise TensorError(f"buffer {names[0]!r} comes from replica 0, not from replicas {block}")
@@ -105,6 +105,6 @@ def check_gradient(
     if not math.isfinite(bound):
         raise NonFiniteError(
             f"shard {shard}: gradient of {', '.join(nonfinite_names(names, bucket, values))} from replicas {block} has "
-            f"NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
+            "NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
         )
     return bound

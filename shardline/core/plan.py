@@ -183,13 +183,13 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
     a repeated name, an unknown dtype or num_shards < 1.
     """
     if num_shards < 1:
-        raise JobError(f"{num_shards} parameter servers: a plan needs at least 1")
+        raise JobError(f"the cluster has {num_shards} parameter servers; it needs at least 1")
     if not any(tensor.kind is TensorKind.PARAM for tensor in tensors):
         raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
     seen: dict[str, str] = {}
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
-            raise JobError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline can't hold")
+            raise JobError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline doesn't support")
         for name in (tensor.name, *tensor.aliases):
             if name in seen:
                 raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
@@ -265,30 +265,34 @@ def check_plan(plan: Plan) -> None:
     covered: list[list[tuple[int, int]]] = [[] for _ in plan.tensors]
     for s, shard in enumerate(plan.shards):
         if not shard.buckets:
-            raise ProtocolError(f"plan: shard {s} of {len(plan.shards)} is empty; make_plan never leaves one empty")
+            raise ProtocolError(f"plan: shard {s} of {len(plan.shards)} is empty; a plan has no empty shard")
         for b, bucket in enumerate(shard.buckets):
             _check_bucket(plan.tensors, bucket, f"plan: shard {s}, bucket {b}")
             for piece in bucket.slices:
                 covered[piece.tensor].append((piece.first_row, piece.rows))
     for tensor, pieces in zip(plan.tensors, covered, strict=True):
         if tensor.whole and len(pieces) > 1:
-            raise ProtocolError(f"plan: {tensor.name!r} must stay whole, the plan cuts it into {len(pieces)} slices")
+            raise ProtocolError(
+                f"plan: {tensor.name!r} must not be cut, but the plan cuts it into {len(pieces)} slices"
+            )
         row = 0
         for first, rows in sorted(pieces):
             if first != row:
                 raise ProtocolError(f"plan: rows {row} to {first} of {tensor.name!r} are missing or repeated")
             row = first + rows
         if row != tensor.rows or not pieces:
-            raise ProtocolError(f"plan: {tensor.name!r} has {tensor.rows} rows, the plan covers {row}")
+            raise ProtocolError(f"plan: {tensor.name!r} has {tensor.rows} rows; the plan covers {row}")
         if tensor.rows == 0 and len(pieces) > 1:
-            raise ProtocolError(f"plan: {tensor.name!r} has no rows, the plan holds it {len(pieces)} times")
+            raise ProtocolError(f"plan: {tensor.name!r} has no rows, but is in the plan {len(pieces)} times")
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
-            raise ProtocolError(f"plan: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline can't hold")
+            raise ProtocolError(
+                f"plan: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline doesn't support"
+            )
         if any(size < 0 for size in tensor.shape):
             raise ProtocolError(f"plan: tensor {tensor.name!r} has the negative shape {tensor.shape}")
         for name in (tensor.name, *tensor.aliases):
@@ -300,10 +304,10 @@ def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
 def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str) -> None:
     end, group = 0, None
     if not bucket.slices:
-        raise ProtocolError(f"{where} holds no tensor")
+        raise ProtocolError(f"{where} contains no tensor")
     for piece in bucket.slices:
         if not 0 <= piece.tensor < len(tensors):
-            raise ProtocolError(f"{where} names tensor {piece.tensor} of {len(tensors)}")
+            raise ProtocolError(f"{where} refers to tensor {piece.tensor}, but there are {len(tensors)}")
         tensor = tensors[piece.tensor]
         if tensor.dtype != bucket.dtype or tensor.kind is not bucket.kind:
             raise ProtocolError(
@@ -315,13 +319,13 @@ def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str)
         if piece.offset % ALIGNMENT_ELEMENTS or piece.offset < end or piece.end > bucket.elements:
             raise ProtocolError(
                 f"{where}: slice of {tensor.name!r} at elements {piece.offset} to {piece.end} of {bucket.elements}"
-                " overlaps, is not aligned or leaves the bucket"
+                " overlaps another, is not aligned, or exceeds the bucket"
             )
         last = piece.first_row + piece.rows
         if piece.first_row < 0 or piece.rows < min(1, tensor.rows) or last > tensor.rows:
             raise ProtocolError(f"{where}: rows {piece.first_row} to {last} of {tensor.name!r} are out of range")
         if piece.elements != piece.rows * tensor.row_elements:
-            raise ProtocolError(f"{where}: {piece.rows} rows of {tensor.name!r} are not {piece.elements} elements")
+            raise ProtocolError(f"{where}: {piece.rows} rows of {tensor.name!r} don't have {piece.elements} elements")
         step = quantum_rows(tensor)
         if piece.first_row % step or (last % step and last != tensor.rows):
             raise ProtocolError(
@@ -329,7 +333,7 @@ def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str)
             )
         end, group = piece.end, tensor.group
     if bucket.elements != padded(end):
-        raise ProtocolError(f"{where} has {bucket.elements} elements, its slices take {padded(end)}")
+        raise ProtocolError(f"{where} has {bucket.elements} elements; its slices take {padded(end)}")
 
 
 def balance(plan: Plan) -> float:

@@ -27,17 +27,17 @@ def setting(default: Any = dataclasses.MISSING, *, lowest: int | None = None, do
 class Settings:
     """A job's settings besides its model, data and optimizer. Checked by check()."""
 
-    replicas: int = setting(1, lowest=1, doc="Logical replicas, whatever the number of workers that run them.")
-    batch_size: int = setting(1, lowest=1, doc="Samples of one microbatch of one replica.")
-    accumulate: int = setting(1, lowest=1, doc="Microbatches whose gradients a replica averages in a step.")
-    seed: int = setting(0, lowest=0, doc="Of the model's first values, the order of the data and all random numbers.")
-    steps: int = setting(0, lowest=0, doc="Steps to train; 0 = a script ends the job by itself.")
-    checkpoint_every: int = setting(0, lowest=0, doc="Steps between checkpoints; 0 = at the start and the end only.")
-    checkpoint_keep: int = setting(3, lowest=0, doc="Newest checkpoints that stay on disk; 0 = all.")
-    threads: int = setting(1, lowest=1, doc="Intra-op threads of one replica; gradients' last bits depend on it.")
-    codec: str = setting("raw", doc="How gradients and parameters travel.")
-    cadence: str = setting("every-step", doc="When a worker talks to the servers, and what it then sends.")
-    topology: str = setting("flat", doc="Whom a worker talks to.")
+    replicas: int = setting(1, lowest=1, doc="Number of logical replicas, independent of the number of workers.")
+    batch_size: int = setting(1, lowest=1, doc="Samples per microbatch of a replica.")
+    accumulate: int = setting(1, lowest=1, doc="Microbatches per replica and step, whose gradients are averaged.")
+    seed: int = setting(0, lowest=0, doc="Seed of the initial values, the data order and all random numbers.")
+    steps: int = setting(0, lowest=0, doc="Steps to train; 0 = until the script ends.")
+    checkpoint_every: int = setting(0, lowest=0, doc="Steps between checkpoints; 0 = only at the start and the end.")
+    checkpoint_keep: int = setting(3, lowest=0, doc="Number of checkpoints to keep on disk; 0 = all.")
+    threads: int = setting(1, lowest=1, doc="Intra-op threads per replica; the last bits of gradients depend on it.")
+    codec: str = setting("raw", doc="How gradients and parameters are encoded on the wire.")
+    cadence: str = setting("every-step", doc="When a worker exchanges with the servers, and what it sends.")
+    topology: str = setting("flat", doc="Which tasks a worker exchanges with.")
 
     def settings(self) -> dict[str, Any]:
         """The values of the fields declared here, to make another object with the same settings."""

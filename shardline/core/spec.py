@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
         return DTYPE_NAMES[dtype]
     except KeyError:
         raise TensorError(
-            f"tensor {tensor!r} has dtype {dtype}, which Shardline can't hold; use one of {', '.join(DTYPES)}"
+            f"tensor {tensor!r} has dtype {dtype}, which Shardline doesn't support; use one of {', '.join(DTYPES)}"
         ) from None
 
 

@@ -99,7 +99,7 @@ def _decode_fields(cls: type, value: Any, path: str) -> Any:
     for name, spec in fields.items():
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         if required and name not in value:
-            raise JobError(f"{path} lacks the field {name!r}")
+            raise JobError(f"{path} has no field {name!r}")
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
 
@@ -112,7 +112,7 @@ def _decode_argument(value: Any, path: str) -> Argument:
         return tuple(_decode_scalar(float, item, f"{path}[{index}]") for index, item in enumerate(value))
     if value is None or type(value) in (bool, int, float, str):
         return typing.cast(Argument, value)
-    raise JobError(f"{path} is {value!r}; an argument is a number, text, true, false, null or a list of numbers")
+    raise JobError(f"{path} is {value!r}; an argument must be a number, text, true, false, null or a list of numbers")
 
 
 def _decode_scalar(hint: Any, value: Any, path: str) -> Any:

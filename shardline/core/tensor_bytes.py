@@ -40,7 +40,7 @@ def tensor_from_bytes(data: Buffer, dtype: str) -> torch.Tensor:
     """1-d tensor over (not a copy of) writable bytes, a copy of read-only ones; ProtocolError for a partial element."""
     size = DTYPES[dtype].itemsize
     if len(data) % size:
-        raise ProtocolError(f"{len(data)} bytes are not a whole number of {dtype} elements ({size} bytes each)")
+        raise ProtocolError(f"{len(data)} bytes are not a multiple of the {dtype} element size, {size} bytes")
     if len(data) == 0:
         return torch.empty(0, dtype=DTYPES[dtype])
     view = memoryview(data)

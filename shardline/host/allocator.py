@@ -36,14 +36,14 @@ def tune_allocator() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
-        log.debug("the allocator is not glibc's and is left as it is")
+        log.debug("the allocator is not glibc's; its settings are unchanged")
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     # Always both thresholds: setting one stops glibc from adapting the other.
     wanted = ((M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES), (M_ARENA_MAX, ARENAS))
     refused = [name for name, value in wanted if mallopt(name, value) != 1]
     if refused:
-        log.debug("the allocator refused its settings %s", refused)
+        log.debug("the allocator refused the settings %s", refused)
     return not refused
 
 

@@ -161,7 +161,7 @@ class TaskStarter:
             try:
                 self.server = ForkServer(environment, modules)
             except OSError as error:
-                log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
+                log.warning("starting tasks without fork, since no process can be forked for them: %s", error)
 
     def await_ready(self, timeout_s: float) -> bool:
         """Wait until tasks can be started; False after timeout_s. For a thread that signals may interrupt."""
@@ -174,7 +174,7 @@ class TaskStarter:
             return True
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("tasks are started one by one from now on: %s", error)
+        log.warning("starting tasks without fork from now on: %s", error)
         self.close()
 
     def start(
@@ -214,7 +214,7 @@ def _read_line(connection: socket.socket) -> bytes:
     while not line.endswith(b"\n"):
         data = connection.recv(1024)
         if not data:
-            raise ConnectionError("the process that is forked for each task has ended")
+            raise ConnectionError("the process that forks the tasks has ended")
         line += data
     return line
 
@@ -245,7 +245,7 @@ def import_all(modules: Sequence[str] = ()) -> None:
 def _check_forkable() -> None:
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
-        raise RuntimeError(f"an import has started threads, which a fork doesn't have: {names}")
+        raise RuntimeError(f"an import has started threads, which a forked process would not have: {names}")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError("an import has initialized CUDA, which can't be used after a fork")

@@ -28,9 +28,13 @@ def watch(fd: int, *, grace_s: float = GRACE_S) -> threading.Thread:
         except OSError as error:
             # Without a readable pipe the launcher's death can't be noticed; ending because of that would kill a healthy
             # task.
-            log.warning("the launcher's pipe %d can't be read (%s): this task won't end with it", fd, error.strerror)
+            log.warning(
+                "the launcher's pipe %d can't be read (%s): this task will not end with the launcher",
+                fd,
+                error.strerror,
+            )
             return
-        log.warning("the launcher is gone: ending")
+        log.warning("the launcher has ended: ending too")
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(grace_s)
         os._exit(EXIT_CODE)

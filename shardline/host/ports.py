@@ -27,6 +27,6 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
         if held is not None:
             held.close()
         raise UsageError(
-            f"no port of {host} can be taken: {error.strerror}; is that an address of this host?"
+            f"no port of {host} can be bound: {error.strerror}; is that an address of this host?"
         ) from None
     return held

@@ -69,15 +69,15 @@ def resolve_device(name: str, memory_fraction: float | None = None) -> torch.dev
     index = device.index or 0
     if torch.version.cuda is None:
         raise UsageError(
-            f"--device {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (an image gets it "
-            "by TORCH=cuda), or use --device cpu"
+            f"--device {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (for an image, "
+            "build with TORCH=cuda), or use --device cpu"
         )
     if index >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UsageError(
             f"--device {name}: torch sees {count} CUDA device{'' if count == 1 else 's'}"
             + (f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else "")
-            + "; check that nvidia-smi shows it, in a container too, or use --device cpu"
+            + "; check that nvidia-smi shows it, also in the container, or use --device cpu"
         )
     device = torch.device("cuda", index)
     if memory_fraction is not None:

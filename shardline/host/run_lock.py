@@ -61,7 +61,7 @@ class RunLock:
                 holder = os.pread(lock.fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 lock.close()
                 raise UsageError(
-                    f"{folder.parent} is in use by another run (process {holder}); wait for its end, stop it, or "
+                    f"{folder.parent} is in use by another run (process {holder}); wait for it to end, stop it, or "
                     "choose another --out"
                 ) from None
             except OSError:
@@ -121,7 +121,9 @@ def _find_room(folder: Path) -> None:
 def unwritable(out: Path, error: OSError) -> UsageError:
     """The error for an --out that can't be written to."""
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return UsageError(f"--out {out} can't be written: {what}; name a folder that you may write to, on a disk with room")
+    return UsageError(
+        f"--out {out} can't be written: {what}; choose a folder that you can write to, on a disk with free space"
+    )
 
 
 def ever_begun(out: Path) -> bool:

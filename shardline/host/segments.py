@@ -99,9 +99,9 @@ class Segment:
         SegmentError.
         """
         if sys.platform != "linux":
-            raise SegmentError(f"shared segments need Linux, this is {sys.platform}")
+            raise SegmentError(f"shared segments need Linux; this is {sys.platform}")
         if nbytes <= 0:
-            raise SegmentError(f"a segment of {nbytes} bytes can't be mapped")
+            raise SegmentError(f"can't map a segment of {nbytes} bytes")
         fd = -1
         room = available_bytes()
         if room is not None and nbytes > room:
@@ -184,12 +184,12 @@ def _check(fd: int, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise SegmentError(f"the descriptor passed is not memory that can be sealed ({error})") from error
+        raise SegmentError(f"the descriptor passed is not sealable memory ({error})") from error
     if seals & FIXED != FIXED:
         raise SegmentError(f"the segment's seals are {seals:#x}: it could still be truncated; {FIXED:#x} are needed")
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
-        raise SegmentError(f"the segment has {size:,} bytes where {nbytes:,} were agreed")
+        raise SegmentError(f"the segment has {size:,} bytes; {nbytes:,} were agreed")
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -240,7 +240,9 @@ def check_user(sock: socket.socket) -> None:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     if uid != os.geteuid():
-        raise SegmentError(f"the process behind the socket is of user {uid}, this one of {os.geteuid()}")
+        raise SegmentError(
+            f"the process at the other end of the socket belongs to user {uid}, this one to user {os.geteuid()}"
+        )
 
 
 def new_address(run_dir: Path | None) -> str:
@@ -252,7 +254,7 @@ def new_address(run_dir: Path | None) -> str:
 def to_kernel(address: str) -> str:
     """The address as socket calls need it. Raises SegmentError if it is invalid."""
     if not 2 <= len(address.encode()) <= 100:
-        raise SegmentError(f"{address!r} is not the address of a unix socket, which has at most 100 bytes")
+        raise SegmentError(f"{address!r} is not the address of a unix socket of at most 100 bytes")
     return "\0" + address[1:] if address.startswith("@") else address
 
 
@@ -265,14 +267,14 @@ def connect(sock: socket.socket, address: str, *, timeout_s: float) -> None:
     try:
         sock.connect(to_kernel(address))
     except BlockingIOError as error:
-        raise SegmentError(f"the server's socket took no connection within {timeout_s:.1f} s") from error
+        raise SegmentError(f"the server's socket did not accept a connection within {timeout_s:.1f} s") from error
 
 
 def knock(sock: socket.socket, token: bytes, segment: Segment) -> None:
     """Send a worker's first and only message: its token and its segment."""
     message = _KNOCK.pack(_MAGIC, token, segment.nbytes)
     if socket.send_fds(sock, [message], [segment.fd]) != len(message):
-        raise SegmentError("the unix socket took only a part of a message")
+        raise SegmentError("the unix socket accepted only part of a message")
 
 
 def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
@@ -286,10 +288,10 @@ def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
         raise ConnectionAbortedError("disconnected without sending anything")
     try:
         if len(message) != KNOCK_BYTES or truncated:
-            raise ProtocolError(f"a message of {len(message)} bytes where {KNOCK_BYTES} were expected")
+            raise ProtocolError(f"its message has {len(message)} bytes; expected {KNOCK_BYTES}")
         magic, token, nbytes = _KNOCK.unpack(message)
         if magic != _MAGIC or len(fds) != 1:
-            raise ProtocolError(f"no worker of this version: magic {magic!r}, {len(fds)} descriptors")
+            raise ProtocolError(f"not a worker of this version: magic {magic!r}, {len(fds)} descriptors")
     except ProtocolError:
         close_all(fds)
         raise
@@ -319,9 +321,7 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
         if not accepted:
             raise SegmentError("the server refused the token or the segment; its log says why at level debug")
         if len(left) != count + bool(reply_bytes):
-            raise SegmentError(
-                f"the server passed {len(left)} segments where {count + bool(reply_bytes)} were announced"
-            )
+            raise SegmentError(f"the server passed {len(left)} segments; {count + bool(reply_bytes)} were announced")
         areas = [Segment.adopt(left.pop(0), area_bytes, private=True) for _ in range(count)]
         replies = Segment.adopt(left.pop(0), reply_bytes) if reply_bytes else None
     finally:

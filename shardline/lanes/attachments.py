@@ -179,7 +179,7 @@ class Attachments:
             if held.holder.task == holder.task and held.holder.shard == holder.shard:
                 self._drop(number, "its worker opened another lane")
         if len(self._held) >= MAX_ATTACHMENTS:
-            raise LaneUnavailable(f"this ps holds {len(self._held)} attachments already, its limit")
+            raise LaneUnavailable(f"this ps already has {len(self._held)} attachments, its limit")
         opening = offer.open(holder, hosted, loop, answer)
         number = next(self._numbers)
         self._held[number] = opening.attachment
@@ -190,8 +190,7 @@ class Attachments:
         attachment = self._held.get(number)
         if attachment is None or attachment.holder != holder or attachment.lane != lane:
             raise UnreachableError(
-                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open here; "
-                f"open it again"
+                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open; open it again"
             )
         return attachment
 
@@ -216,13 +215,13 @@ class Attachments:
 
     def _drop(self, number: int, reason: str) -> None:
         attachment = self._held.pop(number)
-        log.debug("attachment %#x (%s) of %s ends: %s", number, attachment.lane, attachment.holder.task, reason)
+        log.debug("closing attachment %#x (%s) of %s: %s", number, attachment.lane, attachment.holder.task, reason)
         attachment.abort(reason)
         attachment.close()
 
     def close(self) -> None:
         """End everything."""
-        self.drop_all("this ps ends")
+        self.drop_all("this ps is ending")
         for offer in self._offers.values():
             offer.close()
         self._offers.clear()

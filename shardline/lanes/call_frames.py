@@ -79,7 +79,7 @@ class CallFrameReader:
                 kind, length = HEADER.unpack_from(held, start)
                 if kind not in Kind._value2member_map_ or length > MAX_BODY_BYTES:
                     raise ProtocolError(
-                        f"the bytes on a lane's socket are no call: a frame of kind {kind} and {length} bytes"
+                        f"the bytes on a lane's socket are not a call: a frame of kind {kind} and {length} bytes"
                     )
                 end = start + HEADER.size + length
                 if len(held) < end:

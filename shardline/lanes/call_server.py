@@ -199,7 +199,7 @@ class CallServer:
             self._call = _Call(self)
             self._task = self._loop.create_task(self._serve(self._call))
         elif self._call.last:
-            raise ProtocolError("a call was begun before the last one had ended")
+            raise ProtocolError("a call began before the previous one ended")
         last = kind is Kind.LAST
         self._call.put(read_request(body) if body or not last else None, last=last)
 

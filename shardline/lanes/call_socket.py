@@ -144,7 +144,7 @@ class CallSocket:
 
     def _broken(self, error: Exception) -> CallError:
         if self._cancelled:
-            return CallError(grpc.StatusCode.CANCELLED, "given up here")
+            return CallError(grpc.StatusCode.CANCELLED, "abandoned by this side")
         return CallError(grpc.StatusCode.UNAVAILABLE, f"the socket of its calls broke: {error or type(error).__name__}")
 
     def cancel(self) -> None:

@@ -134,7 +134,7 @@ class ShardCalls:
         try:
             return self._started(method.future(request, timeout=timeout_s)).result()
         except grpc.FutureCancelledError as error:
-            raise UnreachableError(f"{self._peer}: {what} was given up") from error
+            raise UnreachableError(f"{self._peer}: {what} was abandoned") from error
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
             raise from_status(error, peer=str(self._peer), what=what, waited_s=waited_s) from error
@@ -152,7 +152,7 @@ class ShardCalls:
         except ProtocolError as error:
             cause = error.__cause__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise LaneUnavailable(f"{self._peer} runs a version that knows no lane but grpc") from error
+                raise LaneUnavailable(f"{self._peer} runs a version that supports only lane grpc") from error
             raise
         outcome = outcome_from_proto(reply.outcome)
         if outcome is Outcome.REFUSED:
@@ -225,7 +225,7 @@ class ShardCalls:
         with self._lock:
             self._sending = calls
             if self._cancelled:
-                raise CallError(grpc.StatusCode.CANCELLED, "given up before it began")
+                raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
         return calls.call(talk, requests, timeout_s, single=single)
 
     def _begin(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
@@ -242,7 +242,7 @@ class ShardCalls:
         request = next(iterator)
         if self._cancelled:
             # It was cancelled while waiting. Nothing was sent, so nothing is counted.
-            raise UnreachableError(f"{self._peer}: the exchange was given up before it began")
+            raise UnreachableError(f"{self._peer}: the exchange was abandoned before it began")
         call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
         talk.began(call)
         talk.follow(iterator)
@@ -308,7 +308,7 @@ class _Conversation:
         """Send the data that belongs to the only request but travels elsewhere."""
         try:
             for _ in requests:
-                raise AssertionError("a second request in a call that takes one")
+                raise AssertionError("a second request in a call that takes only one")
         except UnreachableError as error:
             self._await_last_word(error)
 

@@ -77,7 +77,7 @@ class NegotiatedLane:
                     raise
                 self._broken += 1
                 if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
-                    self._leave(lane, f"it broke {self._broken} times in a row, last: {error}")
+                    self._leave(lane, f"it failed {self._broken} times in a row, most recently: {error}")
                 raise
             else:
                 self._broken = 0

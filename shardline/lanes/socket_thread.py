@@ -97,7 +97,7 @@ class SocketThread:
         self.post(end)
         self._thread.join(5.0)
         if self._thread.is_alive():
-            log.error("the thread %s did not end; its sockets stay open", self._thread.name)
+            log.error("the thread %s did not end; its sockets remain open", self._thread.name)
 
     def _answer(self) -> None:
         with contextlib.suppress(BlockingIOError):

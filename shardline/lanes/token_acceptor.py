@@ -208,7 +208,7 @@ class TokenAcceptor(Generic[T]):
         self._thread.unwatch(self._listener)
         self._listener.close()
         for guest in list(self._guests):
-            self.turn_away(guest, "this server ends")
+            self.turn_away(guest, "this server is ending")
 
     def stalled(self) -> None:
         """Accept again after the pause."""
@@ -229,7 +229,7 @@ class TokenAcceptor(Generic[T]):
                 continue
             except OSError as error:
                 # Most likely there are no descriptors left, and the next try would fail at once too.
-                log.warning("can't accept a %s connection: %s; next try in %.0f s", self._label, error, self.limit_s)
+                log.warning("can't accept a %s connection: %s; retrying in %.0f s", self._label, error, self.limit_s)
                 self.moved_s = time.monotonic()
                 self._thread.guard(self)
                 break
@@ -264,7 +264,7 @@ class TokenAcceptor(Generic[T]):
     def _shows(self, guest: Guest[T], token: bytes) -> None:
         bearer = self.tokens.redeem(token, now_s=time.monotonic())
         if bearer is None:
-            self.turn_away(guest, "its token is wrong, was used before or came late")
+            self.turn_away(guest, "its token is wrong, was already used, or came too late")
             return
         # From here on the socket may belong to somebody else.
         self._goes(guest)

@@ -95,7 +95,7 @@ def _choose(state: _State, wanted: str) -> None:
     elif wanted in state.levels:
         state.level = state.levels[wanted]
     elif wanted not in ("", "1") and "/" not in wanted:
-        state.reason = state.reason or f"{VARIABLE}={wanted!r} is none of 0, 1, {', '.join(state.levels)}"
+        state.reason = state.reason or f"{VARIABLE}={wanted!r} is not one of 0, 1, {', '.join(state.levels)}"
     elif state.levels:
         state.level = list(state.levels.values())[-1]
 
@@ -122,4 +122,4 @@ def use(name: str | None) -> None:
 
 def describe() -> str:
     """What is in use, or why nothing is, for `shardline --version`."""
-    return f"native kernels: {_state.level.name}" if _state.level else f"native kernels: none: {_state.reason}"
+    return f"native kernels: {_state.level.name}" if _state.level else f"native kernels: none ({_state.reason})"

@@ -41,7 +41,7 @@ def given_rate() -> float | None:
     except ValueError:
         found = math.nan
     if not 0.0 < found < 1e9:
-        raise UsageError(f"SHARDLINE_LINK_MBIT is {text!r}; give the line's megabits per second, such as 1000")
+        raise UsageError(f"SHARDLINE_LINK_MBIT is {text!r}; give a rate in megabits per second, such as 1000")
     return found * MBIT
 
 
@@ -65,7 +65,7 @@ def interface_rate(address: str) -> float | None:
         ]
         speeds = psutil.net_if_stats()
     except (ClusterSpecError, OSError) as error:
-        log.debug("the line rate of %s is not known: %s", address, error)
+        log.debug("the line rate of %s is unknown: %s", address, error)
         return None
     known = [speeds[name].speed for name in names if name in speeds and 0 < speeds[name].speed < 2**16 - 1]
     return min(known) * MBIT if known else None

@@ -75,7 +75,7 @@ class _File(logging.FileHandler):
 
     def _open(self) -> TextIO:  # type: ignore[override]
         def lost(error: OSError) -> None:
-            text = f"the log {self.baseFilename} can't be written: {error.strerror}; lines are lost until it can"
+            text = f"the log {self.baseFilename} can't be written: {error.strerror}; lines are lost until it can be"
             print(f"shardline: {text}", file=sys.stderr)
 
         return lossy_text(self.baseFilename, on_loss=lost)
@@ -93,7 +93,7 @@ def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO
             json_path.parent.mkdir(parents=True, exist_ok=True)
             handlers.append(_File(json_path))
         except OSError as error:
-            raise UsageError(f"the log {json_path} can't be written: {error.strerror}; use another --out") from None
+            raise UsageError(f"the log {json_path} can't be written: {error.strerror}; choose another --out") from None
         handlers[1].setFormatter(JsonFormatter(task))
     close()
     _handlers.extend(handlers)

@@ -97,9 +97,9 @@ TABLE: tuple[MetricSpec, ...] = (
         "seconds",
         _DATA,
         ["peer"],
-        "One pull of a shard. ps: request to last byte. worker: what follows push and barrier wait",
+        "One pull of a shard. ps: request to last byte. worker: time after push and barrier wait",
     ),
-    _counter("shardline_pushes_total", "pushes", _DATA, ["peer", "outcome"], "Pushes by what became of them"),
+    _counter("shardline_pushes_total", "pushes", _DATA, ["peer", "outcome"], "Pushes by outcome"),
     _histogram(
         "shardline_staleness_updates",
         "updates",
@@ -113,39 +113,60 @@ TABLE: tuple[MetricSpec, ...] = (
         "seconds",
         _DATA,
         ["shard"],
-        "ps: from the first contribution to a step until the last. worker: from its push until the pull's first byte",
+        "ps: from the first to the last contribution to a step. worker: from its push to the first byte of the pull",
     ),
-    _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Update rule on one bucket"),
+    _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Applying the update rule to one bucket"),
     _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
     _gauge("shardline_shard_step", "steps", ["ps"], ["shard"], "Lowest step among a shard's buckets"),
-    _gauge("shardline_ps_standby_synced", "0 or 1", ["ps"], ["shard"], "Whether the standby held here can take over"),
-    _gauge("shardline_ps_standby_bytes", "bytes", ["ps"], ["shard"], "Memory of the standby held here"),
+    _gauge("shardline_ps_standby_synced", "0 or 1", ["ps"], ["shard"], "Whether the standby on this ps can take over"),
+    _gauge("shardline_ps_standby_bytes", "bytes", ["ps"], ["shard"], "Memory of the standby on this ps"),
     _gauge(
         "shardline_ps_standby_lag_records",
         "records",
         ["ps"],
         ["shard"],
-        "Records made here that the shard's standby elsewhere has not acknowledged",
+        "Records of this shard that its standby has not acknowledged yet",
     ),
-    _gauge("shardline_held_bytes", "bytes", ["ps"], ["kind"], "Memory held: parameters, state, staged, cuts"),
-    _gauge("shardline_staging_bytes", "bytes", ["ps"], [], "Contributions on their way in, and sums that wait"),
-    _gauge("shardline_staging_limit_bytes", "bytes", ["ps"], [], "What staging stays below, but for a bucket a stream"),
+    _gauge(
+        "shardline_held_bytes",
+        "bytes",
+        ["ps"],
+        ["kind"],
+        "Memory used by parameters, optimizer state, staging and cuts",
+    ),
+    _gauge(
+        "shardline_staging_bytes", "bytes", ["ps"], [], "Staging memory used by incoming contributions and partial sums"
+    ),
+    _gauge(
+        "shardline_staging_limit_bytes",
+        "bytes",
+        ["ps"],
+        [],
+        "Limit for staging memory; one bucket per stream may exceed it",
+    ),
     _histogram(
-        "shardline_staging_wait_seconds", "seconds", ["ps"], [], "How long contributions waited for room in staging"
+        "shardline_staging_wait_seconds", "seconds", ["ps"], [], "Time that contributions waited for room in staging"
     ),
     _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
-    _counter("shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way", OPENED),
+    _counter(
+        "shardline_lane_fallbacks_total",
+        "fallbacks",
+        _DATA,
+        ["lane"],
+        "Times that a lane was replaced by another",
+        OPENED,
+    ),
     _gauge(
         "shardline_link_bytes_per_second",
         "bytes/s",
         _DATA,
         [],
-        "Line rate, each way, of the interface with this task's address, where it is known",
+        "Line rate in each direction of the interface with this task's address, if known",
     ),
-    _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with other bits"),
+    _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with different bits"),
     _counter("shardline_refused_messages_total", "messages", ["ps", "chief"], ["method"], "Invalid messages refused"),
     _counter("shardline_fenced_messages_total", "messages", ["ps", "chief"], ["peer"], "Messages of replaced tasks"),
-    _gauge("shardline_step", "steps", ALL, [], "Step this task is at"),
+    _gauge("shardline_step", "steps", ALL, [], "Current step of this task"),
     _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step, compute and exchange"),
     _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
     _histogram("shardline_exchange_seconds", "seconds", ["worker"], [], "Part of a step spent on push and pull"),
@@ -156,7 +177,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "values",
         _DATA,
         ["what"],
-        "NaN or infinity found: a loss, or a tensor's name; at a ps: a gradient",
+        "NaN or infinity found, by loss or tensor name; on a ps, in a gradient",
         ("loss", "gradient"),
     ),
     _counter("shardline_skipped_steps_total", "steps", ["ps", "chief"], [], "Steps that advanced without an update"),
@@ -168,14 +189,14 @@ TABLE: tuple[MetricSpec, ...] = (
         "seconds",
         ["chief"],
         [],
-        "Unix time of the last checkpoint; before the first, of the chief's start",
+        "Unix time of the last checkpoint, or of the chief's start if there is none",
     ),
     _gauge(
         "shardline_checkpoint_interval_steps",
         "steps",
         ["chief"],
         [],
-        "Fewest steps between checkpoints with which writing them keeps up; absent before the first one on the way",
+        "Smallest interval between checkpoints, in steps, that writing keeps up with; absent until measured",
     ),
     _counter(
         "shardline_checkpoints_total",
@@ -185,7 +206,9 @@ TABLE: tuple[MetricSpec, ...] = (
         "Checkpoints written and failed",
         ("written", "failed"),
     ),
-    _counter("shardline_cuts_skipped_total", "cuts", ["ps"], [], "Cuts left out: the ones before not yet saved"),
+    _counter(
+        "shardline_cuts_skipped_total", "cuts", ["ps"], [], "Cuts skipped because earlier ones were not saved yet"
+    ),
     _gauge("shardline_tasks", "tasks", ["chief"], ["role", "state"], "Tasks by role and state"),
     _gauge("shardline_evaluation_metric", "any", ["evaluator", "chief"], ["metric"], "Last evaluation, by metric"),
     _histogram("shardline_evaluation_seconds", "seconds", ["evaluator"], [], "Scoring one checkpoint", LONG_SECONDS),
@@ -197,7 +220,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "Checkpoints scored and failed",
         ("scored", "failed"),
     ),
-    _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; at the chief, received"),
+    _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; on the chief, received"),
     _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls retried after a failure"),
 )
 
@@ -302,7 +325,7 @@ class Metrics:
         Raises UsageError if the port is taken or the host is not this machine's.
         """
         if self._page is not None:
-            raise InternalError(f"the metrics of {self.task} are served already")
+            raise InternalError(f"the metrics of {self.task} are already being served")
         try:
             page = MetricsPage(host, port, make_wsgi_app(self.registry), security)
         except OSError as error:
@@ -325,10 +348,10 @@ def table_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every task answers `GET /metrics` (`--metrics-port`, `--host`). From outside of the task's machine that needs",
+        "Every task answers `GET /metrics` (`--metrics-port`, `--host`). From outside the task's machine that needs",
         "the job's token, where there is one ([security](security.md#metrics)). Each metric has the label `task`, such",
         "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
-        "This page is made of the table in `shardline/observability/metrics.py`: `make docs`.",
+        "This page is generated from the table in `shardline/observability/metrics.py` by `make docs`.",
         "",
         "| name | kind | unit | labels | tasks | what |",
         "|---|---|---|---|---|---|",

@@ -89,10 +89,8 @@ def guarded(application: Application, security: Security, *, exposed: bool) -> A
             headers.append(("WWW-Authenticate", "Bearer"))
             sentence = "these metrics need the job's token: Authorization: Bearer TOKEN\n"
         else:
-            token = ", or bring the job's token" if security.token else ""
-            sentence = (
-                f"these metrics were asked for as {host[:SHOWN]!r}; ask for them as 127.0.0.1 or localhost{token}\n"
-            )
+            token = ", or send the job's token" if security.token else ""
+            sentence = f"these metrics were requested from host {host[:SHOWN]!r}; use 127.0.0.1 or localhost{token}\n"
         body = sentence.encode()
         start_response(decided.value, [*headers, ("Content-Length", str(len(body)))])
         return [body]

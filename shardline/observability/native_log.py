@@ -53,7 +53,7 @@ def condensed() -> Iterator[None]:
     try:
         process = _start(real)
     except OSError as error:
-        log.warning("lines that gRPC repeats are not counted: the filter can't be started (%s)", error.strerror)
+        log.warning("repeated lines of gRPC are not counted: the filter can't be started (%s)", error.strerror)
         os.close(real)
         yield
         return
@@ -75,7 +75,7 @@ def condensed() -> Iterator[None]:
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
-            log.debug("the filter of stderr goes on: children of this task write there")
+            log.debug("the filter of stderr keeps running: children of this task write there")
 
 
 def _start(real: int) -> subprocess.Popen[bytes]:

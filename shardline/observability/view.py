@@ -23,7 +23,7 @@ dead, left."""
 GONE = ("dead", "left")
 PHASE_WORDS: Mapping[str, str] = {
     "waiting": "waiting for tasks",
-    "init": "setting parameters",
+    "init": "preparing parameters",
     "running": "training",
     "stopping": "stopping",
     "ended": "ended",
@@ -32,7 +32,7 @@ PHASE_WORDS: Mapping[str, str] = {
 
 STANDBY_WORDS: Mapping[str, str] = {
     "": "none",
-    "unprotected": "not reached",
+    "unprotected": "unreachable",
     "copying": "copying",
     "synced": "in step",
     "silent": "silent",

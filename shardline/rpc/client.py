@@ -65,7 +65,7 @@ class PsControl:
         reply = self.peer.call(self._stub.Lead, parameter_server_pb2.LeadRequest(term=self._term), what="Lead")
         if not reply.held:
             raise FencedError(
-                f"{self.peer} obeys a chief of term {reply.current.number}; this one has term {self._term.number}"
+                f"{self.peer} obeys the chief of term {reply.current.number}; this one has term {self._term.number}"
             )
         return int(reply.timeline)
 
@@ -335,7 +335,7 @@ class ChiefClient(ChiefWatch):
                 if frame.payload:
                     end = frame.offset + len(frame.payload)
                     if head is None or frame.offset != filled or end > len(buffer):
-                        raise CheckpointError(f"{self.peer} sent a checkpoint with a gap or an overlap")
+                        raise CheckpointError(f"{self.peer} sent a checkpoint with a gap or overlap")
                     buffer[frame.offset : end] = frame.payload
                     filled = end
         except grpc.RpcError as error:
@@ -350,5 +350,5 @@ def _tensor_bytes_of(head: chief_pb2.NamedTensor) -> int:
     for length in head.shape:
         size *= length
     if size != head.payload_bytes:
-        raise CheckpointError(f"tensor {head.name!r} of {size} bytes is announced with {head.payload_bytes}")
+        raise CheckpointError(f"tensor {head.name!r} of {size} bytes was announced with {head.payload_bytes}")
     return size

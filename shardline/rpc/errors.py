@@ -41,7 +41,7 @@ def status_of(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
         return getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE]
     # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
     log.error("unexpected error in a call from %s", peer, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked"
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task called"
 
 
 def drop_frames(error: BaseException) -> None:
@@ -105,7 +105,7 @@ def from_code(code: grpc.StatusCode, details: str, *, peer: str, what: str, wait
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return UnreachableError(
             f"{peer} did not answer {what} within {waited_s:.1f} s ({code.name.lower()}: {details}); "
-            f"is it running, and is the address right?"
+            "is it running, and is the address right?"
         )
     if code is grpc.StatusCode.INTERNAL:
         return InternalError(f"{peer} failed in {what}: {details}")

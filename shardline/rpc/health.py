@@ -23,7 +23,7 @@ def check(address: str, *, timeout_s: float, security: Security = PLAIN) -> str:
         code = error.code().name.lower() if isinstance(error, grpc.Call) else "unknown"
         details = error.details() if isinstance(error, grpc.Call) else str(error)
         raise UnreachableError(
-            f"nothing at {address} reported within {timeout_s:g} s that it is healthy ({code}: {details})"
+            f"no task at {address} reported healthy within {timeout_s:g} s ({code}: {details})"
         ) from None
     finally:
         channel.close()

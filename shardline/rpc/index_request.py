@@ -41,7 +41,9 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
         if task:
             return task
         if time.monotonic() >= waiting.deadline_s:
-            raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
+            raise UnreachableError(
+                f"{peer} did not assign this {role} an index within {timeouts.join_s:.0f} s: {reason}"
+            )
         _tell(waiting, peer, reason)
         # Jitter, so that waiting tasks do not all ask at once.
         threading.Event().wait(0.2 + 0.3 * random.random())
@@ -72,7 +74,7 @@ def _ask(peer: Peer, request: places_pb2.PlaceRequest, waiting: Waiting) -> tupl
             raise peer.failure(error, what="Take", waited_s=now_s - start_s, connecting=True) from error
         return "", f"{peer} {_FOLLOWED[code]}"
     if not (reply.task or reply.retry):
-        raise MismatchError(f"{peer} gives this {request.role} no index: {reply.reason}")
+        raise MismatchError(f"{peer} refuses this {request.role} an index: {reply.reason}")
     if reply.task:
         _check(reply.task, request.role, peer)
     return str(reply.task), str(reply.reason)
@@ -84,12 +86,13 @@ def _check(task: str, role: str, peer: Peer) -> None:
     number = int(index) if index.isascii() and index.isdigit() and len(index) < 10 else MAX_TASKS
     if named != role or number >= MAX_TASKS:
         raise ProtocolError(
-            f"{peer} calls this {role} {task[:64]!r}; it must be {role}/0 to {role}/{MAX_TASKS - 1}. Is that the chief?"
+            f"{peer} assigned this {role} the name {task[:64]!r}; it must be {role}/0 to {role}/{MAX_TASKS - 1}. Is "
+            "that the chief?"
         )
 
 
 _FOLLOWED: dict[grpc.StatusCode | None, str] = {
-    grpc.StatusCode.UNAVAILABLE: "went away",
+    grpc.StatusCode.UNAVAILABLE: "disconnected",
     grpc.StatusCode.UNIMPLEMENTED: "is another task, or of an older version",
 }
 """Statuses after which another chief may come up."""

@@ -88,7 +88,7 @@ MAX_STATES = 64
 def at_most(count: int, limit: int, what: str) -> None:
     """Raise ProtocolError if a message has more items of a kind than allowed."""
     if count > limit:
-        raise ProtocolError(f"{what}: {count} of them; the limit is {limit}")
+        raise ProtocolError(f"{what}: {count} entries; the limit is {limit}")
 
 
 def short(text: str, what: str, limit: int = MAX_NAME) -> str:
@@ -125,11 +125,11 @@ def bounded(handler: Any, method: str, limit: int) -> Any:
 
     def read(raw: bytes) -> Any:
         if len(raw) > limit:
-            raise TooLongError(f"a message of {len(raw)} bytes; {name} takes {limit} at most")
+            raise TooLongError(f"a message of {len(raw)} bytes; the limit of {name} is {limit}")
         try:
             return parse(raw)
         except DecodeError:
-            raise ProtocolError(f"a message of {name} can't be read") from None
+            raise ProtocolError(f"a message of {name} can't be parsed") from None
 
     async def read_all(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for raw in messages:

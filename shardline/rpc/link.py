@@ -158,7 +158,7 @@ class ChiefLink:
             return
         self.beat_now()
         if not self._failure_sent.wait(timeout_s):
-            log.warning("%s: could not tell the chief within %.1f s: %s", self.task, timeout_s, sentence)
+            log.warning("%s: could not report to the chief within %.1f s: %s", self.task, timeout_s, sentence)
 
     # What the chief sends
 
@@ -293,8 +293,8 @@ class ChiefLink:
             return True
         self._lose(
             UnreachableError(
-                f"{self.task}: no word from {self.client.peer} for {silent_s:.0f} s (limit "
-                f"{self.timeouts.total_s:.0f} s); this task ends. Is the chief still running?"
+                f"{self.task}: no answer from {self.client.peer} for {silent_s:.0f} s (limit "
+                f"{self.timeouts.total_s:.0f} s); this task is ending. Is the chief still running?"
             )
         )
         return False

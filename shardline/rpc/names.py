@@ -85,7 +85,7 @@ class HostName:
                 while not self._found and not self._cancelled.is_set():
                     now_s = time.monotonic()
                     if now_s >= waiting.deadline_s:
-                        cause = self._cause or "the resolver does not answer"
+                        cause = self._cause or "the resolver did not answer"
                         reason = no_address(self.host, cause)
                         raise UnreachableError(f"{self._whose} was not found within {wait_s:.0f} s: {reason}")
                     self._ask()
@@ -118,7 +118,7 @@ class HostName:
                 self._cause = cause or None
                 self._changed.notify_all()
                 if self._found and self._told:
-                    log.info("the name %r has an address now", self.host)
+                    log.info("the name %r now has an address", self.host)
                 if self._found or self._waiting == 0 or self._cancelled.is_set():
                     self._asking = False
                     return
@@ -128,4 +128,4 @@ class HostName:
 
 def wait_for_own_name(task: str, host: str, wait_s: float) -> None:
     """Wait until the host that a task listens on has an address. Raises UnreachableError after wait_s seconds."""
-    HostName(host, f"the host that {task} is to listen at").wait(wait_s)
+    HostName(host, f"the host that {task} should listen at").wait(wait_s)

@@ -84,16 +84,17 @@ class AccessGate(grpc.aio.ServerInterceptor):
         self._log("refused a call without the token: %s", context)
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
-            "the call does not bring this job's token; set --token-file (or SHARDLINE_TOKEN_FILE) to a file with the "
-            "token that the cluster was started with",
+            "the call does not carry the token of this job; set --token-file (or SHARDLINE_TOKEN_FILE) to a file with "
+            "the token that the cluster was started with",
         )
 
     async def _refuse_command(self, _requests: Any, context: Any) -> None:
         self._log("refused a command without proof of the admin token: %s", context)
         await context.abort(
             grpc.StatusCode.PERMISSION_DENIED,
-            "the call does not prove that its caller holds this cluster's admin token, without which nobody commands "
-            "it; set --admin-token-file (or SHARDLINE_ADMIN_TOKEN_FILE) as chief and parameter servers have it",
+            "the call does not prove that its caller has the admin token of this cluster, which commands require; set "
+            "--admin-token-file (or SHARDLINE_ADMIN_TOKEN_FILE) to the same token as on the chief and the parameter "
+            "servers",
         )
 
     async def _refuse_stale(self, _requests: Any, context: Any) -> None:
@@ -130,7 +131,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package w
 
     async def List(self, request: Any, context: Any) -> None:
         """Refused with a status: the library's own version raises, so anyone could fill the log."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services here; use reflection")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services; use reflection")
 
 
 class AccessServicer(access_pb2_grpc.AccessServicer):
@@ -259,7 +260,7 @@ class RpcServer:
             try:
                 self.run(stop(), timeout_s=grace_s + 5.0)
             except InternalError:
-                log.warning("calls at %s did not end within %.1f s and are dropped", self.address, grace_s + 5.0)
+                log.warning("calls at %s did not end within %.1f s and are cancelled", self.address, grace_s + 5.0)
         self._stop_loop()
 
     def _stop_loop(self) -> None:

@@ -60,7 +60,7 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
     if lane_name(data.lane) is None:
         return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
     if data.stage:
-        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
+        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has no stages")
     decision = backend.admit(
         job=data.job,
         timeline=data.timeline,
@@ -69,7 +69,7 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
         init=init,
     )
     if decision.outcome is Outcome.SERVED and data.shard not in backend.shards:
-        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(backend.shards)}")
+        return Decision(Outcome.REFUSED, f"shard {data.shard} is not on this ps; it has {sorted(backend.shards)}")
     return decision
 
 

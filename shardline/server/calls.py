@@ -46,7 +46,7 @@ class OpenCall:
                 await context.write(message)
         except TimeoutError:
             raise UnreachableError(
-                f"the call was ended: its caller took nothing of the answer for {self._calls.reader_s:g} s"
+                f"the call was ended: its caller read nothing of the answer for {self._calls.reader_s:g} s"
             ) from None
 
     def end(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class OpenCalls:
         for call in list(self.open):
             gone = [task for task, incarnation in sorted(call.senders) if members.get(task) != incarnation]
             if gone:
-                call.end(f"the call was ended: this life of {', '.join(gone)} is fenced")
+                call.end(f"the call was ended: this incarnation of {', '.join(gone)} is fenced")
 
     def end_all(self, reason: str) -> None:
         """End every call."""

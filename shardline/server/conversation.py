@@ -125,7 +125,7 @@ class PushPullTalk:
                     # Each pull may take a copy of the shard, so a call can't have any number of them.
                     pulls += 1
                     if pulls > 1:
-                        raise ProtocolError("PushPull carries one pull; this call has sent another before")
+                        raise ProtocolError("PushPull takes one pull; this call has already sent one")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
                     if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
                         latest, shard = message.pull, self._backend.shard(message.pull.data.shard)

@@ -52,7 +52,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             reason = decision.reason
             if decision.outcome is Outcome.REFUSED:
                 # The lane is not the reason, so another one would not help.
-                reason = f"shard {data.shard} takes nothing of {data.task}: {reason}"
+                reason = f"shard {data.shard} accepts nothing from {data.task}: {reason}"
             return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
@@ -61,7 +61,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             )
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
-                outcome=common_pb2.OUTCOME_REFUSED, reason=f"it opens no {lane} lane: {error}"
+                outcome=common_pb2.OUTCOME_REFUSED, reason=f"it can't open a {lane} lane: {error}"
             )
         return parameter_server_pb2.OpenLaneReply(
             outcome=common_pb2.OUTCOME_SERVED,
@@ -83,14 +83,14 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             try:
                 async for message in request:
                     if result is not None:
-                        raise ProtocolError("Push carries one push; use PushPull for several")
+                        raise ProtocolError("Push takes one push; use PushPull for several")
                     result = await receiver.feed(readable(message.push, message.error))
             except NoRoomError as no_room:
                 result = no_room.result
             finally:
                 await receiver.abandon()
         if result is None:
-            raise ProtocolError("the push ended without a commit; nothing that is not acknowledged counts")
+            raise ProtocolError("the push ended without a commit; only acknowledged buckets count")
         self._on_push(result)
         return data_pb2.PushReply(ack=result.ack)
 

@@ -51,7 +51,7 @@ def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
     """The wanted step. Raises ProtocolError for wants of later versions."""
     if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
         # By number: this version may have no name for it.
-        raise ProtocolError(f"pull of what = {request.what} is not offered by this ps")
+        raise ProtocolError(f"this ps does not support a pull with what = {request.what}")
     have = request.have_step if request.HasField("have_step") else None
     match request.WhichOneof("want"):
         case "exact_step":
@@ -61,7 +61,7 @@ def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
         case "latest":
             return StepWanted(step=None, have=have, task=request.data.task)
         case other:
-            raise ProtocolError(f"pull without a want this version knows ({other})")
+            raise ProtocolError(f"pull without a want that this version knows ({other})")
 
 
 def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[int]:
@@ -69,10 +69,10 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
     for number in request.buckets:
         if number >= len(shard.buckets):
             raise ProtocolError(
-                f"shard {shard.number} has {len(shard.buckets)} buckets, the pull names bucket {number}"
+                f"shard {shard.number} has {len(shard.buckets)} buckets; the pull asks for bucket {number}"
             )
     if len(set(request.buckets)) < len(request.buckets):
-        raise ProtocolError(f"shard {shard.number}: the pull names a bucket twice; name each once")
+        raise ProtocolError(f"shard {shard.number}: the pull asks for a bucket twice")
     return list(request.buckets) or list(range(len(shard.buckets)))
 
 
@@ -315,7 +315,8 @@ def _finder(
 def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> tuple[Outcome, str] | None:
     """Why waiting for a bucket is pointless; None if it may still come."""
     if found is not Outcome.WAITING:
-        return found, f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
+        at = shard.buckets[number].step
+        return found, f"step {want.step} of bucket {number} is no longer available; the bucket is at step {at}"
     if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
         return Outcome.STOPPED, f"the job stops at step {shard.stop_step}"
     return None
@@ -324,7 +325,8 @@ def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) ->
 def _lacks(shard: HostedShard, want: StepWanted) -> str:
     missing = shard.waiting_for()
     what = f"step {want.step}" if want.step is not None else "a pull"
-    return f"{what} lacks replicas {numbers(missing)}" if missing else f"{what} waits for other workers' pushes"
+    whom = f"replicas {numbers(missing)}" if missing else "pushes of other workers"
+    return f"{what} is waiting for {whom}"
 
 
 async def _published(backend: Backend, shard: HostedShard, number: int, want: StepWanted) -> None:
@@ -383,7 +385,7 @@ class PullReply:
                     frame.end = end()
                 message = write_pull(frame, outer=self._outer)
                 if not encoded.intact():
-                    raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is gone")
+                    raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is no longer available")
                 yield message
             return
         self._kept.append(encoded)

@@ -101,7 +101,7 @@ class PushReceiver:
             self._begin(frame.header)
         push = self._push
         if push is None:
-            raise ProtocolError("a push starts with a header frame; this one has none")
+            raise ProtocolError("a push must start with a header frame")
         if push.rejected is None:
             if frame.bucket is not None:
                 slot = self._begin_bucket(push, frame.bucket)
@@ -118,10 +118,10 @@ class PushReceiver:
 
     def _begin(self, header: data_pb2.PushHeader) -> None:
         if self._push is not None:
-            raise ProtocolError("a new push began before the one before it was committed")
+            raise ProtocolError("a new push began before the previous one was committed")
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
-            raise ProtocolError(f"push kind number {kind} is not offered by this ps")
+            raise ProtocolError(f"this ps does not support push kind number {kind}")
         decision = admit_push(self._backend, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
@@ -133,16 +133,16 @@ class PushReceiver:
         self._on_admitted(header.data.task, header.data.incarnation)
         shard = self._backend.shard(header.data.shard)
         if header.weight not in (0.0, 1.0):
-            raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
+            raise ProtocolError(f"weight {header.weight}: this job weights all gradients equally; send 0 or 1")
         tensors = shard.tensors
-        at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
-        at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
+        at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN listed in a push")
+        at_most(len(header.hyper), MAX_GROUPS, "parameter groups listed in a push")
         push = IncomingPush(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
         push.coding = self._coding(header)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
         if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
-            raise ProtocolError("a synchronous push names its block of replicas")
+            raise ProtocolError("a synchronous push must name its block of replicas")
         self._take_empty(push, header.empty_buckets)
         if not by_bucket(push):
             coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
@@ -168,9 +168,9 @@ class PushReceiver:
     def _check_bucket(self, push: IncomingPush, number: int) -> BucketSpec:
         buckets = push.shard.buckets
         if number >= len(buckets):
-            raise TensorError(f"shard {push.shard.number} has {len(buckets)} buckets, the push names bucket {number}")
+            raise TensorError(f"shard {push.shard.number} has {len(buckets)} buckets; the push is for bucket {number}")
         if number in push.done:
-            raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
+            raise ProtocolError(f"shard {push.shard.number}: bucket {number} appears twice in one push")
         return buckets[number].spec
 
     async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
@@ -204,11 +204,11 @@ class PushReceiver:
     async def _held_up_by(self, push: IncomingPush) -> str:
         """What the push is waiting for, and what the user can do."""
         if not in_tree(push):
-            return "Unfinished pushes of other workers hold it; this one is retried"
+            return "Unfinished pushes of other workers use it; this push is retried"
         missing = await self._backend.work(push.shard.waiting_for)
         return (
-            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: check what delays their workers; "
-            f"this push is retried until then"
+            f"Step {push.shard.step_min} is waiting for replicas {numbers(missing)}: check what delays their workers; "
+            "this push is retried until then"
         )
 
     # Buckets on the stream
@@ -218,7 +218,7 @@ class PushReceiver:
             raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
         if push.attachment is not None:
             raise ProtocolError(
-                f"bucket {header.bucket} comes on the stream, though the push is on lane {push.attachment.lane}"
+                f"bucket {header.bucket} arrived on the stream, but the push is on lane {push.attachment.lane}"
             )
         self._slot = slot = self._announced(push, header)
         return slot
@@ -231,8 +231,8 @@ class PushReceiver:
         dtype = dtype_from_proto(header.dtype, where)
         if dtype != spec.dtype or header.elements != spec.elements:
             raise TensorError(
-                f"{where} ({first!r}): pushed as {header.elements} {dtype} elements, the plan says "
-                f"{spec.elements} {spec.dtype}; was the worker built from another model?"
+                f"{where} ({first!r}): pushed as {header.elements} {dtype} elements; the plan says {spec.elements} "
+                f"{spec.dtype}. Does the worker have another model?"
             )
         assert push.coding is not None
         coding = push.coding.bucket(push.shard.number, header.bucket)
@@ -256,13 +256,13 @@ class PushReceiver:
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
         if slot is None or chunk.bucket != slot.number:
-            raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
+            raise ProtocolError(f"chunk of bucket {chunk.bucket} without a bucket header")
         slot.add(chunk.offset, chunk.payload)
 
     def _end_bucket(self, push: IncomingPush, commit: data_pb2.BucketCommit) -> None:
         slot = self._slot
         if slot is None or commit.bucket != slot.number:
-            raise ProtocolError(f"bucket {commit.bucket} is committed without having begun")
+            raise ProtocolError(f"bucket {commit.bucket} was committed before it began")
         if slot.filled != slot.size or commit.bytes != slot.filled or commit.chunks != slot.chunks:
             raise ProtocolError(
                 f"bucket {slot.number}: committed with {commit.bytes} bytes in {commit.chunks} chunks, received "
@@ -284,7 +284,7 @@ class PushReceiver:
     def _refer(self, push: IncomingPush, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
         """Announce buckets whose bytes come by the push's attachment, in this order. last: the stream ends here."""
         if push.attachment is None:
-            raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
+            raise ProtocolError("the push refers to bytes in an attachment, but its header names none")
         for ref in refs:
             slot = self._announced(push, ref.bucket)
             push.done.add(slot.number)
@@ -383,7 +383,7 @@ class PushReceiver:
         header = push.header
         if header.kind == data_pb2.PUSH_KIND_INIT:
             if gradient.values is None:
-                raise ProtocolError(f"bucket {number}: first values can't be empty")
+                raise ProtocolError(f"bucket {number}: initial values can't be empty")
             return push.shard.initialize(number, gradient.values)
         return push.shard.contribute(
             number,
@@ -398,7 +398,7 @@ class PushReceiver:
     def _outdated(self, push: IncomingPush) -> Decision | None:
         """Why an admitted push does not count any more: the timeline changed, or its sender was fenced meanwhile."""
         if push.generation != self._backend.generation:
-            return Decision(Outcome.WRONG_TIMELINE, "the server was configured anew while this push came in")
+            return Decision(Outcome.WRONG_TIMELINE, "the server was reconfigured while this push was arriving")
         data = push.header.data
         return self._backend.fenced(data.task, data.incarnation)
 
@@ -407,7 +407,7 @@ class PushReceiver:
             self._push = None
             return self._result(push, push.rejected, 0)
         if self._slot is not None:
-            raise ProtocolError(f"the push is committed while bucket {self._slot.number} is open")
+            raise ProtocolError(f"the push was committed while bucket {self._slot.number} was open")
         self._take_empty(push, commit.empty_buckets)
         push.committed = True
         push.more.set()
@@ -431,8 +431,8 @@ class PushReceiver:
         if missing:
             await self.abandon(push)
             raise ProtocolError(
-                f"shard {shard.number}: the push lacks buckets {missing[:8]}; a contribution counts in every bucket "
-                f"(name the ones it adds nothing to in empty_buckets)"
+                f"shard {shard.number}: the push lacks buckets {missing[:8]}; it must cover every bucket (list those "
+                "without a contribution in empty_buckets)"
             )
         await all_ended(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
@@ -444,7 +444,7 @@ class PushReceiver:
     async def _commit_whole(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         header, shard = push.header, push.shard
         if header.base_max > shard.step_max:
-            raise ProtocolError(f"base version {header.base_max} is ahead of the shard, which is at {shard.step_max}")
+            raise ProtocolError(f"base version {header.base_max} is ahead of the shard's version {shard.step_max}")
         scale = commit.scale or 1.0
         if not 0.0 < scale < float("inf"):
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")

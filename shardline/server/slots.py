@@ -53,8 +53,8 @@ class Slot:
         end = offset + len(payload)
         if offset != self.filled or end > self.size:
             raise ProtocolError(
-                f"bucket {self.number}: chunk of {len(payload)} bytes at {offset}, expected one at "
-                f"{self.filled} within {self.size}; chunks neither overlap, repeat nor leave gaps"
+                f"bucket {self.number}: chunk of {len(payload)} bytes at {offset}; expected one at {self.filled} "
+                f"within {self.size} bytes. Chunks must not overlap, repeat or leave gaps"
             )
         if self.size and not len(payload):
             raise ProtocolError(f"bucket {self.number}: an empty chunk in a bucket that is not empty")

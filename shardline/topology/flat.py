@@ -34,7 +34,7 @@ class Direct(Route):
 
 @dataclass(frozen=True)
 class Flat(Topology):
-    """Each worker pushes to and pulls from the servers themselves."""
+    """Each worker exchanges directly with all servers."""
 
     name: ClassVar[str] = "flat"
 

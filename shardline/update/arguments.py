@@ -42,8 +42,8 @@ ALLOWED: Mapping[str, bool] = {
 """Classes of torch.optim that work; True if the rule is element-wise, so that a tensor may be cut anywhere."""
 
 REFUSED: Mapping[str, str] = {
-    "LBFGS": "it calls a closure that recomputes the loss, and a parameter server has no model to compute one with",
-    "SparseAdam": "it takes only sparse gradients, and gradients arrive dense; AdamW or Adagrad take dense ones",
+    "LBFGS": "it calls a closure that recomputes the loss, but a parameter server has no model",
+    "SparseAdam": "it takes only sparse gradients, but gradients arrive dense; use AdamW or Adagrad",
 }
 """Classes of torch.optim that can't work, and why."""
 
@@ -68,7 +68,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name in REFUSED:
         raise JobError(f"optimizer {name} can't run on parameter servers: {REFUSED[name]}")
     if name not in ALLOWED:
-        raise JobError(f"optimizer {name!r} is none of torch.optim's that Shardline runs; use one of {_works()}")
+        raise JobError(f"optimizer {name!r} is not a torch.optim class that Shardline supports; use one of {_works()}")
     cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return cls
 
@@ -84,7 +84,7 @@ def rule(
     """
     name = _class_name(name)
     if not groups:
-        raise JobError(f"{name} has no parameter group; give at least one, with {{}} for the defaults")
+        raise JobError(f"{name} has no parameter group; give at least one ({{}} for the defaults)")
     return RuleSpec(
         name=name, groups=tuple(_group(name, number, group) for number, group in enumerate(groups)), method=method
     )
@@ -145,8 +145,8 @@ def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, flo
             raise ProtocolError(f"{key} of {name} is {value}; it must be finite")
         if name == "RMSprop" and key == "momentum" and (value == 0.0) != (known[key] == 0.0):
             raise ProtocolError(
-                f"momentum of RMSprop can't change from {known[key]} to {value}: it keeps its buffer from the first "
-                "step on or not at all; start with a small momentum instead of 0"
+                f"momentum of RMSprop can't change from {known[key]} to {value}: its buffer exists from the first "
+                "step or never; start with a small momentum instead of 0"
             )
         base, _, index = key.partition(".")
         if index:
@@ -169,8 +169,8 @@ def _class_name(name: str | type[torch.optim.Optimizer]) -> str:
     if isinstance(name, type):
         if getattr(torch.optim, name.__name__, None) is not name:
             raise JobError(
-                f"{name.__module__}.{name.__qualname__} is not a class of torch.optim, and a parameter server runs "
-                f"nobody else's code; use one of {_works()}"
+                f"{name.__module__}.{name.__qualname__} is not a class of torch.optim, and parameter servers run no "
+                f"other code; use one of {_works()}"
             )
         return _class_name(name.__name__)
     optimizer_class(name)
@@ -237,7 +237,7 @@ def _value(where: str, parameter: _Parameter, value: Any) -> Argument:
         return _number(where, value)
     expected = {"flag": bool, "text": str, "integer": int}[parameter.kind]
     if type(value) is not expected:
-        words = {"flag": "True or False", "text": "a text", "integer": "a whole number"}[parameter.kind]
+        words = {"flag": "True or False", "text": "a string", "integer": "a whole number"}[parameter.kind]
         raise JobError(f"{where} is {value!r}; it must be {words}")
     return cast(Argument, value)
 

@@ -320,8 +320,8 @@ class BucketRule(ABC):
         for what, tensor in given.items():
             if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype != self.site.dtype):
                 raise ProtocolError(
-                    f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan has "
-                    f"({bucket.elements},) {bucket.dtype}"
+                    f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan says ({bucket.elements},) "
+                    f"{bucket.dtype}"
                 )
 
     def pattern(self, present: Sequence[bool] | None) -> tuple[bool, ...] | None:
@@ -350,7 +350,7 @@ class BucketRule(ABC):
             length, dtype = self.length_of(key), self.states[parse_state_key(key)[0]].dtype
             if tensor.shape != (length,) or tensor.dtype != dtype:
                 raise CheckpointError(
-                    f"{what}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}, expected ({length},) {dtype}"
+                    f"{what}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; expected ({length},) {dtype}"
                 )
         for key, numbers in scalars.items():
             if len(numbers) != count:

@@ -57,7 +57,7 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if position >= len(data) or shift > 63:
-            raise ProtocolError("frame with a cut or endless number")
+            raise ProtocolError("frame with a truncated or endless number")
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
@@ -88,12 +88,12 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
         elif kind == BYTES:
             size, position = _read_varint(data, position)
             if size > end - position:
-                raise ProtocolError(f"frame whose field {number} claims {size} bytes where {end - position} are left")
+                raise ProtocolError(f"frame whose field {number} claims {size} bytes; {end - position} are left")
             value, position = data[position : position + size], position + size
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
             if size > end - position:
-                raise ProtocolError(f"frame whose field {number} is cut short")
+                raise ProtocolError(f"frame whose field {number} is truncated")
             value, position = None, position + size
         else:
             raise ProtocolError(f"frame with wire type {kind} in field {number}, which proto3 doesn't have")

@@ -121,9 +121,9 @@ def test_a_job_uses_it_in_its_direction_alone(codec: Codec) -> None:
     for name in ("", PLAIN.name):
         assert job.of_push(name).codec == PLAIN == job.of_pull(name).codec
     for name in ("zip", str(codec) + "x", "x" * 1000):
-        with pytest.raises(ProtocolError, match=r"pushed with codec '.{1,100}', the job's is"):
+        with pytest.raises(ProtocolError, match=r"pushed with codec '.{1,100}'; the job uses"):
             job.of_push(name)
-        with pytest.raises(ProtocolError, match=r"pulled with codec '.{1,100}', the job's is"):
+        with pytest.raises(ProtocolError, match=r"pulled with codec '.{1,100}'; the job uses"):
             job.of_pull(name)
 
 
@@ -328,7 +328,7 @@ def test_a_malformed_payload_is_refused_or_stays_within_the_bucket(codec: Codec,
 def test_a_fixed_size_allows_no_other_length(codec: Codec, extra: int) -> None:
     written = first(codec, model())
     size = written.max_bytes + extra
-    assert written.misfit(size) == f"codec {codec} makes {written.max_bytes}"
+    assert written.misfit(size) == f"codec {codec} makes {written.max_bytes} bytes"
     with pytest.raises(ProtocolError, match=f"payload of {size} bytes for {written.layout.bucket.elements} "):
         written.decoder.decode(bytes(size), PLAIN_TURN)
 

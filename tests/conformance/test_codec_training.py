@@ -137,6 +137,6 @@ def test_a_payload_that_the_toy_cannot_have_made_is_refused_and_nothing_changes(
             patch.setattr(type(written.encoder), "encode", lambda self, values, turn: b"\xff" * written.max_bytes)
             for replica in range(3):
                 worker.compute(0, replica)
-            with pytest.raises(Exception, match="says it has 4294967295 bytes"):
+            with pytest.raises(Exception, match="claims 4294967295 bytes"):
                 worker.trainer.finish()
         assert same(cluster.state().params, before)

@@ -325,7 +325,7 @@ def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pyt
             bench.pull(0)
     assert bench.acceptor.refused == 1
     wait_for(lambda: bool(bench.said), "the refusal to be told")
-    assert "its token is wrong, was used before or came late" in str(bench.said[0])
+    assert "its token is wrong, was already used, or came too late" in str(bench.said[0])
     assert bench.pull(0).heads
 
 
@@ -397,7 +397,7 @@ def test_a_server_without_the_lane_is_told_apart_from_one_that_is_gone(name: str
     peer = Peer(ps.task, ps.address, TIMEOUTS)
     kind = LANES.parse(name)
     lane = kind.connect(config(kind), peer, 0, spec())
-    with pytest.raises(LaneUnavailable, match=f"opens no {name} lane: this ps offers the lanes grpc"):
+    with pytest.raises(LaneUnavailable, match=f"can't open a {name} lane: this ps offers the lanes grpc"):
         lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
     ps.close()
     with pytest.raises(UnreachableError):

@@ -441,7 +441,7 @@ def job_of(case: Case, **changes: Any) -> JobSpec:
 def test_a_rule_that_tells_workers_apart_is_refused_where_their_pushes_are_added_up(case: Case) -> None:
     resident = chosen(case.spec)
     if resident.takes is Takes.DELTA:
-        with pytest.raises(JobError, match="takes deltas of parameters"):
+        with pytest.raises(JobError, match="takes parameter deltas"):
             check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))
         return
     check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))

@@ -42,7 +42,7 @@ def test_folder_of_the_job_that_is_not_there_is_named_before_anything_starts(tmp
 def test_job_file_that_is_not_in_the_folder_is_named() -> None:
     with Stack("job", JOB_FILE="nothing.py", RESTARTS="1") as stack:
         stack.up("chief")
-        refused(stack, "chief", r"there is no job file /job/nothing\.py", 2)
+        refused(stack, "chief", r"job file /job/nothing\.py does not exist", 2)
 
 
 def test_secret_that_the_tasks_may_not_read_is_named(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ secrets:
         # When compose is done the chief is healthy, and its workers have yet to import torch and to join.
         stack.up()
         check_page(f"http://127.0.0.1:{port}", token.read_text())
-        refused(stack, "evaluator", r"refused Take: the call does not bring this job's token; set --token-file", 2)
+        refused(stack, "evaluator", r"refused Take: the call does not carry the token of this job; set --token-file", 2)
         assert set(stack.exit_codes("chief", "ps", "worker").values()) == {0}
 
 

@@ -46,10 +46,10 @@ def test_prometheus_sees_bytes_and_steps_move(running: Stack) -> None:
 def test_killed_worker_is_started_again_and_takes_its_own_place(running: Stack) -> None:
     after = running.mark("chief")
     running.kill(running.one("worker"))
-    said = running.wait_line("chief", r"worker/\d is suspect: .*its stream is broken", after=after)
+    said = running.wait_line("chief", r"worker/\d is suspect: .*its stream broke", after=after)
     task = said.split("WARNING ")[1].split()[0]
     # On a busy machine it may be declared dead before the next one is there.
-    running.wait_line("chief", f"{task}: a new process takes the place of a silent one|{task} is dead: ", after=after)
+    running.wait_line("chief", f"{task}: a new process replaces a silent one|{task} is dead: ", after=after)
     running.wait_line("chief", f"{task} joined", after=after)
     running.goes_on()
     assert running.restarts(running.one("worker")) == 1
@@ -73,8 +73,8 @@ def test_killed_prometheus_is_started_again_with_what_it_knew(running: Stack) ->
 def test_killed_server_is_started_again_and_the_job_goes_on_from_its_newest_checkpoint(running: Stack) -> None:
     after = running.mark("chief")
     running.kill(running.one("ps"))
-    said = running.wait_line("chief", r"ps/\d .*held shard \d; all shards go back to step \d+", after=after)
-    running.wait_line("chief", r"training goes on from step \d+, \d+ steps are repeated", after=after)
+    said = running.wait_line("chief", r"ps/\d .*held shard \d; rolling back all shards to step \d+", after=after)
+    running.wait_line("chief", r"training continues from step \d+, \d+ steps are repeated", after=after)
     assert "so the job ends" not in said
     running.goes_on()
     assert running.restarts(running.one("ps")) == 1
@@ -83,7 +83,7 @@ def test_killed_server_is_started_again_and_the_job_goes_on_from_its_newest_chec
 def test_killed_chief_goes_on_where_it_was(running: Stack) -> None:
     after = running.mark("chief")
     running.kill(running.one("chief"))
-    said = running.wait_line("chief", r"the chief is back after .*: training goes on at step \d+", after=after)
+    said = running.wait_line("chief", r"the chief is back after .*: training continues at step \d+", after=after)
     assert "no step is repeated" in said
     running.goes_on()
 
@@ -133,7 +133,7 @@ def test_cut_that_is_shorter_than_the_timeout_heals_without_any_restart(running:
     with cut(running, running.one("worker"), running.one("ps")):
         # Longer than one call may take, so that calls are given up and made again.
         running.wait_line("worker", r"did not answer .* trying again", after=said)
-        running.wait_line("worker", r"waits for replicas \[\d\] in step", after=said)
+        running.wait_line("worker", r"is waiting for replicas \[\d\] in step", after=said)
     running.goes_on()
     assert not [line for line in running.lines("chief")[after:] if "ERROR" in line or "dead" in line]
     assert [running.restarts(name) for name in running.containers()] == restarts
@@ -144,7 +144,7 @@ def test_cut_that_is_longer_costs_the_worker_its_replicas_until_it_comes_back(ru
     after = running.mark("chief")
     with cut(running, running.one("worker"), running.one("ps")):
         said = running.wait_line(
-            "chief", r"worker/\d did not hear ps/\d at .*, and the others do; replica", after=after
+            "chief", r"worker/\d got no answer from ps/\d at .*, but the others did; replica", after=after
         )
     task = said.split("WARNING ")[1].split()[0]
     running.wait_line("chief", f"{task} joined", after=after)

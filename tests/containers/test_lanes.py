@@ -19,7 +19,7 @@ def test_shared_memory_that_is_asked_for_but_not_shared_is_one_sentence_and_tcp(
         said = [line for line in stack.lines("worker") if "lane shm can't be used" in line]
         # One for each pair of worker and server.
         assert len(said) == 4
-        assert all("give both a --run-dir" in line and line.endswith("using tcp") for line in said)
+        assert all("set the same --run-dir for both" in line and line.endswith("using tcp") for line in said)
 
 
 def test_containers_with_a_common_folder_of_sockets_share_memory() -> None:

@@ -150,7 +150,7 @@ def test_recipe_of_the_page_gives_the_same_bits_though_a_worker_is_restarted_and
         chief.wait_line("worker/0 joined", after=after)
         after = len(chief.lines())
         kill(server.container)
-        chief.wait_line(r"training goes on from step \d+", after=after)
+        chief.wait_line(r"training continues from step \d+", after=after)
         _, status, _, down = manage.splitlines()
         assert re.search(r"^worker/0 +alive ", server.run(status.replace("exec", "exec -T")), re.MULTILINE)
         assert {one.task: one.exit_code() for one in machines.all.values()} == dict.fromkeys(machines.all, 0)

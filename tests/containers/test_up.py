@@ -109,7 +109,7 @@ def test_down_leaves_nothing_but_the_volumes_and_up_goes_on_from_them(done: Stac
     assert sorted(done.left("volume")) == [f"{done.project}_{name}" for name in kept]
     # The chief waits for all tasks, to tell them.
     done.up()
-    done.wait_line("chief", "nothing to do: /out/checkpoints/step-00000500 already holds all 500 steps")
+    done.wait_line("chief", "nothing to do: /out/checkpoints/step-00000500 already has all 500 steps")
     codes = done.exit_codes()
     assert len(codes) == 6
     assert set(codes.values()) == {0}

@@ -131,7 +131,7 @@ def test_only_who_has_the_admin_token_stops_the_job(tokens: Security, tmp_path: 
     try:
         for security in (PLAIN, Security(token_file=tokens.token_file)):
             client = ChiefClient(address, TIMEOUTS, security)
-            with pytest.raises(Exception, match=r"refused Stop: the call does not (bring this|prove)"):
+            with pytest.raises(Exception, match=r"refused Stop: the call does not (carry the token|prove)"):
                 client.stop("from outside")
             client.close()
         assert control.reasons == []
@@ -153,12 +153,12 @@ def test_commands_with_absurd_numbers_are_refused_and_change_nothing(ready: Plai
         "Configure": (ready.configuration(replicas=1 << 31), "has 2147483648 replicas; the limit is 65536"),
         "SetMembership": (
             parameter_server_pb2.SetMembershipRequest(term=ready.term, members=[member] * 20_000),
-            "members: 20000 of them; the limit is 16384",
+            "members: 20000 entries; the limit is 16384",
         ),
         "Stop": (parameter_server_pb2.StopRequest(term=ready.term, reason="x" * 20_000), "reason has 20000 characters"),
         "Lead": (
             parameter_server_pb2.LeadRequest(term=parameter_server_pb2.Term(number=9, chief_uuid="x" * 5000)),
-            "Lead takes 4096 at most",
+            "the limit of Lead is 4096",
         ),
     }
     for name, (request, sentence) in cases.items():
@@ -167,6 +167,6 @@ def test_commands_with_absurd_numbers_are_refused_and_change_nothing(ready: Plai
         error = cast(Any, caught.value)
         assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert sentence in error.details()
-    with pytest.raises(grpc.RpcError, match="buckets: 4 of them; the limit is 3"):
+    with pytest.raises(grpc.RpcError, match="buckets: 4 entries; the limit is 3"):
         ready.stub.Restore(iter([parameter_server_pb2.RestoreFrame(head=head), *images]), timeout=DEADLINE_S)
     unchanged(ready)

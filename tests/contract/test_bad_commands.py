@@ -27,11 +27,11 @@ def test_pulls_and_progress_that_do_not_belong_here_are_told_why(ready: PlainCli
 
 
 PULLS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown bucket": ({"buckets": [0, 5]}, "shard 0 has 3 buckets, the pull names bucket 5"),
-    "bucket twice": ({"buckets": [1, 1]}, "the pull names a bucket twice; name each once"),
-    "reserved what": ({"what": data_pb2.PULL_WHAT_LOOKAHEAD}, "pull of what = 2 is not offered by this ps"),
-    "unknown what": ({"what": 99}, "pull of what = 99 is not offered by this ps"),
-    "reserved want": ({"min_valid_clock": 3}, "pull without a want this version knows"),
+    "unknown bucket": ({"buckets": [0, 5]}, "shard 0 has 3 buckets; the pull asks for bucket 5"),
+    "bucket twice": ({"buckets": [1, 1]}, "the pull asks for a bucket twice"),
+    "reserved what": ({"what": data_pb2.PULL_WHAT_LOOKAHEAD}, "this ps does not support a pull with what = 2"),
+    "unknown what": ({"what": 99}, "this ps does not support a pull with what = 99"),
+    "reserved want": ({"min_valid_clock": 3}, "pull without a want that this version knows"),
 }
 
 
@@ -50,7 +50,7 @@ def test_a_pull_without_a_want_and_a_second_pull_in_a_call_are_refused(ready: Pl
     pulls = [data_pb2.PushPullRequest(pull=ready.pull_request())] * 2
     refused(
         BAD,
-        "PushPull carries one pull; this call has sent another before",
+        "PushPull takes one pull; this call has already sent one",
         lambda: list(ready.stub.PushPull(iter(pulls), timeout=DEADLINE_S)),
     )
 
@@ -70,17 +70,23 @@ def set_slice(**fields: int) -> Callable[[plan_pb2.PlanSpec], None]:
 
 
 CONFIGURATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "empty plan": (lambda: {"plan": plan_pb2.PlanSpec()}, "places shard 0 here, the plan has 0 shards"),
+    "empty plan": (lambda: {"plan": plan_pb2.PlanSpec()}, "places shard 0 here, but the plan has 0 shards"),
     "empty shard": (lambda: {"plan": corrupt(lambda p: p.shards.add())}, "shard 1 of 2 is empty"),
     "missing rows": (lambda: {"plan": corrupt(set_slice(rows=3, elements=9))}, "not at multiples of|plan covers 3"),
     "rows out of range": (lambda: {"plan": corrupt(set_slice(rows=5, elements=15))}, "rows 0 to 5 of 'w' are out of"),
-    "wrong slice length": (lambda: {"plan": corrupt(set_slice(elements=11))}, "4 rows of 'w' are not 11 elements"),
-    "misaligned slice": (lambda: {"plan": corrupt(set_slice(offset=3))}, "overlaps, is not aligned or leaves"),
-    "slice beyond its bucket": (lambda: {"plan": corrupt(set_slice(offset=64))}, "overlaps, is not aligned or leaves"),
-    "unknown tensor": (lambda: {"plan": corrupt(set_slice(tensor=8))}, "names tensor 8 of 3"),
+    "wrong slice length": (lambda: {"plan": corrupt(set_slice(elements=11))}, "4 rows of 'w' don't have 11 elements"),
+    "misaligned slice": (
+        lambda: {"plan": corrupt(set_slice(offset=3))},
+        "overlaps another, is not aligned, or exceeds",
+    ),
+    "slice beyond its bucket": (
+        lambda: {"plan": corrupt(set_slice(offset=64))},
+        "overlaps another, is not aligned, or exceeds",
+    ),
+    "unknown tensor": (lambda: {"plan": corrupt(set_slice(tensor=8))}, "refers to tensor 8, but there are 3"),
     "bucket of another size": (
         lambda: {"plan": corrupt(lambda p: setattr(p.shards[0].buckets[0], "elements", 1 << 40))},
-        "has 1099511627776 elements, its slices take 64",
+        "has 1099511627776 elements; its slices take 64",
     ),
     "tensor held twice": (
         lambda: {"plan": corrupt(lambda p: p.shards[0].buckets.append(p.shards[0].buckets[0]))},
@@ -112,13 +118,13 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "wrong digest": (
         lambda: {"plan": corrupt(lambda p: setattr(p, "plan_id", "feed"))},
-        "its sender says feed; are the versions equal",
+        "its sender says feed. Are both of the same version",
     ),
     "group that the rule hasn't got": (
         lambda: {"plan": corrupt(lambda p: setattr(p.tensors[0], "group", 4))},
         "group",
     ),
-    "shard that the plan hasn't got": (lambda: {"shards": [1]}, "places shard 1 here, the plan has 1 shards"),
+    "shard that the plan hasn't got": (lambda: {"shards": [1]}, "places shard 1 here, but the plan has 1 shards"),
     "no replicas": (lambda: {"replicas": 0}, "0 replicas; a job has at least 1"),
     "unknown rule": (lambda: {"rule": plan_pb2.RuleSpec(name="Magic", groups=[{}])}, "Magic"),
     "rule with unknown argument": (
@@ -133,7 +139,7 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {
             "rule": plan_pb2.RuleSpec(name="SGD", groups=[plan_pb2.ParamGroup(arguments={"lr": plan_pb2.Argument()})])
         },
-        "argument of a rule has no value this version knows",
+        "argument of a rule has no value that this version knows",
     ),
     "unknown consistency": (
         lambda: {"consistency": plan_pb2.ConsistencySpec(mode="vibes")},
@@ -163,7 +169,7 @@ def test_commands_of_another_timeline_change_nothing(ready: PlainClient) -> None
     for name, more in (("Activate", {}), ("Cut", {"step": 5, "stop": True})):
         refused(
             BAD,
-            f"{name} is for timeline 0x50000000a, this ps is at",
+            f"{name} is for timeline 0x50000000a; this ps is at",
             lambda n=name, m=more: ready.call(n, ready.command(n, **m)),
         )  # type: ignore[misc]
     refused(
@@ -227,24 +233,24 @@ def with_state(number: int) -> Callable[[RestoreFrames], RestoreFrames]:
 
 
 RESTORES: dict[str, tuple[Callable[[RestoreFrames], RestoreFrames], grpc.StatusCode, str]] = {
-    "no head": (lambda f: f[1:], BAD, "Restore starts with its head"),
+    "no head": (lambda f: f[1:], BAD, "Restore must start with its head"),
     "no end": (lambda f: f[:-1], BAD, "Restore ended early; the shard is unchanged"),
-    "missing bucket": (lambda f: [*f[:5], f[-1]], BAD, r"has 3 buckets, the images are of \[0, 1\]"),
-    "bucket twice": (set_header(2, bucket=1), BAD, r"has 3 buckets, the images are of \[0, 1, 1\]"),
-    "two steps": (set_header(1, step=5), BAD, "images of different steps make no consistent cut"),
-    "cut within a bucket": (lambda f: [*f[:4], *f[5:]], BAD, "image of bucket 1 is cut short by that of 2"),
+    "missing bucket": (lambda f: [*f[:5], f[-1]], BAD, r"has 3 buckets; the images are of \[0, 1\]"),
+    "bucket twice": (set_header(2, bucket=1), BAD, r"has 3 buckets; the images are of \[0, 1, 1\]"),
+    "two steps": (set_header(1, step=5), BAD, "images of different steps are not a consistent cut"),
+    "cut within a bucket": (lambda f: [*f[:4], *f[5:]], BAD, "image of bucket 1 is interrupted by that of bucket 2"),
     "last bucket without bytes": (lambda f: [*f[:6], f[-1]], BAD, "Restore ended early"),
     "absurd size": (set_tensor(elements=1 << 40), BAD, "image of bucket 0 has 4398046511104 bytes; the limit is"),
     "too few elements": (
         set_tensor(elements=63),
         BAD,
-        "chunk at 0 of 256 bytes, expected one at 0 of 252",
+        "chunk at 0 of 256 bytes; expected one at 0 of 252",
     ),
     "unknown dtype": (set_tensor(dtype=66), BAD, "dtype number 66 is unknown"),
     "another dtype in the last bucket": (
         set_tensor(2, dtype=common_pb2.DTYPE_INT32),
         BAD,
-        "image of 64 torch.int32 elements, the plan says",
+        "image of 64 torch.int32 elements; the plan says",
     ),
     "no values": (set_tensor(name="exp_avg"), BAD, "image of bucket 0 has no values"),
     "state of another rule": (with_state(0), grpc.StatusCode.DATA_LOSS, "unknown state 'exp_avg'"),

@@ -67,59 +67,59 @@ def both(*changes: Callable[[Frames], Frames]) -> Callable[[Frames], Frames]:
 
 
 MALFORMED: dict[str, tuple[Callable[[Frames], Frames], str]] = {
-    "unknown bucket": (edit(BUCKET, bucket=9), "shard 0 has 3 buckets, the push names bucket 9"),
-    "unknown empty bucket": (edit(HEADER, empty_buckets=[1, 2, 9]), "shard 0 has 3 buckets, the push names bucket 9"),
-    "bucket both empty and sent": (edit(HEADER, empty_buckets=[0, 1, 2]), "bucket 0 comes twice in one push"),
+    "unknown bucket": (edit(BUCKET, bucket=9), "shard 0 has 3 buckets; the push is for bucket 9"),
+    "unknown empty bucket": (edit(HEADER, empty_buckets=[1, 2, 9]), "shard 0 has 3 buckets; the push is for bucket 9"),
+    "bucket both empty and sent": (edit(HEADER, empty_buckets=[0, 1, 2]), "bucket 0 appears twice in one push"),
     "bucket sent twice": (
         lambda frames: [*frames[: END + 1], *frames[BUCKET : END + 1], frames[COMMIT]],
-        "bucket 0 comes twice in one push",
+        "bucket 0 appears twice in one push",
     ),
     "wrong dtype": (
         edit(BUCKET, dtype=common_pb2.DTYPE_FLOAT64),
-        r"bucket 0 \('w'\): pushed as 64 float64 elements, the plan says 64 float32; was the worker built from another",
+        r"bucket 0 \('w'\): pushed as 64 float64 elements; the plan says 64 float32\. Does the worker have another",
     ),
     "no dtype": (edit(BUCKET, dtype=0), "bucket 0: dtype number 0 is unknown; use one of float32"),
     "unknown dtype": (edit(BUCKET, dtype=77), "bucket 0: dtype number 77 is unknown; use one of float32"),
-    "wrong element count": (edit(BUCKET, elements=12), "pushed as 12 float32 elements, the plan says 64 float32"),
+    "wrong element count": (edit(BUCKET, elements=12), "pushed as 12 float32 elements; the plan says 64 float32"),
     "absurd element count": (edit(BUCKET, elements=1 << 60), "the plan says 64 float32"),
     "lying length": (edit(BUCKET, payload_bytes=1 << 50), "announced, codec raw makes 256"),
     "short length": (edit(BUCKET, payload_bytes=255), "payload of 255 bytes announced, codec raw makes 256"),
     "bitmap of another length": (edit(BUCKET, present=b"\1\1"), "bitmap of 2 bytes for 1 entries"),
-    "bitmap beyond the slices": (edit(BUCKET, present=b"\3"), "bitmap names entries beyond the 1 there are"),
-    "unknown codec": (edit(HEADER, codec="zip"), "shard 0: pushed with codec 'zip', the job's is 'raw'"),
-    "codec of another job": (edit(HEADER, codec="bf16"), "pushed with codec 'bf16', the job's is 'raw'"),
-    "overlapping chunk": (edit(SECOND_CHUNK, offset=50), "chunk of 100 bytes at 50, expected one at 100 within 256"),
-    "gap between chunks": (without(SECOND_CHUNK), "chunk of 56 bytes at 200, expected one at 100 within 256"),
-    "repeated chunk": (again(CHUNK), "chunk of 100 bytes at 0, expected one at 100"),
-    "chunks out of order": (swapped(CHUNK, SECOND_CHUNK), "chunk of 100 bytes at 100, expected one at 0"),
+    "bitmap beyond the slices": (edit(BUCKET, present=b"\3"), "bitmap has entries beyond the 1 that exist"),
+    "unknown codec": (edit(HEADER, codec="zip"), "shard 0: pushed with codec 'zip'; the job uses 'raw'"),
+    "codec of another job": (edit(HEADER, codec="bf16"), "pushed with codec 'bf16'; the job uses 'raw'"),
+    "overlapping chunk": (edit(SECOND_CHUNK, offset=50), "chunk of 100 bytes at 50; expected one at 100 within 256"),
+    "gap between chunks": (without(SECOND_CHUNK), "chunk of 56 bytes at 200; expected one at 100 within 256"),
+    "repeated chunk": (again(CHUNK), "chunk of 100 bytes at 0; expected one at 100"),
+    "chunks out of order": (swapped(CHUNK, SECOND_CHUNK), "chunk of 100 bytes at 100; expected one at 0"),
     "chunk beyond the payload": (
         edit(THIRD_CHUNK, payload=b"x" * 57),
-        "chunk of 57 bytes at 200, expected one at 200 within 256",
+        "chunk of 57 bytes at 200; expected one at 200 within 256",
     ),
     "chunk at a huge offset": (edit(CHUNK, offset=2**64 - 1), "chunk of 100 bytes at 18446744073709551615"),
-    "chunk of another bucket": (edit(CHUNK, bucket=1), "chunk of bucket 1 without its bucket header"),
-    "chunk without a bucket header": (without(BUCKET), "chunk of bucket 0 without its bucket header"),
+    "chunk of another bucket": (edit(CHUNK, bucket=1), "chunk of bucket 1 without a bucket header"),
+    "chunk without a bucket header": (without(BUCKET), "chunk of bucket 0 without a bucket header"),
     "missing chunk": (without(THIRD_CHUNK), "committed with 256 bytes in 3 chunks, received 200 of 256 in 2"),
     "lying byte count": (edit(END, bytes=200), "committed with 200 bytes in 3 chunks, received 256 of 256 in 3"),
     "lying chunk count": (edit(END, chunks=4), "committed with 256 bytes in 4 chunks, received 256 of 256 in 3"),
     "wrong digest": (edit(END, digest=12345), "bucket 0: the digest of the received bytes differs"),
-    "commit of another bucket": (edit(END, bucket=1), "bucket 1 is committed without having begun"),
-    "commit of a bucket that never began": (without(BUCKET, 2, 3, 4), "bucket 0 is committed without having begun"),
+    "commit of another bucket": (edit(END, bucket=1), "bucket 1 was committed before it began"),
+    "commit of a bucket that never began": (without(BUCKET, 2, 3, 4), "bucket 0 was committed before it began"),
     "bucket within a bucket": (again(BUCKET), "bucket 0 began before bucket 0 was committed"),
-    "bucket left open": (without(END), "the push is committed while bucket 0 is open"),
+    "bucket left open": (without(END), "the push was committed while bucket 0 was open"),
     "missing bucket": (
         without(BUCKET, 2, 3, 4, END),
-        r"the push lacks buckets \[0\]; a contribution counts in every bucket \(name the ones it adds nothing to",
+        r"the push lacks buckets \[0\]; it must cover every bucket \(list those without a contribution",
     ),
-    "missing header": (without(HEADER), "a push starts with a header frame; this one has none"),
-    "header twice": (again(HEADER), "a new push began before the one before it was committed"),
-    "missing commit": (without(COMMIT), "the push ended without a commit; nothing that is not acknowledged counts"),
+    "missing header": (without(HEADER), "a push must start with a header frame"),
+    "header twice": (again(HEADER), "a new push began before the previous one was committed"),
+    "missing commit": (without(COMMIT), "the push ended without a commit; only acknowledged buckets count"),
     "nothing at all": (lambda frames: [], "the push ended without a commit"),
-    "two pushes in one Push": (lambda frames: frames + frames, "Push carries one push; use PushPull for several"),
-    "reserved kind": (edit(HEADER, kind=data_pb2.PUSH_KIND_DELTA), "push kind number 3 is not offered by this ps"),
-    "unknown kind": (edit(HEADER, kind=99), "push kind number 99 is not offered by this ps"),
-    "weights": (edit(HEADER, weight=0.5), "weight 0.5: this job sums uniformly; send 0 or 1"),
-    "no block": (edit(HEADER, block__count=0), "a synchronous push names its block of replicas"),
+    "two pushes in one Push": (lambda frames: frames + frames, "Push takes one push; use PushPull for several"),
+    "reserved kind": (edit(HEADER, kind=data_pb2.PUSH_KIND_DELTA), "this ps does not support push kind number 3"),
+    "unknown kind": (edit(HEADER, kind=99), "this ps does not support push kind number 99"),
+    "weights": (edit(HEADER, weight=0.5), "weight 0.5: this job weights all gradients equally; send 0 or 1"),
+    "no block": (edit(HEADER, block__count=0), "a synchronous push must name its block of replicas"),
     "hyper-parameter that is no number": (
         lambda frames: [
             data_pb2.PushFrame(
@@ -159,7 +159,7 @@ def test_the_same_in_a_call_that_pulls_too(ready: PlainClient, case: str) -> Non
 
 
 BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a future step": ({"step": 3}, "REFUSED", "step 3 is ahead of the bucket, which is at 0"),
+    "a future step": ({"step": 3}, "REFUSED", "step 3 is ahead of the bucket, which is at step 0"),
     "a block outside": ({"block": (1, 1)}, "REFUSED", "block 1 is outside the job's 1 replicas"),
     "a block of absurd size": ({"block": (0, 2**32 - 1)}, "REFUSED", "is outside the job's 1 replicas"),
 }
@@ -221,7 +221,7 @@ def test_a_fingerprint_is_the_senders_word(client: PlainClient) -> None:
     outcomes = []
     for mark, value in ((5, 1.0), (5, 1.0), (6, 1.0), (0, 1.0), (2**64 - 1, 1.0)):
         ack = client.push(edit(BUCKET, fingerprint=mark)(client.gradient(value)))
-        outcomes.append((ack.outcome, "sent different bits for step 0" in ack.reason))
+        outcomes.append((ack.outcome, "repeated step 0" in ack.reason))
     duplicate = common_pb2.OUTCOME_DUPLICATE
     # Where nothing is said the shard makes it of the bytes, and they are not those that were named 5.
     assert outcomes == [
@@ -237,7 +237,7 @@ def test_a_fingerprint_is_the_senders_word(client: PlainClient) -> None:
 def test_a_frozen_tensor_takes_no_gradient(client: PlainClient) -> None:
     client.start(replicas=2)
     frames = client.frames({W: floats([1.0]), FROZEN: floats([1.0])})
-    sentence = r"'frozen' is frozen \(requires_grad is False\): it takes no gradient"
+    sentence = r"'frozen' is frozen \(requires_grad is False\) and can't have a gradient"
     refused(BAD, sentence, lambda: client.push(frames))
     values, _, end = client.pull()
     assert (values[W], values[FROZEN], end.step) == (FIRST_W, (7.0, 8.0), 0)
@@ -269,7 +269,7 @@ def test_a_block_of_which_a_part_is_counted_has_to_be_split(client: PlainClient)
     assert client.push(client.gradient(block=(0, 2))).outcome == common_pb2.OUTCOME_SPLIT
     assert client.push(client.gradient(block=(1, 1))).outcome == common_pb2.OUTCOME_DUPLICATE
     other = client.push(client.gradient(9.0, block=(1, 1)))
-    assert other.outcome == common_pb2.OUTCOME_DUPLICATE and "sent different bits for step 0" in other.reason
+    assert other.outcome == common_pb2.OUTCOME_DUPLICATE and "repeated step 0" in other.reason
     assert client.status().shards[0].duplicate_mismatches == 1
     assert client.push(client.gradient(block=(0, 1))).outcome == common_pb2.OUTCOME_COUNTED
     assert client.push(client.gradient(block=(2, 2))).outcome == common_pb2.OUTCOME_COUNTED
@@ -317,7 +317,7 @@ ASYNC_MALFORMED: dict[str, tuple[dict[str, Any], str, float]] = {
     "negative scale": ({"commit": {"scale": -1.0}}, "scale -1.0 of the gradient is not a positive finite", 1.0),
     "infinite scale": ({"commit": {"scale": INFINITY}}, "scale inf of the gradient is not a positive finite", 1.0),
     "scale that is no number": ({"commit": {"scale": NAN}}, "scale nan of the gradient is not a positive", 1.0),
-    "base of the future": ({"base_max": 9}, "base version 9 is ahead of the shard, which is at 0", 1.0),
+    "base of the future": ({"base_max": 9}, "base version 9 is ahead of the shard.s version 0", 1.0),
     "nan": ({}, "gradient of 'w' .*has NaN or infinity; nothing was changed", NAN),
 }
 

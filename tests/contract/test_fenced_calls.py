@@ -19,7 +19,7 @@ from tests.support.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.support.refusals import refused, says
 from tests.support.waiting import wait_for
 
-SENTENCE = "the call was ended: this life of worker/1 is fenced"
+SENTENCE = "the call was ended: this incarnation of worker/1 is fenced"
 HALF = 3
 """Frames of a push until the first chunk of its bucket."""
 

@@ -46,7 +46,7 @@ def test_first_values_activation_push_and_pull(client: PlainClient) -> None:
     before = client.push(client.gradient())
     assert (before.outcome, before.reason) == (
         common_pb2.OUTCOME_NOT_CONFIGURED,
-        "this ps is being prepared and admits no training yet",
+        "this ps is still being prepared and doesn't accept pushes yet",
     )
     first = {W: floats(FIRST_W), FROZEN: floats((7.0, 8.0)), STATS: floats((0.5, 0.25))}
     init = client.frames(first, kind=data_pb2.PUSH_KIND_INIT)
@@ -244,7 +244,7 @@ def test_only_listed_incarnations_are_admitted(client: PlainClient) -> None:
     client.incarnation = 2
     assert client.push(client.gradient()).outcome == common_pb2.OUTCOME_COUNTED
     client.task = "worker/7"
-    assert client.push(client.gradient(step=1)).reason.endswith("the chief has not listed it, or not any more")
+    assert client.push(client.gradient(step=1)).reason.endswith("the chief has not listed it, or no longer does")
 
 
 def test_an_asynchronous_push_is_applied_once_and_told_its_staleness(client: PlainClient) -> None:

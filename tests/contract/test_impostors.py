@@ -107,7 +107,7 @@ def test_the_job_token_makes_nobody_a_server_or_a_chief(
 
 
 def test_the_job_token_takes_no_servers_place_beforehand(chief: Chief, stranger: Security, tokens: Security) -> None:
-    with pytest.raises(UsageError, match="taking part as ps needs the admin token besides the job's"):
+    with pytest.raises(UsageError, match="joining as ps needs the admin token in addition to the job token"):
         take_place(chief.address, "ps", "10.6.6.6:2222", TIMEOUTS, stranger)
     assert take_place(chief.address, "worker", "10.6.6.6:2222", TIMEOUTS, stranger) == "worker/0"
     assert take_place(chief.address, "ps", "10.0.0.2:2222", TIMEOUTS, tokens) == "ps/0"
@@ -221,7 +221,7 @@ def test_leases_and_reports_are_their_own_tasks(chief: Chief, tokens: Security) 
                     client.report(impostor, 0, {"loss": 0.0}, 0.1)
                 with pytest.raises(UsageError, match="the message is not from evaluator/0: it lacks the secret"):
                     client.lease(impostor, [1])
-            with pytest.raises(Exception, match=r"evaluator/0 incarnation .* is not a living task that trains"):
+            with pytest.raises(Exception, match=r"evaluator/0 incarnation .* is not a live task that trains"):
                 client.lease(link.identity, [])
             assert client.report(link.identity, 0, {}, 0.1, failure="nothing to score") is False
     finally:

@@ -177,7 +177,7 @@ def test_a_refused_configuration_leaves_the_old_shards_and_their_waiting_pulls_a
     for changes, sentence in (
         ({"shards": [0, 7]}, "places shard 7 here"),
         ({"replicas": 0}, "0 replicas"),
-        ({"keep_shards": [3]}, "shards \\[3\\] are not here"),
+        ({"keep_shards": [3]}, "shards \\[3\\] are not on this ps"),
         ({"codec": "zip"}, "zip"),
     ):
         refused(
@@ -187,7 +187,7 @@ def test_a_refused_configuration_leaves_the_old_shards_and_their_waiting_pulls_a
         )
     ps.store.memory_limit_bytes = 1
     refused(
-        getattr(grpc.StatusCode, UsageError.grpc_status), "the limit is 1;", lambda: configure(client, timeline=NEXT)
+        getattr(grpc.StatusCode, UsageError.grpc_status), "the limit is 1.", lambda: configure(client, timeline=NEXT)
     )
     assert watch_of(ps) == before and watch.seen == []
     assert not pull.done()

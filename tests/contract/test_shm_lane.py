@@ -171,7 +171,7 @@ def test_bytes_beyond_the_segment_or_at_a_crooked_place_are_refused(
     mapped = bench.lane.mapped
     assert mapped is not None
     requests = referred_requests(SENDER, 0, [gradient()], None, mapped.attached, place=lambda item: offset)
-    with pytest.raises(ProtocolError, match=rf"256 bytes at {offset} of the segment of worker/0 are referred to"):
+    with pytest.raises(ProtocolError, match=rf"256 bytes at {offset} of the segment of worker/0 is invalid"):
         bench.lane.converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
     unchanged(ready)
     ready.complete()
@@ -285,7 +285,7 @@ def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.Monk
     uid = os.geteuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: uid + 1)
-        with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
+        with pytest.raises(LaneUnavailable, match=f"the process at the other end of the socket belongs to user {uid}"):
             bench.pull(0)
         assert bench.knock(knock_message(bench.token(), bench.length), []) == 0
         assert bench.offer.acceptor.refused >= 1
@@ -313,9 +313,9 @@ def test_a_shard_in_ordinary_memory_offers_no_lane(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "available_bytes", lambda: 100)
         client.start()
-    assert "parameters are not published in shared memory" in caplog.text
+    assert "parameters can't be published in shared memory" in caplog.text
     bench = ShmBench(ps)
-    with pytest.raises(LaneUnavailable, match="shard 0 does not lie in shared memory here"):
+    with pytest.raises(LaneUnavailable, match="shard 0 is not in shared memory on this ps"):
         bench.pull(0)
     client.complete()
     bench.close()

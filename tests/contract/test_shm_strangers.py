@@ -232,9 +232,9 @@ def test_bytes_are_referred_to_only_by_who_passed_them(bench: ShmBench, ready: P
         (SENDER, Attached("shm", ours.number + 1)),
         (SENDER, Attached("tcp", ours.number)),
     ):
-        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open here; open it"):
+        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open; open it"):
             refer(sender, attached)
-    with pytest.raises(ProtocolError, match="refers to bytes elsewhere, but its header names no attachment"):
+    with pytest.raises(ProtocolError, match="refers to bytes in an attachment, but its header names none"):
         refer(SENDER, Attached())
     unchanged(ready)
     # None of this cost the worker its segments.
@@ -248,7 +248,7 @@ def test_a_reference_before_any_segment_was_passed_is_refused(bench: ShmBench, r
     requests = referred_requests(
         SENDER, 0, [gradient()], None, Attached("shm", opened.attachment), place=lambda item: 0
     )
-    with pytest.raises(UnreachableError, match="worker/0 has passed no segment to shard 0"):
+    with pytest.raises(UnreachableError, match="shard 0 has no segment of worker/0"):
         bench.lane.converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
     unchanged(ready)
     ready.complete()
@@ -275,7 +275,7 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, 
     gc.collect()
     assert bench.offer.acceptor.refused == 2 and mappings(GRADIENTS) == set()
     another = dataclasses.replace(SENDER, plan_id="feed")
-    with pytest.raises(LaneUnavailable, match=r"the plan is [0-9a-f]{32}, the message follows plan feed"):
+    with pytest.raises(LaneUnavailable, match=r"the plan is [0-9a-f]{32}; the message follows plan feed"):
         bench.exchange(want=Want(step=0), sender=another)
     unchanged(ready)
 
@@ -290,7 +290,7 @@ def test_another_users_process_is_sent_away_and_sends_itself_away(bench: ShmBenc
     assert elsewhere(become_nobody, lambda: bench.knock(message, [unsealed(bench.length, segments.FIXED)])) == 0
     assert bench.offer.acceptor.refused == 1 and len(bench.offer.acceptor.tokens) == 1
     bench.lane.close()
-    with pytest.raises(LaneUnavailable, match=rf"is of user {os.geteuid()}, this one of {NOBODY}"):
+    with pytest.raises(LaneUnavailable, match=rf"belongs to user {os.geteuid()}, this one to user {NOBODY}"):
         elsewhere(become_nobody, lambda: bench.pull(0))
     assert bench.pull(0).heads
 
@@ -314,7 +314,7 @@ def test_without_a_common_network_the_abstract_name_is_out_of_reach_and_the_next
     # What was made for a lane that could not be is given back at once.
     assert mappings(GRADIENTS) == set() and descriptors(GRADIENTS) == 0
     assert [name for name, _ in pair.told] == ["shm"]
-    assert "in one network namespace (else give both a --run-dir)" in pair.told[0][1]
+    assert "in one network namespace (otherwise set the same --run-dir for both)" in pair.told[0][1]
     assert sum("lane shm can't be used" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -363,7 +363,7 @@ def test_a_door_that_stays_shut_is_left_within_its_time(bench: ShmBench, monkeyp
         shut.listen(0)
         first = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         first.connect(segments.to_kernel(bench.offer.address))
-        with pytest.raises(LaneUnavailable, match=r"the server's socket took no connection within 0\.3 s"):
+        with pytest.raises(LaneUnavailable, match=r"the server's socket did not accept a connection within 0\.3 s"):
             bench.pull(0)
 
 
@@ -476,7 +476,7 @@ def another_system(patch: pytest.MonkeyPatch) -> None:
     ("happens", "says"),
     [
         (no_memory, "can't make a shared segment of 768 bytes: .* No space left on device"),
-        (another_system, "shared segments need Linux, this is darwin"),
+        (another_system, "shared segments need Linux; this is darwin"),
     ],
 )
 def test_a_worker_without_shared_memory_says_so_once_and_takes_the_next_lane(
@@ -508,7 +508,7 @@ def test_a_server_without_shared_memory_publishes_in_its_own_and_says_so_once(
     with pytest.MonkeyPatch.context() as patch:
         happens(patch)
         client.start()
-    assert sum("not published in shared memory" in record.getMessage() for record in caplog.records) == 1
+    assert sum("can't be published in shared memory" in record.getMessage() for record in caplog.records) == 1
     assert descriptors("shardline-published") <= before
     client.complete()
 

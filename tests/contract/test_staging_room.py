@@ -34,7 +34,7 @@ def test_a_push_without_room_is_told_for_whom_it_waits_and_counts_when_they_have
             (ack,) = full.acks(frames, full.pull_request(exact_step=1, wait_s=15.0))
         assert ack.outcome == common_pb2.OUTCOME_WAITING
         assert says(ack.reason, r"shard 0, bucket 0, replicas 2: no room for 512 bytes after 0\.1 s; 0 of 1,024 bytes")
-        assert says(ack.reason, r"Step 0 waits for replicas 0, 1, 2, 3: check what delays their workers")
+        assert says(ack.reason, r"Step 0 is waiting for replicas 0, 1, 2, 3: check what delays their workers")
     for replica in range(4):
         assert full.push(full.gradient(block=(replica, 1))).outcome == common_pb2.OUTCOME_COUNTED
     assert full.weights() == tuple(value - RATE for value in FIRST_W)

@@ -61,10 +61,10 @@ def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) ->
 def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: TcpBench) -> None:
     other = dataclasses.replace(SENDER, plan_id="feed")
     with pytest.raises(
-        LaneUnavailable, match=r"shard 0 takes nothing of worker/0: the plan is .* follows plan feed"
+        LaneUnavailable, match=r"shard 0 accepts nothing from worker/0: the plan is .* follows plan feed"
     ) as caught:
         bench.exchange(want=Want(step=0), sender=other)
-    assert "opens no tcp lane" not in str(caught.value)
+    assert "can't open a tcp lane" not in str(caught.value)
 
 
 def test_a_port_that_nobody_answers_makes_the_lane_unavailable(bench: TcpBench) -> None:
@@ -119,7 +119,7 @@ def test_bytes_are_referred_to_only_by_who_opened_their_sockets(bench: TcpBench,
     other = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
     for sender, attached in ((other, ours), (SENDER, Attached("tcp", ours.number + 1)), (SENDER, Attached("tcp", 0))):
         requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
-        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open here"):
+        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open"):
             bench.lane.converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
     unchanged(ready)
     # None of this cost the worker its sockets.
@@ -156,7 +156,7 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
     requests = referred_requests(
         SENDER, 0, [gradient()], None, Attached("tcp", opened.attachment), place=lambda item: 0, after=after
     )
-    with pytest.raises(UnreachableError, match="closed its socket in mid-transfer"):
+    with pytest.raises(UnreachableError, match="closed its socket in the middle of a transfer"):
         bench.lane.converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
     unchanged(ready)
     done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
@@ -170,7 +170,7 @@ def test_opening_sockets_is_cancelled_too(bench: TcpBench) -> None:
         running = pool.submit(bench.pull, 0)
         assert select.select([silent], [], [], DEADLINE_S)[0], "the lane does not dial"
         bench.lane.cancel()
-        with pytest.raises(UnreachableError, match="given up"):
+        with pytest.raises(UnreachableError, match="abandoned"):
             running.result(5.0)
     bench.offer.port = port
     assert bench.pull(0).heads

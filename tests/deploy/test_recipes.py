@@ -154,7 +154,7 @@ def test_plain_processes_of_the_page_train_are_watched_stopped_and_exported(mach
     for task in ("ps/0", "ps/1", "worker/0", "worker/1", "evaluator/0"):
         assert re.search(rf"^{task} +alive ", frame, re.MULTILINE), frame
         assert re.search(rf"^{task} +alive ", table, re.MULTILINE), table
-    assert "ends with a checkpoint" in machine.run(f"{secured}\n{stop}")
+    assert "will end with a checkpoint" in machine.run(f"{secured}\n{stop}")
     assert machine.codes() == dict.fromkeys(machine.running, 0), machine.logs()
     assert "model.safetensors" in machine.run(after)
     assert (machine.folder / "model.safetensors").stat().st_size > 0

@@ -35,7 +35,7 @@ REST = "loss=lambda m, b: m(b).sum(), dataset=torch.zeros(8, 2), optimizer='SGD'
 @pytest.mark.parametrize(
     ("text", "patterns"),
     [
-        (None, [r"there is no job file .*job\.py"]),
+        (None, [r"job file .*job\.py does not exist"]),
         (f"{HEAD}x = 1 / 0\njob = None", [r"job\.py, line 4: ZeroDivisionError: division by zero"]),
         (f"{HEAD}job = Job(model=nn.ReLU, {REST}", [r"no parameters"]),
         (
@@ -102,7 +102,7 @@ def test_a_script_that_never_joins_ends_train_when_it_ends(tmp_path: Path) -> No
     script = tmp_path / "plain.py"
     script.write_text("print('hello')\n")
     finished = train(script, tmp_path / "run", "--script", "--ps", "1", "--workers", "1")
-    assert_refused(finished, 2, r"worker/0: the script ended and never joined: it must call shardline\.connect\(\)")
+    assert_refused(finished, 2, r"worker/0: the script ended without joining: it must call shardline\.connect\(\)")
 
 
 def test_a_nan_stops_the_job_by_name_and_everybody_ends(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(tmp_path: Path) -> N
         filler.write_bytes(bytes(1_400_000))
         command = Command(*train_command(job, out, "--ps", "1", "--workers", "1"))
         sentence = wait_for_event(out, "checkpoint_failed", while_runs=command)
-        assert re.search(r"no checkpoint at step 10: .*No space left.*the last one stays: step 0", sentence), sentence
+        assert re.search(r"no checkpoint at step 10: .*No space left.*the last one is kept: step 0", sentence), sentence
         wait_for_step(out, 25, while_runs=command)
         assert (folder / "step-00000000" / "manifest.json").exists()
         filler.unlink()

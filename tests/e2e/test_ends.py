@@ -67,7 +67,7 @@ def test_sys_exit_in_evaluate_ends_the_evaluator_alone_and_is_said(tmp_path: Pat
     assert finished.code == 0, finished
     says = rf"evaluate\(model\) called sys\.exit\(3\) \(.*job\.py, line {line_of(job, 'sys.exit(3)')}\)"
     assert re.search(rf"evaluator/0: {says}", finished.err), finished
-    assert re.search(rf"evaluation: none was scored: {says}", finished.out), finished
+    assert re.search(rf"evaluation: no checkpoint was scored: {says}", finished.out), finished
     assert "UnreachableError" not in finished.err + finished.out
     assert summary_of(out)["steps"] == 40
 
@@ -80,7 +80,10 @@ def test_workers_that_end_with_0_are_said_and_the_job_ends_when_none_is_left(tmp
     finished = train(job, out, "--ps", "1", "--workers", "2", "--timeout", str(DEATH_TIMEOUT_S))
     assert finished.code == TaskLostError.exit_code, finished
     assert re.search(r"worker/\d ended with exit code 0 although the job has not ended \(step \d+\)", finished.err)
-    says = r"shardline: worker/\d ended with exit code 0 .*nobody is left to train\. Go on with --resume from step \d+"
+    says = (
+        r"shardline: worker/\d ended with exit code 0 .*no task is left to train\. Continue with --resume from "
+        r"step \d+"
+    )
     assert re.search(says, finished.err), finished
     found = summary_of(out)
     assert found["checkpoint_step"] == found["steps"]
@@ -100,8 +103,8 @@ def test_a_second_command_in_the_folder_of_a_run_changes_nothing_and_its_tasks_f
     wait_for_step(out, 3, while_runs=command)
     before = contents(out)
     for flags in (["--workers", "3", "--resume"], ["--ps", "2", "--resume", "--summary", tmp_path / "new" / "s.json"]):
-        assert_refused(train(job, out, *flags), 2, r"is in use by another run \(process \d+\); wait for its end")
-    assert_refused(train(job, out), 2, "holds an earlier run")
+        assert_refused(train(job, out, *flags), 2, r"is in use by another run \(process \d+\); wait for it to end")
+    assert_refused(train(job, out), 2, "contains an earlier run")
     place = ["--cluster", out / "cluster.json", "--job", job, "--out", out]
     assert_refused(shardline("chief", *place, "--resume"), 2, "is in use by another run")
     assert contents(out) == before
@@ -116,7 +119,7 @@ def test_a_server_that_can_not_start_ends_the_run_long_before_the_deadline_of_jo
     job = write_job(tmp_path / "job.py", steps=10)
     start_s = time.monotonic()
     finished = train(job, tmp_path / "run", "--ps", "1", "--workers", "1", "--ps-device", "cuda:7")
-    assert_refused(finished, 2, r"ps/0: --device cuda:7: .*; the job can't begin without it")
+    assert_refused(finished, 2, r"ps/0: --device cuda:7: .*; the job can't start without it")
     assert time.monotonic() - start_s < 120
 
 
@@ -130,7 +133,7 @@ def test_a_resumed_job_with_another_learning_rate_says_so_on_the_terminal_and_in
     finished = train(job, out, "--ps", "1", "--workers", "1", "--resume")
     assert finished.code == 0, finished
     said = (
-        "going on from step 5 with settings that differ from the checkpoint's: "
+        "resuming from step 5 with settings that differ from the checkpoint's: "
         "rule.groups[0].lr: 0.25 in the job, 0.05 in"
     )
     assert said in finished.err
@@ -170,7 +173,9 @@ def test_a_full_disk_is_said_on_the_terminal_in_status_and_at_the_end_and_a_seco
         finished = command.finish()
         assert finished.code == 6, finished
         # The log took none of it, so the last words come from the chief itself.
-        newest = re.search(r"Go on with --resume from step (\d+): \S+/checkpoints/step-0*(\d+)", finished.sentences[-2])
+        newest = re.search(
+            r"Continue with --resume from step (\d+): \S+/checkpoints/step-0*(\d+)", finished.sentences[-2]
+        )
         assert newest is not None and int(newest[1]) == int(newest[2]) >= 10, finished
         assert len(re.findall(r"logs under \S+ can't be written", finished.err)) == 1
         assert re.search(r"no checkpoint at step \d+: .*No space left on device", finished.err)

@@ -71,7 +71,7 @@ def test_a_killed_ps_of_an_asynchronous_job_costs_updates_of_its_shard_only(tmp_
     assert 300 <= kept <= 300 + found["repeated_batches"] <= 302
     assert recovery["lost"] <= found["lost_updates"]
     assert 300 <= restored + found["lost_updates"] <= 302
-    assert any("ps/1 at" in text and "it goes back to step" in text for text in events(out))
+    assert any("ps/1 at" in text and "rolling it back to step" in text for text in events(out))
 
 
 SCRIPT = """
@@ -123,6 +123,7 @@ def test_a_script_with_a_loop_of_its_own_is_told_the_step_that_the_job_went_back
     code, out = run_script(tmp_path / "run", "while session.step < 10_000:\n    make(session.step)", kill=True)
     assert code == 9
     step = summary_of(out)["recoveries"][0]["from_step"]
-    assert f"a parameter server was lost, and the job went back to step {step}; loop over session.steps()" in "".join(
-        events(out)
+    assert (
+        f"a parameter server was lost, and the job was rolled back to step {step}; loop over session.steps()"
+        in "".join(events(out))
     )

@@ -68,7 +68,7 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_ends_with_a_sent
     script, out = tmp_path / "uneven.py", tmp_path / "run"
     script.write_text(UNEVEN)
     finished = train(script, out, "--script", "--ps", "2", "--workers", "2")
-    sentence = "worker/0 made 5 steps and ended, worker/1 was to make 6 or more: "
+    sentence = "worker/0 ended after 5 steps, but worker/1 was to make 6 or more: "
     assert_refused(finished, 2, re.escape(sentence))
     found = summary_of(out)
     assert (found["steps"], found["checkpoint_step"]) == (5, 5)
@@ -123,5 +123,5 @@ def test_a_script_with_barriers_goes_on_after_a_death(tmp_path: Path, dying: str
 
 def test_what_only_a_script_itself_can_say_is_refused_as_a_flag(tmp_path: Path) -> None:
     finished = train(SCRIPT, tmp_path / "run", "--script", "--steps", "10")
-    assert_refused(finished, 2, r"steps can't be set from outside.* after --")
+    assert_refused(finished, 2, r"steps is decided by the script itself; .* after --")
     assert not (tmp_path / "run").exists()

@@ -107,9 +107,7 @@ def test_services_started_one_by_one_train_show_themselves_and_end_by_themselves
 
         stopped = shardline("stop", "--cluster", cluster.path, "--reason", "seen enough")
         assert stopped.code == 0, stopped
-        assert (
-            stopped.out == "the job ends with a checkpoint at its next common step; its tasks then end by themselves\n"
-        )
+        assert stopped.out == "the job will end with a checkpoint at its next common step, and its tasks will exit\n"
         client.close()
         for task, command in cluster.commands.items():
             finished = command.finish()

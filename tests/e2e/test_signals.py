@@ -36,7 +36,7 @@ def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_
     wait_for_step(out, 5, while_runs=command)
     os.kill(pid_of(out, "worker/1"), signal.SIGTERM)
     sentence = wait_for_event(out, "life", "worker/1 leaves", while_runs=command)
-    assert re.search(r"leaves as it was asked to; replica 1 to worker/0", sentence), sentence
+    assert re.search(r"is leaving as requested; replica 1 to worker/0", sentence), sentence
     wait_for_step(out, last_logged(out) + 5, while_runs=command)
     command.signal(signal.SIGTERM)
     first = ends_with_checkpoint(command, out, 143, job)

@@ -96,7 +96,7 @@ def test_train_ends_in_the_reference_bits_and_resumes_on_another_cluster_past_a_
     assert [line["step"] for line in json_lines(out / "logs" / "steps.jsonl")] == [*range(20), *range(10, 30)]
 
     # A second --resume with nothing left to do, and a fresh start over an earlier run, are told apart from training.
-    assert "holds an earlier run" in train(job, out).err
+    assert "contains an earlier run" in train(job, out).err
     assert train(job, out).code == 2
 
 
@@ -192,10 +192,10 @@ def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: P
     spec = wait_until(lambda: addressed(out), "the chief has its address", while_runs=command)
     host, port = parse_address(spec.chief)
     said = wait_until(lambda: Security().diagnose(host, port), "the chief answers", while_runs=command)
-    assert "it speaks TLS" in said
+    assert "it uses TLS" in said
     without_token = {name.replace("-", "_"): tmp_path / name for name in files}
     client = ChiefClient(spec.chief, Timeouts(total_s=10.0), Security(**without_token))
-    with pytest.raises(UsageError, match="does not bring this job's token"):
+    with pytest.raises(UsageError, match="does not carry the token of this job"):
         client.status()
     client.close()
     finished = command.finish()

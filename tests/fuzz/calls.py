@@ -67,7 +67,7 @@ WAIT_S = 0.4
 DEADLINE_S = 15.0
 """Of all others, which end by themselves long before."""
 OPEN_ENDS = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-DEFECT = "see the log of the task asked"
+DEFECT = "see the log of the task called"
 """What rpc.errors says of an error that nobody foresaw."""
 
 

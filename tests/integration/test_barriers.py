@@ -82,7 +82,8 @@ def test_a_worker_that_has_ended_is_named_to_whom_waits_for_it(start: Callable[.
         session, w, optimizer = attached(services, 1)
         step(w, optimizer)
         with pytest.raises(
-            JobError, match=r"worker/1 waits at a barrier in step 1 for worker/0, which has ended: .* equally often"
+            JobError,
+            match=r"worker/1 is waiting at a barrier in step 1 for worker/0, which has ended: .* same number of times",
         ) as found:
             session.barrier()
         session.fail(found.value)

@@ -229,7 +229,7 @@ def test_a_push_or_pull_of_another_timeline_is_refused_by_name() -> None:
         before, timeline = cluster.state(), cluster.timeline + 1
         for host, control in enumerate(cluster.controls):
             control.configure(replace(cluster.configuration(host), timeline=timeline, keep=(host,)))
-        with pytest.raises(Restart, match="wrong_timeline: the timeline is 0x100000002, the message says 0x100000001"):
+        with pytest.raises(Restart, match="wrong_timeline: the timeline is 0x100000002; the message says 0x100000001"):
             worker.step([0, 1, 2])
         worker.trainer.exchange.arm()
         with pytest.raises(Restart, match="wrong_timeline"):
@@ -254,7 +254,7 @@ def test_cuts_on_the_way_are_the_reference_at_their_step(clip_norm: float) -> No
         for step in (2, 4):
             assert_same_end(cluster.state(cut_of(cluster, step)), reference(job, step))
         cluster.controls[0].release(cluster.timeline, 2)
-        with pytest.raises(ProtocolError, match=r"holds no complete cut of step 2; it holds \[4\]"):
+        with pytest.raises(ProtocolError, match=r"has no complete cut of step 2; it has \[4\]"):
             cut_of(cluster, 2)
 
 
@@ -295,7 +295,9 @@ def test_the_step_before_a_restore_was_never_published_here() -> None:
         cluster.controls[0].restore(cluster.timeline, 0, images[0])
         cluster.controls[0].activate(cluster.timeline)
         worker.trainer.locate([0], cluster.timeline)
-        with pytest.raises(Restart, match="overtaken: step 1 of bucket 0 is gone; the bucket is at 2"):
+        with pytest.raises(
+            Restart, match="overtaken: step 1 of bucket 0 is no longer available; the bucket is at step 2"
+        ):
             worker.trainer.exchange.start(
                 cluster.sender("worker/0"),
                 {0: ShardTask(shard=0, contributions=[], want=Want(step=1))},

@@ -248,7 +248,7 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     starter = TaskStarter()
     starter.begin(environment, ["beating"])
     assert starter.await_ready(60.0)
-    assert "an import has started threads, which a fork doesn't have: heart" in caplog.text
+    assert "an import has started threads, which a forked process would not have: heart" in caplog.text
     (tmp_path / "plugin.py").write_text(PLUGIN)
     command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
     with (tmp_path / "log").open("ab") as output:

@@ -76,7 +76,7 @@ def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() ->
     failures: list[Exception] = []
     shard = half_precision_shard(failures)
     shard.contribute(0, 0, Block(0, 1), gradient(4e4))
-    with pytest.raises(NonFiniteError, match="the sum of 2 replicas' gradients of 'w'"):
+    with pytest.raises(NonFiniteError, match="the sum of the gradients of 'w' over 2 replicas"):
         shard.contribute(0, 0, Block(1, 1), gradient(4e4))
     assert [type(failure) for failure in failures] == [NonFiniteError]
     assert torch.equal(shard.buckets[0].values, torch.zeros(64, dtype=torch.float16))

@@ -202,7 +202,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
         assert names == [{lane}] * job.replicas
         assert_same_end(cluster.state(), reference(job))
     told = [record.getMessage() for record in caplog.records if "has no room for this push yet" in record.getMessage()]
-    assert any("Step 0 waits for replicas 0, 1, 2, 3" in sentence for sentence in told)
+    assert any("Step 0 is waiting for replicas 0, 1, 2, 3" in sentence for sentence in told)
     assert not any("trying again" in record.getMessage() for record in caplog.records)
 
 

@@ -62,8 +62,8 @@ def test_a_state_dict_says_at_which_step_the_servers_hold_the_rest(
         optimizer.state_dict()
     assert (state["state"], state["shardline"]["step"]) == ({}, 3)
     assert warnings(caplog) == [
-        "state_dict() has the parameter groups of step 3 only: momentum and the like are on the servers, and in the "
-        "job's checkpoints"
+        "state_dict() has only the parameter groups of step 3: optimizer state such as momentum is on the servers and "
+        "in the checkpoints of the job"
     ]
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.load_state_dict(saved(state))
@@ -79,7 +79,9 @@ def test_a_state_of_another_step_is_refused_with_both_numbers(start: Callable[..
     train(model, optimizer, 2)
     state = saved(optimizer.state_dict())
     train(model, optimizer, 1)
-    with pytest.raises(JobError, match=r"saved at step 2, and the job is at step 3.*--resume.*resume_from_checkpoint"):
+    with pytest.raises(
+        JobError, match=r"saved at step 2, but the job and .* are at step 3.*--resume.*resume_from_checkpoint"
+    ):
         optimizer.load_state_dict(state)
     session.close()
     services.end()
@@ -93,7 +95,7 @@ def test_a_state_that_was_saved_in_an_earlier_run_is_refused_where_the_job_begin
     session, _, optimizer = attached(services, consistency=consistency)
     state = saved(optimizer.state_dict())
     state["shardline"] = {**state["shardline"], "step": 300, "incarnation": 7}
-    with pytest.raises(JobError, match=r"saved at step 300, and the job is at step 0") as found:
+    with pytest.raises(JobError, match=r"saved at step 300, but the job and .* are at step 0") as found:
         optimizer.load_state_dict(state)
     fail(session, found.value)
     services.end(code=2)
@@ -130,7 +132,7 @@ def test_an_optimizer_that_has_made_steps_is_not_attached_to_a_job_that_begins(
     model, session = make_model(), services.connect()
     used = make(model.parameters())
     train(model, used, 2)
-    with pytest.raises(JobError, match=rf"{says}.*the servers begin without") as found:
+    with pytest.raises(JobError, match=rf"{says}.*the servers start without") as found:
         session.attach(model, used)
     fail(session, found.value)
     services.end(code=2)

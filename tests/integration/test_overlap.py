@@ -257,7 +257,7 @@ def test_a_gradient_that_changes_after_it_has_left_is_refused() -> None:
         trainer.begin()
         trainer.expect(Expected(replica=0, owned=[0]))
         backward()
-        with pytest.raises(JobError, match=r"the gradient of '.*' changed after .* --no-overlap"):
+        with pytest.raises(JobError, match=r"the gradient of '.*' was changed after .* --no-overlap"):
             trainer.contribute(0, backward())
         trainer.give_up()
         trainer.exchange.arm()

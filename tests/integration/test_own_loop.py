@@ -11,7 +11,7 @@ from torch import nn
 from shardline.client.api.session import Session
 from tests.support.services import Services, backward, make_model
 
-GOES_ON = "the job goes on at step 3, and this script has neither asked for that"
+GOES_ON = "the job continues at step 3, but this script has neither read that"
 CHANGED = "the values of 0.weight and 3 more tensors were changed in this process since the last step"
 
 

@@ -113,8 +113,12 @@ def test_asynchronous_replicas_skip_each_its_own_overflow(start: Callable[..., S
 @pytest.mark.parametrize(
     ("settings", "how", "says"),
     [
-        ({}, {}, r"a GradScaler needs connect\(nan_policy=\"skip\"\).*the job's is \"stop\""),
-        ({"nan_policy": "skip"}, {"overlap": True}, r"a GradScaler and overlap exclude each other.*overlap=False"),
+        ({}, {}, r"a GradScaler needs connect\(nan_policy=\"skip\"\).*the policy of this job is \"stop\""),
+        (
+            {"nan_policy": "skip"},
+            {"overlap": True},
+            r"a GradScaler can't be combined with overlap, which would send scaled .*overlap=False",
+        ),
     ],
     ids=["stop", "overlap"],
 )

@@ -120,10 +120,10 @@ def test_a_new_standby_is_copied_while_training_and_takes_over_in_its_turn(clip_
 def test_a_standby_that_is_not_whole_refuses_to_be_promoted() -> None:
     with Protected(standby_job(), ps=1, spare=2) as cluster:
         cluster.await_synced()
-        assert "ps/2 holds no standby of shard 0" in cluster.controls[2].promote(cluster.timeline + 1, 0)
+        assert "ps/2 has no standby of shard 0" in cluster.controls[2].promote(cluster.timeline + 1, 0)
         cluster.hosts[1].store.standbys[0].take(Begin(7))
         reason = cluster.controls[1].promote(cluster.timeline + 1, 0)
-        assert "not whole" in reason
+        assert "is incomplete" in reason
         assert cluster.controls[1].status().timeline == cluster.timeline
         assert sorted(cluster.hosts[1].store.standbys) == [0]
 
@@ -138,7 +138,7 @@ def test_a_standby_is_promoted_for_the_appointment_that_it_was_copied_for_and_fo
         cluster.train([[0, 1], [2]], steps=4)
         assert cluster.controls[1].status().standbys[0].synced
         reason = cluster.controls[1].promote(cluster.timeline + 1, 0, 6)
-        assert "was copied for appointment 0x5, not for 0x6; its primary has gone on without it" in reason
+        assert "was copied for appointment 0x5, not for 0x6; its primary has continued without it" in reason
         assert cluster.controls[1].status().timeline == cluster.timeline
         # Told, it is copied anew.
         cluster.place_standby(0, 1, appointment=6)
@@ -153,7 +153,7 @@ def test_a_primary_whose_standby_gets_another_appointment_where_it_is_has_it_cop
         cluster.await_synced()
         standby = cluster.hosts[1].store.standbys[0]
         # The server of the standby hears of it later than the primary, or earlier.
-        for appointment, last, reason in ((8, 1, "copied for appointment"), (9, 0, "holds no standby")):
+        for appointment, last, reason in ((8, 1, "copied for appointment"), (9, 0, "has no standby")):
             cluster.place_standby(0, 1, appointment=appointment, unheard=[last])
             assert reason in cluster.controls[1].promote(cluster.timeline + 1, 0, appointment)
             cluster.place_standby(0, 1, appointment=appointment)
@@ -234,7 +234,7 @@ def test_a_rollback_leaves_no_standby_of_the_history_before() -> None:
         cluster.configure_anew(cluster.timeline + 1)
         for host in cluster.hosts:
             assert not host.store.standbys
-        assert "holds no standby" in cluster.controls[1].promote(cluster.timeline + 1, 0)
+        assert "has no standby" in cluster.controls[1].promote(cluster.timeline + 1, 0)
 
 
 # Asynchronous

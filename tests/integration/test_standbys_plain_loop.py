@@ -386,7 +386,7 @@ def test_where_the_job_went_back_the_loop_is_told_the_step_and_holds_its_paramet
                 else:
                     step += 1
         assert [(before, to) for before, to, _ in told] == [(AT, AT)]
-        assert "went back to step 2" in told[0][2] and "--standbys 1" in told[0][2]
+        assert "was rolled back to step 2" in told[0][2] and "--standbys 1" in told[0][2]
         assert cluster.state().step == STEPS and len(first) == STEPS
 
 

@@ -99,7 +99,7 @@ def test_a_trainer_that_is_saved_and_goes_on_ends_in_the_bits_of_one_without_sha
     goes_on = trainer(tmp_path / "ours", steps=2 * STEPS)
     goes_on.fit(module, loader(session), ckpt_path=str(tmp_path / "ours" / f"step={STEPS}.ckpt"))
     session.close()
-    assert not [text for text in caplog.messages if "goes on" in text or "were changed" in text]
+    assert not [text for text in caplog.messages if "continues" in text or "were changed" in text]
     assert services.end()["steps"] == 2 * STEPS
     assert_equal(module.net, expected.net)
 
@@ -115,7 +115,9 @@ def test_a_trainer_and_a_job_that_begin_at_different_steps_are_told(
 
     services = start(ps=1, workers=1, out="another")
     session = services.connect()
-    with pytest.raises(JobError, match=rf"saved at step {STEPS}, and the job is at step 0.*ckpt_path=") as found:
+    with pytest.raises(
+        JobError, match=rf"saved at step {STEPS}, but the job and .* are at step 0.*ckpt_path="
+    ) as found:
         trainer(tmp_path / "ours", steps=2 * STEPS).fit(
             Module(session), loader(session), ckpt_path=str(tmp_path / "ours" / f"step={STEPS}.ckpt")
         )
@@ -128,8 +130,8 @@ def test_a_trainer_and_a_job_that_begin_at_different_steps_are_told(
     caplog.clear()
     trainer(tmp_path / "anew").fit(Module(session), loader(session))
     session.close()
-    (said,) = [text for text in caplog.messages if "goes on at step" in text]
-    assert f"goes on at step {STEPS}" in said and "ckpt_path=" in said
+    (said,) = [text for text in caplog.messages if "continues at step" in text]
+    assert f"continues at step {STEPS}" in said and "ckpt_path=" in said
     services.end()
 
 

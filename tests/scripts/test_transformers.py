@@ -105,7 +105,7 @@ def test_a_trainer_that_is_saved_and_goes_on_ends_in_the_bits_of_one_without_sha
     goes_on = trainer(model, optimizer, tmp_path / "ours", steps=3 * EVERY)
     goes_on.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{2 * EVERY}"))
     session.close()
-    assert not [text for text in caplog.messages if "goes on" in text or "were changed" in text]
+    assert not [text for text in caplog.messages if "continues" in text or "were changed" in text]
     assert services.end()["steps"] == 3 * EVERY
     assert_equal(model, expected)
 
@@ -120,7 +120,7 @@ def test_a_trainer_that_goes_on_while_the_job_begins_is_refused(start: Callable[
     services = start(ps=1, workers=1, out="another")
     session, model, optimizer = attached(services)
     goes_on = trainer(model, optimizer, tmp_path / "ours", steps=2 * EVERY)
-    with pytest.raises(JobError, match=r"saved at step 4, and the job is at step 0.*--resume") as found:
+    with pytest.raises(JobError, match=r"saved at step 4, but the job and .* are at step 0.*--resume") as found:
         goes_on.train(resume_from_checkpoint=True)
     session.fail(found.value)
     session.shutdown()
@@ -153,8 +153,8 @@ def test_a_trainer_that_begins_while_the_job_goes_on_is_told(
     session, model, optimizer = attached(services)
     trainer(model, optimizer, tmp_path / "more", steps=EVERY).train()
     session.close()
-    (said,) = [text for text in caplog.messages if "goes on at step" in text]
-    assert "goes on at step 4" in said and "resume_from_checkpoint=" in said
+    (said,) = [text for text in caplog.messages if "continues at step" in text]
+    assert "continues at step 4" in said and "resume_from_checkpoint=" in said
     assert services.end()["steps"] == 2 * EVERY
 
 

@@ -42,20 +42,20 @@ OUTCOMES: dict[str, tuple[dict[str, Any], str, str]] = {
     "another plan": (
         {"data": {"plan_id": "feed"}},
         "REFUSED",
-        "the plan is [0-9a-f]{32}, the message follows plan feed",
+        "the plan is [0-9a-f]{32}; the message follows plan feed",
     ),
-    "another job": ({"data": {"job": "other"}}, "REFUSED", "this ps holds job 'plain', the message is for 'other'"),
+    "another job": ({"data": {"job": "other"}}, "REFUSED", "this ps has job 'plain'; the message is for 'other'"),
     "another timeline": (
         {"data": {"timeline": 7}},
         "WRONG_TIMELINE",
-        "the timeline is 0x500000001, the message says 0x7",
+        "the timeline is 0x500000001; the message says 0x7",
     ),
-    "a shard hosted elsewhere": ({"data": {"shard": 3}}, "REFUSED", r"shard 3 is not hosted here; this ps has \[0\]"),
+    "a shard hosted elsewhere": ({"data": {"shard": 3}}, "REFUSED", r"shard 3 is not on this ps; it has \[0\]"),
     "an unknown lane": ({"data": {"lane": 42}}, "REFUSED", "lane number 42 is unknown to this ps"),
     "a pipeline stage": (
         {"data": {"stage": 1}},
         "REFUSED",
-        "the message is for pipeline stage 1; this job has none",
+        "the message is for pipeline stage 1; this job has no stages",
     ),
     "features it hasn't got": (
         {"data": {"required_features": ["voted", "telepathy"]}},

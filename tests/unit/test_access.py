@@ -129,10 +129,10 @@ def test_without_an_admin_token_the_jobs_is_every_right(both: Security, folder: 
 
 
 def test_tokens_are_checked_when_they_are_read(folder: Path) -> None:
-    with pytest.raises(UsageError, match="hold the same token; whoever has the job's would have every right"):
+    with pytest.raises(UsageError, match="contain the same token, so anyone with the job token would have every right"):
         Security(token_file=folder / "job", admin_token_file=folder / "job")
     (folder / "short").write_text("short")
-    with pytest.raises(UsageError, match=r"--admin-token-file .*short holds 5 characters; a token has 16 to 4096"):
+    with pytest.raises(UsageError, match=r"--admin-token-file .*short has 5 characters; a token has 16 to 4096"):
         Security(admin_token_file=folder / "short")
 
 
@@ -150,8 +150,8 @@ def test_an_unknown_role_is_left_to_those_who_know_the_roles() -> None:
     # A certificate for "standby" would not help, so nothing may say that it would.
     assert joining_refusal("standby", Caller(admin=False, role="worker")) == ""
     assert role_refusal("worker", ("evaluator",), "Report") == (
-        "the caller's certificate is for the role worker, and Report needs one for the role evaluator "
-        "(or one that names no role)"
+        "the caller's certificate is for the role worker, but Report needs one for the role evaluator (or one without "
+        "a role)"
     )
 
 

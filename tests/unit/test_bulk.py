@@ -267,7 +267,7 @@ def test_bytes_that_were_overwritten_while_they_left_are_not_taken_as_whole(serv
     with pytest.raises(ConnectionError, match="closed"):
         bulk.receive(down, memoryview(bytearray(1000)))
     assert "overwritten" in attachment.failure
-    with pytest.raises(UnreachableError, match="overwritten while they were sent"):
+    with pytest.raises(UnreachableError, match="overwritten while they were being sent"):
         server.run(send())
 
 
@@ -295,7 +295,7 @@ def test_a_wrong_token_is_refused_and_counted(server: Server) -> None:
     with pytest.raises(bulk.RefusedError, match="token was refused"):
         server.dial(new_token())
     until(lambda: server.offer.acceptor.refused == len(server.told) == 1, "the count and the word of it")
-    assert "wrong, was used before or came late" in str(server.told[0])
+    assert "wrong, was already used, or came too late" in str(server.told[0])
     assert server.opened[0].failure == ""
     server.dial(opening.up_token).close()
 
@@ -398,7 +398,7 @@ def test_a_socket_closed_in_mid_payload_fails_every_expected_bucket(server: Serv
     up.close()
     server.run(tickets[0].wait())
     for ticket in tickets[1:]:
-        with pytest.raises(UnreachableError, match="closed its socket in mid-transfer"):
+        with pytest.raises(UnreachableError, match="closed its socket in the middle of a transfer"):
             server.run(ticket.wait())
         assert ticket.done
     # The other direction goes too.
@@ -450,7 +450,7 @@ def test_a_client_notices_a_server_that_does_not_take_or_send(server: Server) ->
     opening = server.open()
     up = server.dial(opening.up_token, stall_s=0.2)
     down = server.dial(opening.down_token, stall_s=0.2)
-    with pytest.raises(TimeoutError, match="takes no bytes"):
+    with pytest.raises(TimeoutError, match="accepts no bytes"):
         bulk.send_all(up, memoryview(bytes(64 << 20)))
     with pytest.raises(TimeoutError, match="sends no bytes"):
         bulk.receive(down, memoryview(bytearray(10)))

@@ -160,7 +160,7 @@ def test_a_call_has_many_requests_and_many_replies(made: Callable[[Handler], Pai
         (
             OSError("a secret"),
             grpc.StatusCode.INTERNAL,
-            "OSError in this call; see the log of the task asked",
+            "OSError in this call; see the log of the task called",
         ),
     ],
 )

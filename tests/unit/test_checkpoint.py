@@ -384,9 +384,9 @@ def changed(name: str, **changes: Any) -> tuple[TensorSpec, ...]:
         (job_of(changed("fc1.weight", shape=(6, 8))), "'fc1.weight' has shape (6, 8) in the job, (6, 5) in the"),
         (job_of(changed("fc1.bias", dtype="float64")), "'fc1.bias' has dtype float64 in the job, float32"),
         (job_of(changed("fc1.bias", kind=FROZEN)), "'fc1.bias' has kind frozen in the job, param"),
-        (job_of(SMALL[:-1]), "'bn.num_batches_tracked' is in the checkpoint, not in the job"),
-        (job_of((*SMALL, spec("new", (1,)))), "'new' is in the job, not in the checkpoint"),
-        (job_of(rule="SGD"), "the rule is SGD in the job, Adam in the checkpoint"),
+        (job_of(SMALL[:-1]), "'bn.num_batches_tracked' is in the checkpoint but not in the job"),
+        (job_of((*SMALL, spec("new", (1,)))), "'new' is in the job but not in the checkpoint"),
+        (job_of(rule="SGD"), "the update rule is SGD in the job, Adam in the checkpoint"),
         (job_of(replicas=4), "replicas is 4 in the job, 1 in the checkpoint"),
         (job_of(batch_size=2), "batch_size is 2"),
         (job_of(seed=9), "seed is 9"),
@@ -399,7 +399,7 @@ def test_foreign_checkpoint_is_refused_with_the_difference_named(tmp_path: Path,
     store.commit(cut_of())
     with pytest.raises(CheckpointError) as caught:
         store.open(0).compatible(other)
-    assert sentence in str(caught.value) and "step-00000000 is of another job ('digits')" in str(caught.value)
+    assert sentence in str(caught.value) and "step-00000000 belongs to another job ('digits')" in str(caught.value)
 
 
 def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ def test_export_refuses_what_it_cant_write_with_a_sentence(tmp_path: Path) -> No
         export(path, tmp_path / "absent" / "model.pt")
     with pytest.raises(CheckpointError, match="does not exist"):
         export(tmp_path / "nowhere", tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is not a checkpoint and contains none"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and does not contain one"):
         find_checkpoint(tmp_path)
     flip_byte(path / SHARD_0, -1)
     with pytest.raises(CheckpointError, match="is corrupt"):

@@ -122,7 +122,7 @@ def test_bytes_that_read_back_wrong_are_not_committed(tmp_path: Path) -> None:
             return result
 
     store = CheckpointStore(tmp_path, keep=2, files=LyingFiles())
-    with pytest.raises(CheckpointError, match="reads back as different bytes from those written"):
+    with pytest.raises(CheckpointError, match="reads back different bytes than were written"):
         store.commit(cut_of(step=1))
     assert store.list() == [] and not list(tmp_path.iterdir())
 
@@ -161,15 +161,15 @@ def spoiled(change: Callable[[list[BucketImage]], list[BucketImage]]) -> dict[in
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda held: held[:-1], "lacks buckets"),
-        (lambda held: [*held, held[0]], "each must come once"),
+        (lambda held: held[:-1], "are missing from shard"),
+        (lambda held: [*held, held[0]], "each bucket must appear once"),
         (lambda held: [dataclasses.replace(held[0], shard=1), *held[1:]], "of shard 1"),
         (lambda held: [dataclasses.replace(held[0], step=2), *held[1:]], "is at step 2 in the cut of step 3"),
         (lambda held: [dataclasses.replace(held[0], tensors={}), *held[1:]], "the image has no 'value'"),
         (lambda held: [dataclasses.replace(held[0], tensors={VALUE: torch.zeros(3)}), *held[1:]], "has shape (3,)"),
         (
             lambda held: [dataclasses.replace(held[0], tensors={VALUE: torch.zeros(64, dtype=torch.int8)}), *held[1:]],
-            "values are torch.int8, the plan says float32",
+            "values are torch.int8; the plan says float32",
         ),
         (lambda held: [dataclasses.replace(held[0], scalars={"a/b": ()}), *held[1:]], "a state is named 'a/b'"),
         (lambda held: [dataclasses.replace(held[0], initialized=(True,) * 8), *held[1:]], "8 initialized flags for"),
@@ -196,7 +196,7 @@ def test_same_step_with_the_same_content_is_done_already_even_on_another_plan(tm
 def test_same_step_with_other_content_is_refused_loudly_and_the_old_one_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.commit(cut_of(step=8))
-    with pytest.raises(CheckpointError, match="exists with other content"):
+    with pytest.raises(CheckpointError, match="exists with different content"):
         store.commit(cut_of(step=8, seed=1))
     assert torch.equal(store.open(8).tensor("fc1.bias"), state_of(SMALL, 8)["fc1.bias"])
     assert not list(tmp_path.glob("tmp-*"))
@@ -230,31 +230,31 @@ def files_with(path: Path, **changes: Any) -> list[dict[str, Any]]:
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: (p / SHARD_0).write_bytes((p / SHARD_0).read_bytes()[:-7]), f"{SHARD_0} is truncated"),
-    (lambda p: (p / SHARD_0).write_bytes(b""), f"{SHARD_0} is truncated: 0 bytes"),
-    (lambda p: (p / SHARD_0).write_bytes((p / SHARD_0).read_bytes() + b"x"), "bytes, the manifest says"),
+    (lambda p: (p / SHARD_0).write_bytes(b""), f"{SHARD_0} is truncated: it has 0 of"),
+    (lambda p: (p / SHARD_0).write_bytes((p / SHARD_0).read_bytes() + b"x"), "bytes; the manifest says"),
     (lambda p: flip_byte(p / SHARD_0, -1), f"{SHARD_0} is corrupt: its sha256"),
     (lambda p: flip_byte(p / SHARD_0, 3), f"{SHARD_0} is corrupt: its sha256"),
     (lambda p: (p / SHARD_0).unlink(), f"{SHARD_0} is missing"),
     (lambda p: (p / "manifest.json").unlink(), "has no manifest.json"),
     (lambda p: (p / "manifest.json").write_bytes(b"\x80\x04pickle"), "manifest.json is not JSON"),
     (lambda p: (p / "manifest.json").write_bytes((p / "manifest.json").read_bytes()[:-9]), "manifest.json is not JSON"),
-    (lambda p: (p / "manifest.json").write_text("[1]"), "it holds a list, not an object"),
+    (lambda p: (p / "manifest.json").write_text("[1]"), "it contains a list, not an object"),
     (lambda p: edit_manifest(p, format_version=2), "has format version 2; this Shardline reads version 1"),
     (lambda p: edit_manifest(p, format="zip"), "format: Input should be 'shardline-checkpoint'"),
     (lambda p: edit_manifest(p, colour="red"), "unknown field 'colour'"),
     (lambda p: edit_manifest(p, step="20"), "step: Input should be a valid integer"),
     (lambda p: edit_manifest(p, step=-1), "step: Input should be greater than or equal to 0"),
-    (lambda p: edit_manifest(p, step=21, steps=[21, 21]), "is of step 21, but its folder is step-00000020"),
-    (lambda p: edit_manifest(p, sign=False, term=4), "its fields hash to"),
+    (lambda p: edit_manifest(p, step=21, steps=[21, 21]), "is for step 21, but its folder is step-00000020"),
+    (lambda p: edit_manifest(p, sign=False, term=4), "the hash of its fields is"),
     (lambda p: edit_manifest(p, versions=[1]), "1 versions for 2 shards"),
     (lambda p: edit_manifest(p, steps=[20, 19]), "are not a consistent cut of step 20"),
-    (lambda p: edit_manifest(p, plan_id="0" * 32), "its plan hashes to"),
+    (lambda p: edit_manifest(p, plan_id="0" * 32), "the hash of its plan is"),
     (lambda p: edit_manifest(p, shards=[{"buckets": []}]), "manifest.json is damaged: plan: shard 0"),
-    (lambda p: edit_manifest(p, job={"name": "x"}), "job lacks the field 'tensors'"),
-    (lambda p: edit_manifest(p, files=files_with(p, name="../x")), "names the file '../x' for shard 0"),
-    (lambda p: edit_manifest(p, files=files_with(p, name="/etc/passwd")), "names the file '/etc/passwd'"),
+    (lambda p: edit_manifest(p, job={"name": "x"}), "has no field 'tensors'"),
+    (lambda p: edit_manifest(p, files=files_with(p, name="../x")), "lists the file '../x' for shard 0"),
+    (lambda p: edit_manifest(p, files=files_with(p, name="/etc/passwd")), "lists the file '/etc/passwd'"),
     (lambda p: edit_manifest(p, files=files_with(p, sha256="../x")), "files.0.sha256: String should match"),
-    (lambda p: edit_manifest(p, files=[]), "names 0 files for 2 shards"),
+    (lambda p: edit_manifest(p, files=[]), "lists 0 files for 2 shards"),
 ]
 
 
@@ -294,7 +294,7 @@ def test_content_that_lacks_rows_of_a_tensor_is_refused_even_with_fitting_checks
     edit_manifest(path, files=files_with(path, bytes=size, sha256=sha256))
     checkpoint = Checkpoint(path)
     checkpoint.verify()
-    with pytest.raises(CheckpointError, match=r"holds 0 of the 6 rows of 'fc1.weight'"):
+    with pytest.raises(CheckpointError, match=r"has 0 of the 6 rows of 'fc1.weight'"):
         checkpoint.tensor("fc1.bias")
 
 
@@ -321,10 +321,10 @@ def claim_complex(fields: dict[str, Any], key: str) -> None:
 
 FOREIGN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda f: rename(f, "scalar/step/fc1.bias@0", "scalar/step/fc1.bias@1"), "'scalar/step/fc1.bias@1' has shape"),
-    (lambda f: rename(f, "scalar/step/fc1.bias@0", f"scalar/step/fc1.bias@{'1' * 5000}"), "is none of value/, state/"),
-    (lambda f: f["scalar/step/fc1.bias@0"].update(dtype="F32", shape=[2]), "fit neither the values of 'fc1.bias'"),
-    (lambda f: rename(f, "state/exp_avg/fc1.weight@0", "state/exp_avg/fc1.weight@3"), "fit neither the values of"),
-    (lambda f: f["value/fc1.bias@0"].update(dtype="I32"), "is stored as I32, the tensor is float32"),
+    (lambda f: rename(f, "scalar/step/fc1.bias@0", f"scalar/step/fc1.bias@{'1' * 5000}"), "is not value/, state/"),
+    (lambda f: f["scalar/step/fc1.bias@0"].update(dtype="F32", shape=[2]), "match neither the values of 'fc1.bias'"),
+    (lambda f: rename(f, "state/exp_avg/fc1.weight@0", "state/exp_avg/fc1.weight@3"), "match neither the values of"),
+    (lambda f: f["value/fc1.bias@0"].update(dtype="I32"), "is stored as I32; the tensor is float32"),
     (lambda f: claim_complex(f, "initialized/fc1.weight@0"), "'initialized/fc1.weight@0' can't be read"),
     (lambda f: f["__metadata__"].update(complex="[" * 100_000), "is truncated or corrupt: maximum recursion"),
 ]
@@ -355,12 +355,16 @@ def test_best_that_can_not_be_read_is_none(tmp_path: Path) -> None:
 
 
 def test_store_without_a_whole_checkpoint_says_what_is_wrong_with_each(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         CheckpointStore(tmp_path / "absent", keep=1).newest_valid()
     prepare(tmp_path)
     for step in ("step-00000010", "step-00000020"):
         (tmp_path / step / SHARD_0).unlink()
-    with pytest.raises(CheckpointError, match=r"step 20 is passed over.*step 10 is passed over"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"skipping the checkpoint of step 20.*skipping the checkpoint of step "
+        r"10",
+    ):
         CheckpointStore(tmp_path, keep=1).newest_valid()
 
 

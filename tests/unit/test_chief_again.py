@@ -140,10 +140,10 @@ def test_a_server_that_is_found_empty_when_it_is_to_keep_its_shards_is_lost_agai
     assert cluster.finish is None
     assert cluster.program.state.phase is Phase.RUNNING
     assert all(ps.initialized and ps.active for ps in cluster.ps)
-    assert "ps/0 does not hold what it should" in cluster.text()
+    assert "ps/0 does not have the expected shards" in cluster.text()
 
 
 def refuse(cluster: Any, command: Command, task: str) -> None:
-    error = ProtocolError("Configure wants shards [0] kept, but shards [0] are not here; make them anew")
+    error = ProtocolError("Configure wants to keep shards [0], but shards [0] are not on this ps; create them again")
     cluster.program.done(command.number, CommandResult(values={"ps/1": 1000}, errors={task: error}), cluster.now_s)
     cluster.settle()

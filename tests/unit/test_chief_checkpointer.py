@@ -149,7 +149,7 @@ def test_the_newest_whole_checkpoint_is_found_after_the_save_under_way_and_past_
         for step in (1, 2):
             flip_byte(tmp_path / f"step-0000000{step}" / SHARD_0, 900)
         newest, error = found(checkpointer)
-        assert newest is None and "has no whole checkpoint" in error
+        assert newest is None and "has no complete checkpoint" in error
     finally:
         checkpointer.close()
 
@@ -179,7 +179,7 @@ def test_a_save_whose_server_is_lost_meanwhile_ends_with_that_sentence_and_is_no
         checkpointer.submit(save_of(job, plan, 3), result.set_result)
         assert server.reached.wait(PATIENCE_S)
         checkpointer.find(("ps/0",), lambda checkpoint, why: looked.set_result(why))
-        assert result.result(PATIENCE_S).error == "ps/0 was lost with shard 0 of it"
+        assert result.result(PATIENCE_S).error == "ps/0 was lost with its shard 0"
         assert looked.result(PATIENCE_S) == ""
         # Of a server that nobody gave up it stays what it was.
         again = saved(checkpointer, save_of(job, plan, 4))

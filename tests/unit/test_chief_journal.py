@@ -86,7 +86,7 @@ def test_an_entry_after_a_full_disk_is_not_glued_to_the_torn_one(
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="name a folder that you may write to"):
+    with pytest.raises(UsageError, match="choose a folder that you can write to"):
         Journal(tmp_path / "file" / "chief")
 
 

@@ -88,7 +88,7 @@ def test_an_evaluator_that_failed_is_not_waited_for_and_says_what_it_failed_of()
     cluster.start()
     cluster.join("evaluator", 0)
     cluster.beat("evaluator/0", failure="evaluate(model) called sys.exit(3) (job.py, line 41)", failure_code=2)
-    assert "evaluator/0: evaluate(model) called sys.exit(3) (job.py, line 41); training goes on" in cluster.text()
+    assert "evaluator/0: evaluate(model) called sys.exit(3) (job.py, line 41); training continues" in cluster.text()
     cluster.advance(100)
     assert ended(cluster)
     assert cluster.finish is not None and cluster.finish.exit_code == 0
@@ -111,7 +111,7 @@ def test_an_evaluator_that_is_too_slow_or_dead_is_named() -> None:
 
 def test_the_end_of_a_run_says_which_step_has_no_score_and_why(tmp_path: Path) -> None:
     why = "evaluator/0 did not join within 60 s of the last step"
-    assert report(tmp_path, {"unscored": why}, None) == [f"evaluation: none was scored: {why}"]
+    assert report(tmp_path, {"unscored": why}, None) == [f"evaluation: no checkpoint was scored: {why}"]
     earlier = {"last": {"step": 40, "metrics": {"accuracy": 0.5}}}
     assert report(tmp_path, {"evaluation": earlier, "checkpoint_step": 50, "unscored": why}, None) == [
         "evaluation at step 40: accuracy 0.5000",
@@ -130,7 +130,7 @@ def test_a_resumed_job_says_what_it_does_differently_and_trains_on() -> None:
     cluster.start()
     (said,) = [say for say in cluster.said if say.kind == "resume"]
     assert said.level == "warning"
-    assert said.sentence == f"going on from step 40 with settings that differ from the checkpoint's: {LR}"
+    assert said.sentence == f"resuming from step 40 with settings that differ from the checkpoint's: {LR}"
     assert cluster.finish is None
 
 
@@ -147,14 +147,14 @@ def test_other_arguments_of_the_rule_are_told_and_more_steps_go_without_saying()
     point = ResumePoint(checkpoint)  # type: ignore[arg-type]
     assert point.check(make_job(rule=changed)) == [LR]
     assert point.check(make_job(steps=300, checkpoint_every=7, checkpoint_keep=1, name="n")) == []
-    with pytest.raises(CheckpointError, match="the rule is Adam in the job, SGD in the checkpoint"):
+    with pytest.raises(CheckpointError, match="the update rule is Adam in the job, SGD in the checkpoint"):
         point.check(make_job(rule=dataclasses.replace(stored.rule, name="Adam")))
 
 
 def test_arguments_under_which_the_rule_keeps_another_state_are_refused_and_named() -> None:
     stored = make_job(rule=RuleSpec(name="Adam", groups=({"lr": 0.1, "amsgrad": True},)))
     plain = make_job(rule=RuleSpec(name="Adam", groups=({"lr": 0.5, "amsgrad": False},)))
-    says = "the rule's state is step, exp_avg, exp_avg_sq in the job, step, exp_avg, exp_avg_sq, max_exp_avg_sq in the"
+    says = "the state of the update rule is step, exp_avg, exp_avg_sq in the job, step, exp_avg, exp_avg_sq, max"
     with pytest.raises(CheckpointError, match=says):
         resume_notes(stored, plain, "/out/step-40")
     # Momentum may begin, and end, at any step.
@@ -170,4 +170,4 @@ def test_a_resumed_job_that_fails_before_its_next_checkpoint_names_the_one_it_ca
     if phase == "training":
         cluster.start()
     advice = cluster.program.state.saves.how_to_go_on()
-    assert advice == "Go on with --resume from step 40: /out/checkpoints/step-00000040"
+    assert advice == "Continue with --resume from step 40: /out/checkpoints/step-00000040"

@@ -14,7 +14,7 @@ def test_worker_that_alone_does_not_hear_a_server_is_fenced_and_its_replicas_mov
     assert not cluster.orders("worker/1").fenced
     cluster.tick(T / 10 + 2)
     assert cluster.orders("worker/1").fenced
-    assert "worker/1 did not hear ps/0 at h:1 for 20 s, and the others do; replica" in cluster.text()
+    assert "worker/1 got no answer from ps/0 at h:1 for 20 s, but the others did; replica" in cluster.text()
     assert cluster.program.state.losses.recoveries == []
     assert sorted([*cluster.orders("worker/0").replicas, *cluster.orders("worker/2").replicas]) == [0, 1, 2, 3]
 
@@ -28,7 +28,7 @@ def test_server_that_most_do_not_hear_is_lost_although_it_beats() -> None:
     cluster.tick(T / 10 + 2)
     assert phase(cluster) is Phase.INIT
     assert cluster.orders("ps/1").fenced
-    assert "worker/0, worker/2 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
+    assert "worker/0, worker/2 got no answer from ps/1 at h:1 for 20 s (most of the tasks that train)" in cluster.text()
     cluster.suspects.clear()
     cluster.restart_ps(1)
     cluster.tick()
@@ -50,7 +50,7 @@ def test_spares_have_no_say_in_which_server_is_lost() -> None:
     for index in (0, 1):
         cluster.suspects[f"worker/{index}"] = ("ps/1",)
     cluster.tick(T / 10 + 2)
-    assert "worker/0, worker/1 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
+    assert "worker/0, worker/1 got no answer from ps/1 at h:1 for 20 s (most of the tasks that train)" in cluster.text()
 
 
 def test_asynchronous_workers_without_a_lease_have_no_say_in_which_server_is_lost() -> None:
@@ -68,7 +68,7 @@ def test_asynchronous_workers_without_a_lease_have_no_say_in_which_server_is_los
     for index in (0, 1):
         cluster.suspects[f"worker/{index}"] = ("ps/1",)
     cluster.tick(T / 10 + 2)
-    assert "worker/0, worker/1 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
+    assert "worker/0, worker/1 got no answer from ps/1 at h:1 for 20 s (most of the tasks that train)" in cluster.text()
 
 
 def test_server_that_is_heard_again_is_left_alone() -> None:

@@ -109,11 +109,11 @@ def test_broken_stream_is_suspect_at_once_and_a_beat_clears_it() -> None:
     members.stream_broken(worker.task, worker.incarnation)
     (suspect,) = members.tick(0.1)
     assert suspect.member.state is Life.SUSPECT
-    assert "stream is broken" in suspect.sentence
+    assert "stream broke" in suspect.sentence
     assert members.heard(worker.task, worker.incarnation, 0.2)
     (alive,) = members.tick(0.3)
     assert alive.member.state is Life.ALIVE
-    assert "heard again" in alive.sentence
+    assert "alive again" in alive.sentence
 
 
 def test_broken_stream_of_an_old_incarnation_does_not_touch_the_new_one() -> None:

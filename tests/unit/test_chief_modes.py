@@ -243,7 +243,7 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_fails_where_the_
     assert [save.step for save in cluster.saves] == [0, 5]
     assert cluster.finish is not None
     assert cluster.finish.exit_code == JobError.exit_code
-    assert cluster.finish.reason.startswith("worker/0 made 5 steps and ended, worker/1 was to make 6 or more: ")
+    assert cluster.finish.reason.startswith("worker/0 ended after 5 steps, but worker/1 was to make 6 or more: ")
     assert [say.level for say in cluster.said if say.sentence == cluster.finish.reason] == ["error", "error"]
 
 
@@ -256,7 +256,7 @@ def test_a_script_whose_worker_is_gone_ends_with_its_name() -> None:
     assert cluster.finish is not None
     assert cluster.finish.exit_code == TaskLostError.exit_code
     assert cluster.finish.reason.startswith(
-        "worker/1, without which a script can't go on, is gone and no replacement joined within"
+        "worker/1, without which a script can't continue, is gone and no replacement joined within"
     )
 
 

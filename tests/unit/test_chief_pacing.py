@@ -172,13 +172,13 @@ def test_the_least_interval_is_a_checkpoints_time_in_steps() -> None:
     found = least_interval(210_000_000, 12.0, 440e6, 0.0925, 200)
     assert (found.steps, found.too_small) == (130, False)
     assert found.sentence == (
-        "a checkpoint of 210.0 MB takes 12.0 s at 4 % of the link's 440 MB/s, and a step 92.5 ms: an interval below "
-        "130 steps would never catch up"
+        "a checkpoint of 210.0 MB takes 12.0 s at 4 % of the link's 440 MB/s, and a step 92.5 ms: with an "
+        "interval below 130 steps checkpoints can't keep up"
     )
     found = least_interval(210_000_000, 12.0, 0.0, 0.0925, 129)
     assert found.too_small
     assert found.sentence.startswith("a checkpoint of 210.0 MB takes 12.0 s, and a step 92.5 ms: ")
-    assert found.sentence.endswith("never catch up, so with checkpoint_every=129 some are skipped")
+    assert found.sentence.endswith("can't keep up, so with checkpoint_every=129 some are skipped")
     assert least_interval(1000, 0.001, 0.0, 1.0, 1).steps == 1
 
 

@@ -227,7 +227,7 @@ def test_with_nobody_left_to_train_the_job_waits_then_ends_with_the_checkpoint_n
     cluster.tick(T + 10, silent=silent)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "Go on with --resume from step 10: /out/step-10" in cluster.finish.reason
+    assert "Continue with --resume from step 10: /out/step-10" in cluster.finish.reason
 
 
 def test_a_worker_that_comes_in_time_takes_over_all_replicas() -> None:
@@ -246,7 +246,7 @@ def test_dead_evaluator_is_said_and_training_goes_on() -> None:
     cluster.tick(T / 3 + 1, silent=("evaluator/0",))
     assert cluster.finish is None
     assert "evaluator/0 is dead" in cluster.text()
-    assert "the job goes on without it" in cluster.text()
+    assert "the job continues without it" in cluster.text()
 
 
 # Checkpoints
@@ -303,7 +303,7 @@ def test_resume_of_a_finished_job_ends_when_everybody_is_there_to_hear_it() -> N
     for task in (("ps", 0), ("worker", 0), ("ps", 1), ("worker", 1)):
         cluster.join(*task)
         assert cluster.finish is None
-    assert "waiting up to 180 s for 2 ps, 2 worker, 1 evaluator, to tell them so" in cluster.text()
+    assert "waiting up to 180 s for 2 ps, 2 worker, 1 evaluator, to inform them" in cluster.text()
     cluster.join("evaluator", 0)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -327,7 +327,7 @@ def test_resume_of_a_finished_job_is_not_waited_with_for_longer_than_the_time_to
     cluster.tick(2)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
-    assert cluster.finish.reason.startswith("nothing to do: /out/checkpoints/step-00000040 already holds all 40 steps")
+    assert cluster.finish.reason.startswith("nothing to do: /out/checkpoints/step-00000040 already has all 40 steps")
 
 
 def test_resume_from_a_foreign_checkpoint_ends_with_its_sentence() -> None:

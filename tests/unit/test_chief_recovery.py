@@ -52,9 +52,10 @@ def test_lost_server_that_comes_back_is_filled_and_the_job_goes_on_from_its_chec
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 10, 7)
     assert (
-        "ps/1 was started again and is empty; ps/1 at h:1 held shard 1; all shards go back to step 10" in cluster.text()
+        "ps/1 was restarted and is empty; ps/1 at h:1 held shard 1; rolling back all shards to step "
+        "10" in cluster.text()
     )
-    assert "training goes on from step 10, 7 steps are repeated" in cluster.text()
+    assert "training continues from step 10, 7 steps are repeated" in cluster.text()
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -127,7 +128,7 @@ def test_loss_of_a_server_that_holds_nothing_changes_nothing() -> None:
     assert phase(cluster) is Phase.RUNNING
     assert len(cluster.program.state.losses.recoveries) == 1
     assert "ps/1 is dead" in cluster.text()
-    assert "it held nothing, so the job goes on without it" in cluster.text()
+    assert "it held nothing, so the job continues without it" in cluster.text()
 
 
 def test_server_that_holds_nothing_may_leave_when_it_is_asked_to() -> None:
@@ -139,7 +140,7 @@ def test_server_that_holds_nothing_may_leave_when_it_is_asked_to() -> None:
     cluster.beat("ps/1", leaving=True)
     assert phase(cluster) is Phase.RUNNING
     assert cluster.orders("ps/1").phase is Phase.ENDED
-    assert "ps/1 leaves as it was asked to; it held nothing" in cluster.text()
+    assert "ps/1 is leaving as requested; it held nothing" in cluster.text()
 
 
 def test_shards_that_fit_nowhere_else_wait_for_their_server_and_end_the_job_with_its_name() -> None:
@@ -155,7 +156,7 @@ def test_shards_that_fit_nowhere_else_wait_for_their_server_and_end_the_job_with
     cluster.tick(2 * T / 3)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "ps/1 did not come back within 60 s; ps/0 can't take its shards" in cluster.finish.reason
+    assert "ps/1 did not return within 60 s; ps/0 can't take its shards" in cluster.finish.reason
     assert "/out/step-10" in cluster.finish.reason
 
 
@@ -209,7 +210,7 @@ def test_loss_where_no_checkpoint_could_ever_be_written_ends_the_job_since_nobod
     cluster.tick()
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "ps/1 was lost, and no checkpoint could be written so far" in cluster.finish.reason
+    assert "ps/1 was lost before any checkpoint could be written" in cluster.finish.reason
 
 
 def test_checkpoint_that_can_not_be_read_ends_the_job() -> None:
@@ -259,11 +260,11 @@ def test_checkpoint_that_never_comes_from_the_disk_is_waited_for_with_a_deadline
     cluster.kill_ps(1)
     cluster.restart_ps(1)
     cluster.tick(T / 3 + 2)
-    assert "could not be read within 20 s (limit 600 s): it is being written or read" in cluster.text()
+    assert "could not be read within 20 s (limit 600 s): still waiting for it to be written or read" in cluster.text()
     cluster.tick(10 * T)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 6
-    assert "does the disk answer? Go on with --resume from step 10" in cluster.finish.reason
+    assert "does the disk respond? Continue with --resume from step 10" in cluster.finish.reason
 
 
 @pytest.mark.parametrize("second", [0, 1])
@@ -298,7 +299,7 @@ def test_server_that_dies_again_and_again_ends_the_job_at_last() -> None:
     cluster.ask("ps", 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "losses in a row without a step between them" in cluster.finish.reason
+    assert "losses in a row without a step in between" in cluster.finish.reason
 
 
 def test_losses_with_steps_between_them_are_not_counted_together() -> None:
@@ -325,7 +326,7 @@ def test_heartbeat_from_before_the_recovery_does_not_make_a_healthy_server_a_los
     cluster.ps[0].timeline = before.timeline
     cluster.beat("ps/0")
     assert phase(cluster) is Phase.INIT
-    assert f"ps/0 holds timeline {before.timeline:#x} instead of" in cluster.text()
+    assert f"ps/0 has timeline {before.timeline:#x} instead of" in cluster.text()
 
 
 def test_late_answer_of_the_dead_server_does_not_harm_the_one_in_its_place() -> None:
@@ -381,7 +382,7 @@ def test_loss_while_the_job_stops_as_it_was_asked_to_ends_it_with_the_last_check
     cluster.ask("ps", 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "Go on with --resume from step 10: /out/step-10" in cluster.finish.reason
+    assert "Continue with --resume from step 10: /out/step-10" in cluster.finish.reason
 
 
 def test_worker_that_dies_meanwhile_leaves_its_replicas_to_the_other() -> None:
@@ -419,7 +420,7 @@ def test_script_whose_worker_has_finished_can_not_go_back() -> None:
     cluster.kill_ps(1)
     cluster.ask("ps", 1)
     assert cluster.finish is not None
-    assert "worker/0 has finished and can't go back" in cluster.finish.reason
+    assert "worker/0 has finished and can't be rolled back" in cluster.finish.reason
 
 
 def test_steps_that_are_voted_on_have_standbys_as_any_others() -> None:

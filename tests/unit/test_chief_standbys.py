@@ -96,18 +96,18 @@ def test_what_primaries_tell_of_their_standbys_is_believed_where_they_are_to_be(
     assert protection.observe(placement, [told(0, "copying")], 0.0) == []
     assert protection.whole() == set()
     assert protection.observe(placement, [told(0, "synced")], 1.0) == [
-        StandbyChange("shard 0 is protected: its standby on ps/1 is whole", protected=True)
+        StandbyChange("shard 0 is protected: its standby on ps/1 is complete", protected=True)
     ]
     assert protection.observe(placement, [told(1, "synced", "ps/7")], 1.0) == []
     assert protection.whole() == {0}
-    assert "copied anew (why)" in protection.observe(placement, [told(0, "copying")], 2.0)[0].sentence
+    assert "copied again (why)" in protection.observe(placement, [told(0, "copying")], 2.0)[0].sentence
     assert protection.whole() == set()
 
 
 def test_a_standby_that_is_silent_for_too_long_is_given_up_but_may_be_promoted_until_then() -> None:
     protection, placement = Protection(), protected(placed("ps/0"), living(0, 1))
     protection.observe(placement, [told(0, "synced")], 0.0)
-    assert "stands still" in protection.observe(placement, [told(0, "silent")], 5.0)[0].sentence
+    assert "is blocked" in protection.observe(placement, [told(0, "silent")], 5.0)[0].sentence
     assert protection.whole() == {0}
     assert protection.too_silent(9.0, 5.0) == []
     assert protection.too_silent(10.0, 5.0) == [0]
@@ -160,7 +160,7 @@ def test_a_lost_server_is_stood_in_for_and_nothing_goes_back(mode: str) -> None:
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.lost) == ("ps/1", 0)
     assert "taken over: shard 1 by ps/2; no step is lost" in cluster.text()
-    assert "its standbys have taken over, training goes on" in cluster.text()
+    assert "its standbys have taken over. Training continues" in cluster.text()
     assert cluster.orders("worker/0").timeline == cluster.program.state.layout.timeline
     # Logs and pictures forget what is beyond the step where a history begins.
     assert cluster.orders("worker/0").first_step == 17
@@ -173,7 +173,7 @@ def test_a_standby_that_refuses_leaves_the_way_back_to_a_checkpoint() -> None:
     cluster.kill_ps(1)
     cluster.tick(T / 3 + 2)
     assert phase(cluster) is Phase.INIT
-    assert "not whole; all shards go back to step 0" in cluster.text()
+    assert "not whole; rolling back all shards to step 0" in cluster.text()
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
@@ -225,7 +225,7 @@ def test_a_standby_that_holds_its_primary_up_is_given_up_after_a_third_of_the_ti
     assert holders(cluster)[0] == ("ps/0", "")
     assert holders(cluster)[1] == ("ps/1", "ps/0")
     assert phase(cluster) is Phase.RUNNING
-    assert "shards 0 go on without their standbys" in cluster.text()
+    assert "shards 0 continue without their standbys" in cluster.text()
     cluster.ps[0].standby_state = "synced"
     cluster.tick(T + 1)
     assert holders(cluster)[0] == ("ps/0", "ps/1")

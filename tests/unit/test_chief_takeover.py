@@ -45,7 +45,7 @@ def test_the_next_chief_takes_the_job_over_as_it_is_and_nothing_is_made_again() 
     assert (state.saves.checkpoint_step, state.progress.stop_step, state.losses.failovers) == (10, 100, 1)
     assert cluster.changes == ["Lead", "AskStatus", "Members", "Activate", "Cut"]
     assert all(ps.members == {task: cluster.lives[task] for task in ("worker/0", "worker/1")} for ps in cluster.ps)
-    assert "training goes on at step 23, no step is repeated" in cluster.text()
+    assert "training continues at step 23, and no step is repeated" in cluster.text()
     assert state.figures.seconds(cluster.now_s) == pytest.approx(cluster.now_s, abs=1.0)
     cluster.advance(100)
     assert cluster.finish is not None
@@ -161,7 +161,7 @@ def test_half_of_the_servers_are_too_few_to_go_on_with() -> None:
     cluster.next_chief()
     cluster.tick(T / 3 + 3)
     assert cluster.changes == []
-    assert "1 of 2 parameter servers are there: waiting" in cluster.text()
+    assert "1 of 2 parameter servers are present: waiting" in cluster.text()
     cluster.restart_ps(1)
     cluster.hear()
     cluster.hear()
@@ -172,7 +172,7 @@ def test_half_of_the_servers_are_too_few_to_go_on_with() -> None:
     cluster.tick(JOIN + 3)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "ps/1 did not come within 180 s, and with half of them or fewer" in cluster.finish.reason
+    assert "ps/1 did not appear within 180 s, and with at most half of the servers" in cluster.finish.reason
 
 
 def test_all_servers_started_again_with_the_chief_are_one_loss() -> None:
@@ -423,7 +423,7 @@ def test_chief_that_meets_a_newer_one_leaves_everything_to_it() -> None:
     cluster.hear()
     (command,) = cluster.held
     assert isinstance(command.order, Lead)
-    fenced = FencedError("ps/0 at h:1 obeys a chief of term 9; this one has term 4")
+    fenced = FencedError("ps/0 at h:1 obeys the chief of term 9; this one has term 4")
     cluster.program.done(command.number, CommandResult(errors={"ps/0": fenced}), cluster.now_s)
     cluster.settle()
     assert cluster.finish == Finish(
@@ -445,7 +445,7 @@ def test_server_that_refuses_a_command_since_nobody_led_it_is_another_process() 
     cluster.program.done(command.number, CommandResult(values={"ps/0": 0}, errors={"ps/1": fenced}), cluster.now_s)
     cluster.settle()
     assert cluster.finish is None
-    assert "ps/1 is another process now" in cluster.text()
+    assert "ps/1 is now another process" in cluster.text()
 
 
 # The journal

@@ -86,7 +86,7 @@ def test_folder_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
         targets.show([])
         targets.show([member("ps", 0, "10.0.0.1:9001")])
     (said,) = caplog.records
-    assert said.getMessage().endswith("can't be written (No such file or directory); training goes on without it")
+    assert said.getMessage().endswith("can't be written (No such file or directory); training continues without it")
 
 
 def test_disk_that_works_again_gets_the_file_without_any_change(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_sum_that_may_leave_the_dtype_is_looked_through_though_its_parts_are_b
     believed = Gradient(torch.full((ELEMENTS,), LARGEST * 0.45), (True,), bound=LARGEST * 0.45)
     shard.contribute(0, 0, Block(0, 1), believed)
     other = Gradient(torch.full((ELEMENTS,), LARGEST * 0.9), (True,))
-    with pytest.raises(NonFiniteError, match="the sum of 2 replicas' gradients of 'w' has NaN or infinity"):
+    with pytest.raises(NonFiniteError, match="the sum of the gradients of 'w' over 2 replicas has NaN or infinity"):
         shard.contribute(0, 0, Block(1, 1), other)
     assert shard.step_min == 0
 
@@ -196,7 +196,7 @@ def test_a_sparse_gradient_is_refused_with_its_tensor_and_what_to_do() -> None:
     table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad is not None
     with pytest.raises(
-        JobError, match=r"the gradient of 'w' has layout torch.sparse_coo; .*make its layer with sparse"
+        JobError, match=r"the gradient of 'w' has layout torch.sparse_coo; .*create its layer with sparse"
     ):
         staged([table.weight.grad], replicas=1)
 

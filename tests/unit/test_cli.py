@@ -140,22 +140,22 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
     [
         (["worker", "--device", "tpu"], "'tpu' is not a device"),
         (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is not a fraction"),
-        (["worker", "--set", "batch_size"], "is not FIELD=VALUE"),
+        (["worker", "--set", "batch_size"], "is not of the form FIELD=VALUE"),
         (["worker", "--steps", "0"], "0 is not in the range"),
         (["worker", "--steps", "5", "--set", "steps=6"], "'steps' is set 2 times"),
         (["worker", "--timeout", "0"], "--timeout is 0.0; it must be between 1 and 86400"),
-        (["worker", "--task", "ps/0"], "task ps/0 is no worker; start it with: shardline ps"),
+        (["worker", "--task", "ps/0"], "task ps/0 does not have the role worker; start it with: shardline ps"),
         (["worker", "--task", "worker/7"], "worker/7 is not in the cluster spec; it has chief/0, ps/0, worker/0"),
-        (["worker", "--job", "missing.py"], "there is no job file missing.py"),
-        (["worker", "--cluster", "missing.json"], "there is no cluster file missing.json"),
+        (["worker", "--job", "missing.py"], "job file missing.py does not exist"),
+        (["worker", "--cluster", "missing.json"], "cluster file missing.json does not exist"),
         (["worker", "extra"], "unexpected extra argument"),
-        (["train", "missing.py"], "there is no job file missing.py"),
+        (["train", "missing.py"], "job file missing.py does not exist"),
         (["train"], "Missing argument"),
         (["frob"], "No such command 'frob'"),
-        (["status", "--cluster", "missing.json"], "there is no cluster file missing.json"),
+        (["status", "--cluster", "missing.json"], "cluster file missing.json does not exist"),
         (["worker", "--lane", "rdma"], "'rdma' is not one of 'auto', 'grpc', 'tcp', 'shm'"),
         (["worker", "--run-dir", "missing"], "Directory 'missing' does not exist"),
-        (["worker", "--tls-cert", "own.pem"], "--tls-cert is given without --tls-key"),
+        (["worker", "--tls-cert", "own.pem"], "--tls-cert is set without --tls-key"),
         (["worker", "--tls-ca", "missing.pem"], "--tls-ca missing.pem can't be read: No such file or directory"),
         (["worker", "--token-file", "missing"], "--token-file missing can't be read: No such file or directory"),
         (["status", "--token-file", "missing"], "--token-file missing can't be read"),
@@ -265,8 +265,8 @@ def test_a_flag_of_another_role_is_accepted_and_said_not_to_be_read(
     assert caplog.messages == []
     assert main(["ps", *place, "--steps", "9", "--resume"]) == 0
     assert caplog.messages == [
-        "ps/0 does not read --resume; it is for chief",
-        "ps/0 does not read --steps; it is for worker, chief, evaluator",
+        "ps/0 does not use --resume; it is for chief",
+        "ps/0 does not use --steps; it is for worker, chief, evaluator",
     ]
     # Nor a variable, which all tasks of a machine may have.
     assert [one.standbys for one in found] == [0, 0]
@@ -309,10 +309,10 @@ def test_earlier_run_is_not_overwritten_and_resume_needs_one(tmp_path: Path) -> 
 
     used = tmp_path / "used"
     (used / "chief").mkdir(parents=True)
-    with pytest.raises(UsageError, match="holds an earlier run"):
+    with pytest.raises(UsageError, match="contains an earlier run"):
         launch_options(flags(out=used))
     assert launch_options(flags(out=used, resume=True)).resume
-    with pytest.raises(UsageError, match="holds no earlier run"):
+    with pytest.raises(UsageError, match="contains no earlier run"):
         launch_options(flags(out=tmp_path / "new", resume=True))
     with pytest.raises(UsageError, match="--resume needs --out"):
         launch_options(flags(resume=True))
@@ -323,30 +323,30 @@ def test_missing_role_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardline.cli import roles
 
     monkeypatch.setattr(roles, "ENTRY_POINTS", "shardline.nothing")
-    with pytest.raises(UsageError, match="no installed package runs the role 'ps'"):
+    with pytest.raises(UsageError, match="no installed package provides the role 'ps'"):
         roles.find_role("ps")
 
 
 def test_job_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="there is no job file"):
+    with pytest.raises(JobError, match="does not exist"):
         options.existing_job(tmp_path / "nothing.py")
-    with pytest.raises(JobError, match="there is no job file"):
+    with pytest.raises(JobError, match="does not exist"):
         options.existing_job(job_file(tmp_path) / "in_a_file.py")
     with pytest.raises(JobError, match="is not a file name"):
         options.existing_job(Path("a\0b.py"))
 
 
 def test_folder_in_the_place_of_a_job_file_names_the_files_in_it(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"is a folder, not a job file; there is no \.py file in it"):
+    with pytest.raises(JobError, match=r"is a folder, not a job file; it contains no \.py file"):
         options.existing_job(tmp_path)
     (tmp_path / "__init__.py").touch()
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").touch()
-    with pytest.raises(JobError, match=r"name a file in it: \S+/one\.py or \S+/two\.py$"):
+    with pytest.raises(JobError, match=r"give a file in it: \S+/one\.py or \S+/two\.py$"):
         options.existing_job(tmp_path)
     for name in ("three", "four", "five"):
         (tmp_path / f"{name}.py").touch()
-    with pytest.raises(JobError, match=r"name one of its 5 \.py files, such as \S+/five\.py"):
+    with pytest.raises(JobError, match=r"give one of its 5 \.py files, such as \S+/five\.py"):
         options.existing_job(tmp_path)
 
 
@@ -437,7 +437,7 @@ def test_status_table_says_where_standbys_are_in_a_job_that_has_them() -> None:
     console.print(cluster_commands.table(RUNNING))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("shard:standby") == 1
-    assert "0:ps/1 in step, 2:ps/2 not reached" in text
+    assert "0:ps/1 in step, 2:ps/2 unreachable" in text
 
 
 def test_status_shows_whole_addresses_where_the_output_has_no_width(
@@ -472,7 +472,7 @@ def test_report_names_only_what_is_there(tmp_path: Path) -> None:
 
 def test_run_whose_evaluator_scored_nothing_says_so_and_why(tmp_path: Path) -> None:
     why = "evaluate(model) raised ZeroDivisionError"
-    assert report(tmp_path, {"unscored": why}, None) == [f"evaluation: none was scored: {why}"]
+    assert report(tmp_path, {"unscored": why}, None) == [f"evaluation: no checkpoint was scored: {why}"]
     assert report(tmp_path, {"unscored": ""}, None) == report(tmp_path, {}, None) == []
 
 
@@ -480,7 +480,7 @@ def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anythin
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
     for bad in (tmp_path, tmp_path / "file" / "summary.json", tmp_path / "fifo"):
-        with pytest.raises(UsageError, match=r"--summary .* can't be written: .*; name a file in a folder"):
+        with pytest.raises(UsageError, match=r"--summary .* can't be written: .*; choose a file in a folder"):
             check_summary(bad)
     check_summary(tmp_path / "new" / "summary.json")
     assert not (tmp_path / "new").exists()

@@ -142,12 +142,12 @@ def test_table_of_tasks_shows_more_the_wider_it_may_be() -> None:
 def test_map_of_shards_shows_who_holds_what_and_who_is_waited_for() -> None:
     lines = drawn(VIEW, 80)
     at = next(number for number, line in enumerate(lines) if line.split()[:1] == ["shard"])
-    assert lines[at].split() == ["shard", "on", "size", "version", "steps", "held", "waits", "for"]
+    assert lines[at].split() == ["shard", "on", "size", "version", "steps", "memory", "awaits"]
     assert lines[at + 1].split() == [
         *("0", "ps/0", "80.0", "kB", "━" * 12, "120", "120-121", "400.0", "kB", "replica", "1"),
     ]
     assert lines[at + 2].split() == ["1", "ps/0", "40.0", "kB", "━" * 6 + "╌" * 6, "119", "119", "200.0", "kB"]
-    assert "held" not in row(drawn(VIEW, 60), "shard")
+    assert "memory" not in row(drawn(VIEW, 60), "shard")
 
 
 def test_map_of_shards_shows_standbys_where_the_job_has_them_and_the_terminal_is_wide_enough() -> None:
@@ -199,7 +199,7 @@ def test_silent_chief_is_named_with_since_when_and_until_when() -> None:
     silence = ChiefSilence(since=NOON, now=NOON + 7, until=NOON + 15, reason="no route to host")
     text = " ".join(drawn(VIEW, 60, silence=silence)[:2])
     clocks = [time.strftime("%H:%M:%S", time.localtime(NOON + after)) for after in (0, 15)]
-    assert text == f"no answer from the chief at 10.0.0.1:2222 since {clocks[0]} (7.0 s); trying until {clocks[1]}"
+    assert text == f"no answer from the chief at 10.0.0.1:2222 since {clocks[0]} (7.0 s); retrying until {clocks[1]}"
 
 
 def test_ended_job_shows_why() -> None:
@@ -379,8 +379,11 @@ def test_chief_that_stays_away_is_given_up_with_code_three_and_what_was_last_kno
 
 def test_wrong_token_ends_at_once() -> None:
     console, _ = pipe()
-    refused = UsageError("chief at 10.0.0.1:2222 refused Status: the call does not bring this job's token")
-    with watching(Told(refused), console) as screen, pytest.raises(UsageError, match="does not bring this job's token"):
+    refused = UsageError("chief at 10.0.0.1:2222 refused Status: the call does not carry the token of this job")
+    with (
+        watching(Told(refused), console) as screen,
+        pytest.raises(UsageError, match="does not carry the token of this job"),
+    ):
         screen.lines()
 
 
@@ -542,4 +545,4 @@ def test_help_needs_neither_torch_nor_grpc() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "q or Ctrl-C ends" in " ".join(result.stdout.split())
+    assert "press q or Ctrl-C" in " ".join(result.stdout.split())

@@ -96,11 +96,11 @@ def test_bad_task_name_is_refused(text: str) -> None:
         ({"ps": None}, '"ps" is a JSON null'),
         ({"ps": "h:1"}, '"ps" is a JSON string'),
         ({"worker": []}, '"worker" is an empty list'),
-        ({"master": ["h:1"]}, "the role 'master'; roles are chief, ps, worker or evaluator"),
+        ({"master": ["h:1"]}, "a role 'master'; the roles are chief, ps, worker or evaluator"),
         ({"chief": ["a:1", "b:1"]}, "one chief"),
         ({"evaluator": ["H1:1"]}, "ps/0 and evaluator/0 have the same address H1:1"),
         ({"worker": ["h3:1", "h4:x"]}, "worker/1 is 'h4:x'"),
-        ({"worker": {"0": "a:1", "2": "b:1"}}, "none is '1'"),
+        ({"worker": {"0": "a:1", "2": "b:1"}}, "but no '1'"),
     ],
 )
 def test_bad_spec_is_refused_with_its_place(change: dict[str, Any], says: str) -> None:
@@ -146,7 +146,7 @@ def test_what_is_no_host_is_refused(host: str) -> None:
 @pytest.mark.parametrize("host", ["unix", "Unix-Abstract", "dns", "vsock", "ipv4"])
 def test_a_host_that_grpc_takes_for_a_scheme_is_refused(host: str) -> None:
     # "unix:1" would be a socket named 1 in the working folder, for whoever listens there and whoever calls.
-    assert "for a scheme" in refusal(json.dumps(SMALL | {"chief": [f"{host}:1"]}))
+    assert "as a scheme" in refusal(json.dumps(SMALL | {"chief": [f"{host}:1"]}))
     assert parse_address(f"{host}.example:1") == (f"{host}.example", 1)
 
 
@@ -158,10 +158,10 @@ HUGE = "x" * 1_000_000
     [
         ({"worker": ["h:0"] * 4097}, '"worker" has 4,097 tasks; a role has 4,096 at most'),
         ({"worker": {str(index): "h:0" for index in range(4097)}}, "4,097 tasks"),
-        ({"worker": 10**6}, "use 1 to 4096"),
-        ({"worker": 10**4000}, "use 1 to 4096"),
-        ({HUGE: ["h:1"]}, "the role 'xxx"),
-        ({HUGE: 10**6}, "the role 'xxx"),
+        ({"worker": 10**6}, "must be 1 to 4096"),
+        ({"worker": 10**4000}, "must be 1 to 4096"),
+        ({HUGE: ["h:1"]}, "a role 'xxx"),
+        ({HUGE: 10**6}, "a role 'xxx"),
         ({"worker": [HUGE + ":1"]}, "is not a host name"),
         ({"worker": [HUGE]}, "both a host and a port"),
         ({"worker": ["h:" + HUGE]}, "the port 'xxx"),
@@ -180,7 +180,7 @@ def test_the_sentence_about_a_missing_task_names_a_few_of_many() -> None:
 
 
 def test_missing_or_unreadable_file_is_refused_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ClusterSpecError, match=r"there is no cluster file .*nothing\.json"):
+    with pytest.raises(ClusterSpecError, match=r"cluster file .*nothing\.json does not exist"):
         ClusterSpec.read(tmp_path / "nothing.json")
     with pytest.raises(ClusterSpecError, match="can't be read"):
         ClusterSpec.read(tmp_path)
@@ -276,7 +276,9 @@ def test_task_may_be_left_out_where_the_role_has_one() -> None:
 
 
 def test_task_of_another_role_is_refused_with_the_right_command() -> None:
-    with pytest.raises(ClusterSpecError, match="task worker/0 is no ps; start it with: shardline worker"):
+    with pytest.raises(
+        ClusterSpecError, match="task worker/0 does not have the role ps; start it with: shardline worker"
+    ):
         locate("ps", cluster=json.dumps(SMALL), task="worker/0", tf_config=None)
 
 
@@ -348,5 +350,5 @@ def test_index_left_to_the_chief_is_no_index_elsewhere() -> None:
     assert wants_place("worker/0") is None
     assert wants_place(None) is None
     assert wants_place("cook/any") is None
-    with pytest.raises(ClusterSpecError, match="leaves the index to the chief"):
+    with pytest.raises(ClusterSpecError, match="asks the chief for an index"):
         parse_task("worker/any")

@@ -138,13 +138,13 @@ def test_samples_left_out_at_an_epochs_end_are_others_in_the_next() -> None:
 
 
 def test_too_little_data_for_one_step_is_refused_with_the_numbers() -> None:
-    with pytest.raises(JobError, match=r"31 samples, one step needs 32 \(2 replicas x 4 microbatches x batch_size 4"):
+    with pytest.raises(JobError, match=r"31 samples; one step needs 32 \(2 replicas x 4 microbatches x batch_size 4"):
         DataOrder(seed=0, samples=31, replicas=2, accumulate=4, batch_size=4)
 
 
 def test_a_place_the_job_does_not_have_is_refused() -> None:
     order = DataOrder(seed=0, samples=32, replicas=2, accumulate=1, batch_size=4)
-    with pytest.raises(ValueError, match="replica 2 in step 0: a step has 2 replicas"):
+    with pytest.raises(ValueError, match="step 0 has no microbatch 0 of replica 2: a step has 2 replicas"):
         order.indices(0, 2, 0)
 
 
@@ -234,7 +234,7 @@ def test_a_generator_function_is_called_anew_for_every_pass() -> None:
 
 
 def test_an_iterable_without_samples_is_refused() -> None:
-    with pytest.raises(JobError, match="yields nothing in pass 0; it has no samples"):
+    with pytest.raises(JobError, match="yields nothing in epoch 0; it has no samples"):
         BatchSource(make_job(Counting(0))).batch(0, 0, 0)
 
 
@@ -248,7 +248,9 @@ def test_an_iterable_that_can_be_read_only_once_is_refused_at_its_second_pass() 
 
     source = BatchSource(make_job(Once()))
     source.batch(1, 0, 0)
-    with pytest.raises(JobError, match="yields nothing in pass 1, though it did before; its __iter__ must start anew"):
+    with pytest.raises(
+        JobError, match="yields nothing in epoch 1, although it did before; its __iter__ must start from the beginning"
+    ):
         source.batch(2, 0, 0)
 
 
@@ -257,7 +259,7 @@ def test_an_iterable_whose_pass_changes_length_is_refused_when_read_again() -> N
     source = BatchSource(make_job(data))
     source.batch(3, 0, 0)
     data.length = 4
-    with pytest.raises(JobError, match="yields 4 samples in pass 0, where it had yielded 5 before"):
+    with pytest.raises(JobError, match="yields 4 samples in epoch 0, where it yielded 5 before"):
         [source.batch(step, 0, 0) for step in (0, 2)]
 
 

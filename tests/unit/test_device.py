@@ -107,7 +107,7 @@ def test_a_device_that_has_failed_costs_no_descriptor(
         fd = segment.fd
         del segment
         gc.collect()
-    assert "shared memory stays page-locked for cuda: CUDA error: device-side assert" in caplog.text
+    assert "can't unlock the shared memory of cuda: CUDA error: device-side assert" in caplog.text
     with contextlib.suppress(OSError):
         assert os.fstat(fd).st_ino != descriptor.st_ino
 

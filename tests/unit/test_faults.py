@@ -64,21 +64,21 @@ def test_a_job_without_its_last_checkpoint_ends_with_the_newest_one_named() -> N
     cluster.advance(100)
     assert cluster.finish is not None
     assert "No space left on device" in cluster.finish.reason
-    assert cluster.finish.reason.endswith("Go on with --resume from step 20: /out/step-20")
+    assert cluster.finish.reason.endswith("Continue with --resume from step 20: /out/step-20")
 
 
 def test_a_checkpoint_of_no_step_is_nothing_to_go_on_from() -> None:
     cluster = running()
     saves = cluster.program.state.saves
     assert saves.newest() == (0, "/out/step-0")
-    assert saves.how_to_go_on() == "No checkpoint holds a step yet; start the job again."
+    assert saves.how_to_go_on() == "No checkpoint after step 0 exists yet; start the job again."
 
 
 def test_logs_that_can_not_be_written_are_a_fault_as_long_as_that_lasts(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("in the way of the folder")
     reporter = Reporter(tmp_path / "logs", Metrics("chief", "chief/0"))
     reporter.event("joined", "worker/0 joined", "info", {})
-    said = f"logs under {tmp_path / 'logs'} can't be written (File exists); training goes on without them"
+    said = f"logs under {tmp_path / 'logs'} can't be written (File exists); training continues without them"
     program = running().program
     assert overview(program, reporter, tmp_path, 0.0).faults == (said,)
     assert [event.sentence for event in reporter.said if event.level == "error"] == [said]
@@ -127,10 +127,10 @@ def test_news_are_warnings_and_errors_once_and_the_same_with_other_numbers_once_
     [
         ({"worker/0": 2}, False, {}, ""),
         ({"worker/0": 2}, True, {}, ""),
-        ({"worker/0": 2, "worker/1": -9}, True, {}, "nobody is left to train"),
-        ({"worker/0": 0, "worker/1": 0}, True, {}, "nobody is left to train"),
+        ({"worker/0": 2, "worker/1": -9}, True, {}, "no task is left to train"),
+        ({"worker/0": 0, "worker/1": 0}, True, {}, "no task is left to train"),
         ({"worker/0": 2, "worker/1": 2}, True, {"chief_trains": True}, ""),
-        ({"ps/1": 2}, False, {}, "the job can't begin without it"),
+        ({"ps/1": 2}, False, {}, "the job can't start without it"),
         ({"ps/1": 2}, True, {}, ""),
         ({"evaluator/0": 2}, False, {}, ""),
         ({"worker/1": 2}, False, {"min_workers": 2}, "1 of at least 2 tasks that train are left"),
@@ -157,7 +157,7 @@ def polled(phase: str, **states: str) -> Polled:
 
 
 DONE = Ended("chief/0", 0, False, "done")
-QUIET = Ended("worker/0", 0, False, "its part is done")
+QUIET = Ended("worker/0", 0, False, "its work is done")
 
 
 def test_a_task_that_ends_with_0_while_the_job_runs_is_said(tmp_path: Path, watch: Watch) -> None:
@@ -182,14 +182,14 @@ def test_a_task_that_was_asked_to_go_or_goes_with_the_job_is_not_said(
 def test_with_nobody_left_the_chief_is_asked_at_once_to_end_with_a_checkpoint(
     tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed = Ended("worker/0", -9, False, "worker/0 was killed by SIGKILL: it was restarted 3 times already")
+    killed = Ended("worker/0", -9, False, "worker/0 was killed by SIGKILL: it was already restarted 3 times")
     running = polled("running", worker_0="dead")
-    cluster = Launched(tmp_path, running, killed, running, running, running, DONE, why="nobody is left to train")
+    cluster = Launched(tmp_path, running, killed, running, running, running, DONE, why="no task is left to train")
     code, lines = watch(cluster)
     # The chief ended as it was asked to; the run failed as the last worker did.
     assert (code, cluster.interrupted) == (128 + 9, 1)
-    assert lines[-1] == "nobody is left to train: ending with a checkpoint"
-    assert failure(capsys) == "worker/0: worker/0 has had enough; nobody is left to train"
+    assert lines[-1] == "no task is left to train: ending with a checkpoint"
+    assert failure(capsys) == "worker/0: worker/0 has had enough; no task is left to train"
 
 
 def test_a_server_that_is_gone_before_training_began_ends_the_run_at_once(
@@ -197,7 +197,7 @@ def test_a_server_that_is_gone_before_training_began_ends_the_run_at_once(
 ) -> None:
     refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
     waiting = polled("waiting", ps_0="alive")
-    why = "the job can't begin without it"
+    why = "the job can't start without it"
     cluster = Launched(tmp_path, waiting, refused, waiting, waiting, why=why)
     assert watch(cluster)[0] == 2
     assert failure(capsys) == f"ps/1: ps/1 has had enough; {why}"
@@ -208,7 +208,7 @@ def test_a_job_that_goes_on_without_the_one_that_is_gone_is_left_alone(
     tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
-    cluster = Launched(tmp_path, polled("init"), refused, polled("running"), DONE, why="the job can't begin without it")
+    cluster = Launched(tmp_path, polled("init"), refused, polled("running"), DONE, why="the job can't start without it")
     plain, cluster.lacking = cluster.lacking, lambda *, begun: "" if begun else cluster.why  # type: ignore[method-assign]
     assert plain(begun=True)
     assert watch(cluster)[0] == 0
@@ -231,10 +231,10 @@ def test_a_run_that_can_not_go_on_names_a_checkpoint_only_where_it_holds_a_step(
 ) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"checkpoint_step": step}))
     running = polled("running", worker_0="alive")
-    cluster = Launched(tmp_path, running, QUIET, running, running, DONE, why="nobody is left to train")
+    cluster = Launched(tmp_path, running, QUIET, running, running, DONE, why="no task is left to train")
     assert watch(cluster)[0] == 4
     assert failure(capsys).endswith(
-        "nobody is left to train" + (". Go on with --resume from step 20" if step == 20 else "")
+        "no task is left to train" + (". Continue with --resume from step 20" if step == 20 else "")
     )
 
 

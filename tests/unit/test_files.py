@@ -182,7 +182,7 @@ def test_no_shard_is_read_before_all_have_their_size(tmp_path: Path, monkeypatch
     last = tmp_path / "step-00000020" / SHARD_0.replace("00000-of", "00001-of")
     last.write_bytes(last.read_bytes() + b"x")
     monkeypatch.setattr("shardline.checkpoint.reader.file_digest", lambda path: pytest.fail(f"{path} was read"))
-    with pytest.raises(CheckpointError, match=r"shard-00001-of-00002.safetensors has \d+ bytes, the manifest says"):
+    with pytest.raises(CheckpointError, match=r"shard-00001-of-00002.safetensors has \d+ bytes; the manifest says"):
         CheckpointStore(tmp_path, keep=2).open(20)
 
 
@@ -383,7 +383,7 @@ def test_strange_log_files_cost_the_logs_alone(
     reporter.event("joined", "ps/0 joined", "info", {})
     reporter.close()
     if put is not put_sparse:
-        assert sentence in caplog.text and "training goes on without them" in caplog.text
+        assert sentence in caplog.text and "training continues without them" in caplog.text
 
 
 @pytest.mark.parametrize(("put", "sentence"), list(STRANGE.values()), ids=list(STRANGE))
@@ -425,7 +425,7 @@ def test_export_says_which_newer_checkpoints_it_passed_over(tmp_path: Path) -> N
     instead(tmp_path / "checkpoints/step-00000020" / SHARD_0, os.mkfifo)
     done = CliRunner().invoke(cli, ["export", str(tmp_path), str(tmp_path / "model.pt")], standalone_mode=False)
     assert done.return_value == 0 and done.stdout == f"{tmp_path / 'model.pt'}\n"
-    assert re.fullmatch(r"shardline: checkpoint of step 20 is passed over: .* it is a FIFO.*\n", done.stderr)
+    assert re.fullmatch(r"shardline: skipping the checkpoint of step 20: .* it is a FIFO.*\n", done.stderr)
 
 
 def test_run_folder_has_no_temporary_name_that_could_be_foreseen(

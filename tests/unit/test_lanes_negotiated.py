@@ -80,7 +80,7 @@ def test_a_lane_that_breaks_time_and_again_while_the_shard_answers_is_left() -> 
     assert lane.name == "shm"
     broken(lane)
     assert (lane.name, first.closed) == ("grpc", 1)
-    assert [name for name, _ in told] == ["shm"] and "broke 3 times in a row" in told[0][1]
+    assert [name for name, _ in told] == ["shm"] and "it failed 3 times in a row" in told[0][1]
     assert exchange(lane) is DONE
 
 

@@ -112,13 +112,16 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     ("change", "says"),
     [
         ({"ps": 0}, "--ps is 0"),
-        ({"workers": 0}, "nobody would train"),
+        ({"workers": 0}, "no task would train"),
         ({"workers": -1}, "can't be negative"),
-        ({"workers": 2, "min_workers": 3}, "--min-workers is 3, and 2 tasks train.*use at most 2, or more --workers"),
-        ({"workers": 1, "chief_trains": True, "min_workers": 3}, "--min-workers is 3, and 2 tasks train"),
-        ({"script": True, "evaluators": 1}, "--script goes with workers only"),
-        ({"script": True, "overrides": (("steps", "9"),)}, "steps can't be set from outside.*after --"),
-        ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size can't be set from outside.*after --"),
+        (
+            {"workers": 2, "min_workers": 3},
+            "--min-workers is 3, but only 2 tasks train.*use at most 2, or more --workers",
+        ),
+        ({"workers": 1, "chief_trains": True, "min_workers": 3}, "--min-workers is 3, but only 2 tasks train"),
+        ({"script": True, "evaluators": 1}, "--script allows only workers"),
+        ({"script": True, "overrides": (("steps", "9"),)}, "steps is decided by the script itself.*after --"),
+        ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size is decided by the script itself.*after --"),
     ],
 )
 def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -220,7 +223,7 @@ def test_a_log_that_can_not_be_written_is_named_when_the_job_starts(
     log = options.out / "logs" / f"{task}.log"
     os.mkfifo(log)
     cluster = LocalCluster(options)
-    with pytest.raises(UsageError, match=f"{log}: it is a FIFO, not a regular file; name a folder"), cluster:
+    with pytest.raises(UsageError, match=f"{log}: it is a FIFO, not a regular file; choose a folder"), cluster:
         pass
     assert cluster.running() == ()
 
@@ -233,7 +236,10 @@ def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_t
     cluster = LocalCluster(options)
     said: list[str] = []
     cluster.say = said.append
-    with pytest.raises(TaskLostError, match=r"chief/0 told no address within 2 s; see .*chief-0\.log"), cluster:
+    with (
+        pytest.raises(TaskLostError, match=r"chief/0 did not report its address within 2 s; see .*chief-0\.log"),
+        cluster,
+    ):
         pass
     # On a busy machine its imports are waited for too, and that is said first.
     (sentence,) = [text for text in said if "chief/0" in text]
@@ -273,7 +279,7 @@ def test_interrupt_ends_the_chief_and_with_it_the_others(tmp_path: Path, fake_ro
 
 def test_waits_have_deadlines(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1)) as cluster:
-        with pytest.raises(ShardlineError, match="chief/0 has not ended within 0 s"):
+        with pytest.raises(ShardlineError, match="chief/0 did not end within 0 s"):
             cluster.wait(timeout_s=0.01)
         assert "worker/0" in cluster.wait_all(timeout_s=0.01)
 
@@ -299,7 +305,7 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(
     monkeypatch.setattr("shardline.cli.train.POLL_TIMEOUT_S", 1.0)
     job_file(tmp_path, **{"worker/0": 2, "worker/1": 2})
     assert main(["train", str(tmp_path / "job.py"), "--out", str(tmp_path / "run"), "--workers", "2"]) == 2
-    assert "has had enough; nobody is left to train" in capsys.readouterr().err.splitlines()[-2]
+    assert "has had enough; no task is left to train" in capsys.readouterr().err.splitlines()[-2]
     assert children(tmp_path) == {}
 
 
@@ -326,7 +332,7 @@ def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
         assert LaunchedRun(cluster, PlainConsole(stderr=True)).to_the_end(None) == 4
         assert time.monotonic() - began_s < options.timeouts.dead_s / 4
     assert len(shown) == 1 and "shardline: the chief ended with exit code 4" in shown[0]
-    assert "still there after the chief's end" not in capsys.readouterr().err
+    assert "still running after the chief ended" not in capsys.readouterr().err
 
 
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
@@ -334,7 +340,7 @@ def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_rol
         assert next_end(cluster).task == "worker/0"
         assert cluster.lacking(begun=True) == ""
         cluster.kill("worker/1", restart=False)
-        assert cluster.lacking(begun=True) == "nobody is left to train"
+        assert cluster.lacking(begun=True) == "no task is left to train"
     with LocalCluster(launch(tmp_path, out=tmp_path / "second", workers=1)) as cluster:
         cluster.kill("worker/0")
         assert next_end(cluster).restarted
@@ -398,5 +404,5 @@ def test_lifeline_ends_a_process_that_ignores_the_polite_signal() -> None:
 def test_out_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cluster = LocalCluster(launch(tmp_path, out=tmp_path / "file" / "out"))
-    with pytest.raises(UsageError, match=r"--out .* can't be written: .*; name a folder"), cluster:
+    with pytest.raises(UsageError, match=r"--out .* can't be written: .*; choose a folder"), cluster:
         pass

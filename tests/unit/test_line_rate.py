@@ -87,7 +87,7 @@ def test_unknown_line_rate_is_no_sample(machine: Callable[[Interfaces], None]) -
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "nan", "inf"])
 def test_line_rate_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SHARDLINE_LINK_MBIT", text)
-    with pytest.raises(UsageError, match=rf"SHARDLINE_LINK_MBIT is '{text}'; give the line's megabits"):
+    with pytest.raises(UsageError, match=rf"SHARDLINE_LINK_MBIT is '{text}'; give a rate in megabits"):
         given_rate()
 
 

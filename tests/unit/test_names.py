@@ -64,7 +64,7 @@ def test_name_is_asked_for_until_it_has_an_address_and_never_again(caplog: pytes
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2, told
     assert told[0].startswith("waiting for ps/0 at ps-0.ps:2222, 30 s left: the name 'ps-0.ps' has no address yet")
-    assert told[1] == "the name 'ps-0.ps' has an address now"
+    assert told[1] == "the name 'ps-0.ps' now has an address"
 
 
 def test_name_without_an_address_is_named_with_the_deadline_and_the_cause() -> None:
@@ -110,7 +110,7 @@ def test_resolver_that_hangs_keeps_nobody_beyond_the_deadline() -> None:
         return UNKNOWN
 
     try:
-        with pytest.raises(UnreachableError, match="the resolver does not answer"):
+        with pytest.raises(UnreachableError, match="the resolver did not answer"):
             HostName("ps-0.ps", "ps/0", resolve=never).wait(0.05)
     finally:
         hang.set()
@@ -210,8 +210,8 @@ def spec(tmp_path: Path, **addresses: str) -> str:
     ("command", "addresses", "who"),
     [
         (["ps"], {"chief": f"{NOWHERE}:2222"}, f"chief at {NOWHERE}:2222"),
-        (["ps"], {"ps": f"{NOWHERE}:2223"}, "the host that ps/0 is to listen at"),
-        (["chief", "--job", "{job}"], {"chief": f"{NOWHERE}:2222"}, "the host that chief/0 is to listen at"),
+        (["ps"], {"ps": f"{NOWHERE}:2223"}, "the host that ps/0 should listen at"),
+        (["chief", "--job", "{job}"], {"chief": f"{NOWHERE}:2222"}, "the host that chief/0 should listen at"),
         (["status"], {"chief": f"{NOWHERE}:2222"}, f"chief at {NOWHERE}:2222"),
     ],
     ids=["the chief's host", "a server's own host", "the chief's own host", "status"],

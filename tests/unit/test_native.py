@@ -387,8 +387,8 @@ def test_nothing_is_native_where_it_is_turned_off() -> None:
         ("", "native kernels: fast"),
         ("1", "native kernels: fast"),
         ("slow", "native kernels: slow"),
-        ("0", "native kernels: none: SHARDLINE_NATIVE=0"),
-        ("fats", "native kernels: none: SHARDLINE_NATIVE='fats' is none of 0, 1, slow, fast"),
+        ("0", "native kernels: none (SHARDLINE_NATIVE=0)"),
+        ("fats", "native kernels: none (SHARDLINE_NATIVE='fats' is not one of 0, 1, slow, fast)"),
     ],
 )
 def test_the_variable_chooses_the_level(wanted: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

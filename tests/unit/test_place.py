@@ -108,7 +108,7 @@ def test_place_that_stays_taken_is_given_up_with_the_chiefs_reason(
     serve: Callable[[Answer], tuple[str, Giver]],
 ) -> None:
     chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="all 1 places are taken", retry=True))
-    with pytest.raises(UnreachableError, match="no index within 1 s: all 1 places are taken"):
+    with pytest.raises(UnreachableError, match="an index within 1 s: all 1 places are taken"):
         take_place(chief, "ps", "a:1", Timeouts(join_s=1.0))
 
 
@@ -134,8 +134,8 @@ def test_chief_that_goes_away_is_followed_by_another(serve: Callable[[Answer], t
 
 
 def test_role_that_gets_no_index_is_told_so_at_once(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
-    chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="role 'chief' gets no index"))
-    with pytest.raises(MismatchError, match="role 'chief' gets no index"):
+    chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="the chief assigns no index"))
+    with pytest.raises(MismatchError, match="the chief assigns no index"):
         take_place(chief, "chief", "a:1", T)
 
 
@@ -144,7 +144,9 @@ def test_what_is_no_task_of_the_role_is_refused_before_a_spec_is_made_of_it(
     task: str, serve: Callable[[Answer], tuple[str, Giver]]
 ) -> None:
     chief, _ = serve(lambda request: places_pb2.PlaceReply(task=task))
-    with pytest.raises(ProtocolError, match=f"calls this worker '{task}'; it must be worker/0 to worker/4095"):
+    with pytest.raises(
+        ProtocolError, match=f"assigned this worker the name '{task}'; it must be worker/0 to worker/4095"
+    ):
         take_place(chief, "worker", "a:1", T)
 
 
@@ -224,7 +226,7 @@ def test_health_of_nobody_is_a_sentence_and_exit_code_3(capsys: pytest.CaptureFi
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["health", "--address", address, "--within", "0.5"]) == 3
-    assert f"nothing at {address} reported within 0.5 s that it is healthy" in capsys.readouterr().err
+    assert f"no task at {address} reported healthy within 0.5 s" in capsys.readouterr().err
 
 
 def test_health_of_a_task_that_ends_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

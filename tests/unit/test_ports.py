@@ -45,7 +45,7 @@ def test_a_held_port_is_nobody_elses_and_one_server_after_another_listens_there(
 
 
 def test_a_host_that_is_not_this_machines_is_named() -> None:
-    with pytest.raises(UsageError, match=r"no port of 203\.0\.113\.1 can be taken: .*is that an address of this host"):
+    with pytest.raises(UsageError, match=r"no port of 203\.0\.113\.1 can be bound: .*is that an address of this host"):
         held_port("203.0.113.1")
 
 

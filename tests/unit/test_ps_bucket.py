@@ -190,7 +190,7 @@ def test_an_image_that_does_not_fit_is_refused() -> None:
     bucket = make_bucket()
     good = bucket.image()
     for tensors, error, sentence in (
-        ({VALUE: torch.zeros(64)}, ProtocolError, "image of 64 torch.float32 elements, the plan says 128 float32"),
+        ({VALUE: torch.zeros(64)}, ProtocolError, "image of 64 torch.float32 elements; the plan says 128 float32"),
         ({VALUE: torch.zeros(128, dtype=torch.float64)}, ProtocolError, "128 torch.float64 elements"),
         ({VALUE: torch.zeros(128), "exp_avg": torch.zeros(128)}, CheckpointError, "unknown state 'exp_avg'"),
     ):

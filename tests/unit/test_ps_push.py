@@ -286,7 +286,7 @@ def test_a_push_that_finds_no_room_among_others_is_told_to_come_again() -> None:
         ) as caught:
             await push(store, push_frames(store, 1, seq=1))
         assert caught.value.result.ack.outcome == common_pb2.OUTCOME_WAITING
-        assert "Unfinished pushes of other workers hold it" in str(caught.value)
+        assert "Unfinished pushes of other workers use it" in str(caught.value)
         await slow.abandon()
         result = await push(store, push_frames(store, 1, seq=1))
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED

@@ -65,7 +65,7 @@ def test_the_sum_of_memory_is_told_at_start(caplog: pytest.LogCaptureFixture) ->
         store.close()
     total = sum(store.memory_plan(configuration()).values())
     assert f"memory: parameters 2 x {one / 1e6:.1f} MB, optimizer {one / 1e6:.1f} MB, cuts" in caplog.text
-    assert f"lanes 3.0 MB; {total / 1e6:.1f} MB in all" in caplog.text
+    assert f"lanes 3.0 MB; {total / 1e6:.1f} MB in total" in caplog.text
 
 
 def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,7 +77,7 @@ def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFix
         loop.close()
         store.close()
     assert store.staging.limit == plan().shards[0].nbytes
-    assert "staging is bounded by 1.2 MB instead of the 0.0 MB asked for" in caplog.text
+    assert "the limit of staging is 1.2 MB instead of the 0.0 MB requested" in caplog.text
 
 
 def test_contributions_of_a_shard_count_as_staged_until_they_are_applied() -> None:

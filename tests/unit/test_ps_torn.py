@@ -148,9 +148,13 @@ def test_an_answer_that_ends_within_a_bucket_says_why_and_is_asked_for_again() -
     sink = Sink()
     reader = PullReader(sink, [ELEMENTS])
     reader.feed(begun(ELEMENTS))
-    end = data_pb2.PullEnd(outcome=common_pb2.OUTCOME_OVERTAKEN, reason="step 3 of bucket 0 is gone")
+    end = data_pb2.PullEnd(outcome=common_pb2.OUTCOME_OVERTAKEN, reason="step 3 of bucket 0 is no longer available")
     reader.feed(PullFrameView(end=end))
-    assert reader.end is not None and reader.end.outcome is Outcome.OVERTAKEN and "is gone" in reader.end.reason
+    assert (
+        reader.end is not None
+        and reader.end.outcome is Outcome.OVERTAKEN
+        and "is no longer available" in reader.end.reason
+    )
     assert sink.whole == []
 
 
@@ -199,7 +203,7 @@ def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overt
                 shard.contribute(0, number, Block(0, 1), gradient)
         assert chunks == 1 and sink.whole == []
         assert reader.end is not None and reader.end.outcome is Outcome.OVERTAKEN
-        assert "step 0 of bucket 0 is gone" in reader.end.reason
+        assert "step 0 of bucket 0 is no longer available" in reader.end.reason
         store.close()
 
     asyncio.run(asyncio.wait_for(main(), 30.0))

@@ -44,9 +44,9 @@ def test_a_killed_server_is_noticed_training_stands_still_and_is_back_with_the_f
         _told(9.5, "ps_lost", "ps/0 was lost before"),
         _told(10.25, "life", "worker/1 is silent"),
         _told(10.5, "ps_lost", "ps/0 broke its stream; all shards go back"),
-        _told(11.0, "recovered", "ps/0 was heard last 1.0 s ago", lost=4),
+        _told(11.0, "recovered", "ps/0 was last heard 1.0 s ago", lost=4),
         _told(20.125, "life", "ps/1 is silent"),
-        _told(21.0, "recovered", "ps/1 was heard last 1.0 s ago", lost=7),
+        _told(21.0, "recovered", "ps/1 was last heard 1.0 s ago", lost=7),
     ]
     marks = [9.0, 9.9, 10.2, 12.2, 12.3, 19.9, 20.9, 21.0]
     rows = measure(_played(tmp_path, Case("ps", "sync"), told, [10.0, 20.0], marks))

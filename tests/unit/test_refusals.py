@@ -45,12 +45,12 @@ def job_spec(**argument: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: spec(boss=["e:1"]), ClusterSpecError, "cluster.json has the role 'boss'; roles are"),
+        (lambda: spec(boss=["e:1"]), ClusterSpecError, "cluster.json has a role 'boss'; the roles are"),
         (lambda: spec(chief=["a:1", "e:1"]), ClusterSpecError, 'has 2 addresses for "chief"'),
         (
             lambda: spec(worker={"0": "c:1", "2": "d:1"}),
             ClusterSpecError,
-            '"worker" has 2 numbered tasks, but none is \'1\'; number them from "0"',
+            '"worker" has 2 numbered tasks, but no \'1\'; number them from "0"',
         ),
         (lambda: spec(evaluator=[]), ClusterSpecError, '"evaluator" is an empty list; give its addresses'),
         (
@@ -58,7 +58,7 @@ def job_spec(**argument: Any) -> JobSpec:
                 {**dict.fromkeys(options.JOB_FIELDS), "steps": 10, "settings": (("steps", "20"),)}
             ),
             UsageError,
-            "the job field 'steps' is set 2 times; set it once",
+            "job field 'steps' is set 2 times; set it once",
         ),
         (lambda: resolve_device("meta"), UsageError, "--device meta: use cpu, cuda or cuda:N"),
         (
@@ -69,7 +69,8 @@ def job_spec(**argument: Any) -> JobSpec:
         (
             lambda: find_checkpoint(Path("/nowhere")),
             CheckpointError,
-            "/nowhere does not exist; give a step's folder (step-00000100) or the folder of checkpoints",
+            "/nowhere does not exist; give the folder of a step (step-00000100), or the folder that contains the "
+            "checkpoints",
         ),
         (
             lambda: options._take_place("worker", {"task": "worker/any", "cluster": None}, PLAIN),
@@ -98,7 +99,7 @@ def test_it_is_refused_in_a_sentence_that_names_it(
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "1e7"])
 def test_a_credit_that_is_no_number_of_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SHARDLINE_CREDIT_MB", text)
-    with pytest.raises(UsageError, match=rf"SHARDLINE_CREDIT_MB is '{text}'; give megabytes, such as 4"):
+    with pytest.raises(UsageError, match=rf"SHARDLINE_CREDIT_MB is '{text}'; give a number of megabytes, such as 4"):
         credit_bytes()
 
 
@@ -131,7 +132,7 @@ class Holds(nn.Module):
 @pytest.mark.parametrize(
     ("buffer", "sentence"),
     [
-        (lambda: torch.eye(2).to_sparse(), r"'odd' has layout torch\.sparse_coo; Shardline holds dense"),
+        (lambda: torch.eye(2).to_sparse(), r"'odd' has layout torch\.sparse_coo; Shardline supports dense"),
         (lambda: torch.zeros(1).expand(3), r"'odd' is an expanded view .* store \.contiguous\(\) of it"),
         (lambda: torch.zeros(2, device="meta"), r"'odd' is on the meta device and has no values"),
     ],
@@ -148,5 +149,9 @@ def test_what_torch_says_of_a_jobs_parameter_groups_is_passed_on() -> None:
 
     fields: dict[str, Any] = {"loss": lambda m, b: m(b).sum(), "dataset": [1], "batch_size": 1, "steps": 1}
     job = Job(model=lambda: nn.Linear(2, 2), optimizer="SGD", param_groups=groups, **fields)
-    with pytest.raises(JobError, match=r"torch\.optim\.SGD refuses optimizer_args or param_groups: .*more than one"):
+    with pytest.raises(
+        JobError,
+        match=r"torch\.optim\.SGD does not accept optimizer_args or param_groups: .*more "
+        r"than one",
+    ):
         job.build_optimizer(nn.Linear(2, 2))

@@ -89,7 +89,7 @@ def test_a_disk_without_room_for_a_run_is_named_at_once_and_the_lock_is_free_aga
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"--out .* can't be written: No space left on device; name a folder"):
+        with pytest.raises(UsageError, match=r"--out .* can't be written: No space left on device; choose a folder"):
             RunLock.take(tmp_path / "chief")
     assert {name: value[2] for name, value in state_of(tmp_path).items()} == before
     RunLock.take(tmp_path / "chief").close()
@@ -169,7 +169,7 @@ def change_no_byte(tmp_path: Path, process: subprocess.Popen[str]) -> None:
     ):
         assert f"{out} is in use by another run (process {process.pid})" in refused(*command)
         assert state_of(tmp_path) == before, command
-    assert "holds an earlier run" in refused("train", job, "--out", out, "--summary", summary)
+    assert "contains an earlier run" in refused("train", job, "--out", out, "--summary", summary)
     assert state_of(tmp_path) == before
 
 

@@ -76,7 +76,7 @@ def test_many_steps_of_decay_end_in_zero_and_not_in_an_error():
 def test_total_steps_come_from_the_job_where_they_are_not_given(kind):
     assert schedule.complete(kind(warmup_steps=2), 40) == kind(40, warmup_steps=2)
     assert schedule.complete(kind(30), 40).total_steps == 30
-    with pytest.raises(JobError, match="nothing says how many steps"):
+    with pytest.raises(JobError, match="its number of steps is not known"):
         schedule.complete(kind(), 0)
     with pytest.raises(JobError, match="complete"):
         schedule.factor(kind(), 3)
@@ -100,8 +100,8 @@ def test_schedules_without_an_end_are_complete_in_a_job_without_one():
         (lambda: schedule.step(2, 10**400), "gamma is 1000"),
         (lambda: schedule.linear(10, -0.5), "final_factor is -0.5"),
         (lambda: schedule.linear(10, "0"), "final_factor is '0'"),
-        (lambda: schedule.cosine(10, warmup_steps=10), "leave nothing of 10"),
-        (lambda: schedule.complete(schedule.cosine(warmup_steps=10), 5), "leave nothing of 5"),
+        (lambda: schedule.cosine(10, warmup_steps=10), "use up all 10"),
+        (lambda: schedule.complete(schedule.cosine(warmup_steps=10), 5), "use up all 5"),
         (lambda: schedule.check(ScheduleSpec(kind="exponential")), "'exponential'; it must be one of constant"),
     ],
 )

@@ -24,7 +24,7 @@ def test_what_is_given_comes_before_the_environment() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "error", "says"),
     [
-        ({"batch_size": 3}, {}, UsageError, "no setting 'batch_size'; it has seed, checkpoint_every"),
+        ({"batch_size": 3}, {}, UsageError, "no setting 'batch_size'; the settings are seed, checkpoint_every"),
         ({"seed": -1}, {}, JobError, r"connect\(\)\.seed is -1; give a whole number >= 0"),
         ({}, {"seed": "x"}, JobError, "seed is set to 'x'; it must be a whole number"),
         ({"topology": "ring"}, {}, JobError, "topology 'ring' does not exist; choose from flat"),

@@ -94,7 +94,7 @@ def test_a_name_is_given_once() -> None:
     class Loose(Resident):
         name: ClassVar[str] = "loose"
 
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         table().add(Other)
     with pytest.raises(UsageError, match="frozen dataclass"):
         table().add(Loose)
@@ -109,5 +109,5 @@ def test_a_job_file_finds_every_method_as_a_class_of_its_name(seam: str) -> None
 
 
 def test_a_class_instead_of_its_object_is_named() -> None:
-    with pytest.raises(JobError, match=r"toy is the class Plain; give an object of it: Plain\(\)"):
+    with pytest.raises(JobError, match=r"toy is the class Plain; give an instance: Plain\(\)"):
         table().parse(Plain)  # type: ignore[arg-type]

@@ -191,8 +191,8 @@ def test_calls_made_on_a_loop_work_over_mutual_tls_with_the_token(mutual: RpcSer
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda files: PLAIN, "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key"),
-        (lambda files: Security(tls_ca=files.ca), "it refused this side's certificate, or the lack of one"),
+        (lambda files: PLAIN, "it uses TLS and this side does not; set the --tls-ca, --tls-cert and --tls-key"),
+        (lambda files: Security(tls_ca=files.ca), "it refused this side's certificate, or that there is none"),
         (lambda files: files.mutual(files.stranger), "it refused this side's certificate.*is --tls-cert signed by"),
         (lambda files: files.mutual(ca=files.other_ca), "its certificate is not trusted .*is it signed by --tls-ca"),
     ],
@@ -261,9 +261,9 @@ def test_without_a_ca_only_the_server_shows_a_certificate(files: Files) -> None:
 def test_ca_alone_serves_nobody(files: Files) -> None:
     security = Security(tls_ca=files.ca)
     for make in (security.server_credentials, security.server_context):
-        with pytest.raises(UsageError, match="a task serves others and needs a certificate of its own"):
+        with pytest.raises(UsageError, match="a task needs a certificate of its own"):
             make()
-    with pytest.raises(UsageError, match="--tls-ca is given without"):
+    with pytest.raises(UsageError, match="--tls-ca is set without"):
         RpcServer("127.0.0.1:0", security=security).start()
 
 
@@ -289,7 +289,7 @@ def test_refused_token_is_the_persons_to_set_right_and_is_not_retried(
     retries: list[None] = []
     peer.on_retry = lambda: retries.append(None)
     with pytest.raises(
-        UsageError, match=r"ps/0 at .* refused Echo: the call does not bring this job's token"
+        UsageError, match=r"ps/0 at .* refused Echo: the call does not carry the token of this job"
     ) as caught:
         peer.call(peer.channel.unary_unary(f"/{SERVICE}/x"), b"", what="Echo")
     peer.close()
@@ -334,7 +334,7 @@ def test_health_is_open_and_reflection_is_not(plain_with_token: RpcServer, files
 def test_commands_and_heartbeats_bring_the_token(plain_with_token: RpcServer, files: Files) -> None:
     """The server has no Chief service: who gets past the gate is told that."""
     client = ChiefClient(plain_with_token.address, TIMEOUTS)
-    with pytest.raises(UsageError, match="refused Status: the call does not bring"):
+    with pytest.raises(UsageError, match="refused Status: the call does not carry"):
         client.status()
     client.close()
     client = ChiefClient(plain_with_token.address, TIMEOUTS, Security(token_file=files.token))
@@ -363,10 +363,10 @@ def test_token_is_compared_whole_and_never_shown(files: Files) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "holds 0 characters; a token has 16 to 4096"),
-        (b"short\n", "holds 5 characters"),
-        (b"x" * 5000, "holds 5000 characters"),
-        (b"xyzzy plugh frotz", "one line of ASCII letters, digits and signs"),
+        (b"", "has 0 characters; a token has 16 to 4096"),
+        (b"short\n", "has 5 characters"),
+        (b"x" * 5000, "has 5000 characters"),
+        (b"xyzzy plugh frotz", "one line of ASCII letters, digits and punctuation"),
         (b"first-line-of-16\nsecond-line", "one line of ASCII"),
         ("not-ascii-snowman-☃".encode(), "one line of ASCII"),
     ],
@@ -391,16 +391,16 @@ def test_unusable_tls_files_are_named_with_their_flag(files: Files, tmp_path: Pa
     broken = tmp_path / "broken.pem"
     broken.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     cases: list[tuple[dict[str, Path], str]] = [
-        ({"tls_cert": cert}, "--tls-cert is given without --tls-key"),
-        ({"tls_key": key}, "--tls-key is given without --tls-cert"),
+        ({"tls_cert": cert}, "--tls-cert is set without --tls-key"),
+        ({"tls_key": key}, "--tls-key is set without --tls-cert"),
         ({"tls_cert": missing, "tls_key": key}, f"--tls-cert {missing} can't be read: No such file"),
         ({"tls_cert": cert, "tls_key": missing}, f"--tls-key {missing} can't be read: No such file"),
         ({"tls_ca": missing}, f"--tls-ca {missing} can't be read: No such file"),
         ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: it is a folder, not a regular file"),
-        ({"tls_ca": junk}, f"--tls-ca {junk} holds no certificate in PEM form"),
-        ({"tls_ca": broken}, f"--tls-ca {broken} holds no certificate in PEM form"),
-        ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} holds no certificate in PEM form"),
-        ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} holds no private key in PEM form"),
+        ({"tls_ca": junk}, f"--tls-ca {junk} contains no PEM certificate"),
+        ({"tls_ca": broken}, f"--tls-ca {broken} contains no PEM certificate"),
+        ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} contains no PEM certificate"),
+        ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} contains no PEM private key"),
         ({"tls_cert": cert, "tls_key": files.stranger[1]}, f"--tls-key {files.stranger[1]} is not the private key of"),
         ({"token_file": missing}, f"--token-file {missing} can't be read: No such file"),
         ({"tls_ca": Path("/dev/zero")}, "--tls-ca /dev/zero can't be read: it is a device, not a regular file"),
@@ -424,7 +424,7 @@ def test_encrypted_key_is_refused_instead_of_asking_at_the_terminal(files: Files
             serialization.BestAvailableEncryption(b"passphrase"),
         )
     )
-    with pytest.raises(UsageError, match="is encrypted; give one without a passphrase"):
+    with pytest.raises(UsageError, match="is encrypted; use a key without a passphrase"):
         Security(tls_cert=cert, tls_key=encrypted)
 
 

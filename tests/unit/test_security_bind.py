@@ -19,8 +19,8 @@ from shardline.security import Security, is_loopback
 
 HERE, ELSEWHERE = "127.0.0.1:0", "10.0.0.7:2222"
 REMEDIES = (
-    r"without TLS, where others may read and change what travels; give --tls-cert, --tls-key and --tls-ca, or keep to "
-    r"this machine with {flag} 127\.0\.0\.1, or say --insecure-bind \(SHARDLINE_INSECURE_BIND\)"
+    r"without TLS, where others can read and change the traffic; set --tls-cert, --tls-key and --tls-ca, or stay on "
+    r"this machine with {flag} 127\.0\.0\.1, or set --insecure-bind \(SHARDLINE_INSECURE_BIND\)"
 )
 
 
@@ -90,7 +90,7 @@ def test_flag_and_variable_say_that_the_network_is_ones_own(monkeypatch: pytest.
     found: list[RoleConfig] = []
     command = keeping("ps", found)
     arguments = ["--cluster", f'{{"chief": ["{HERE[:-1]}1"], "ps": ["{ELSEWHERE}"]}}']
-    with pytest.raises(UsageError, match="or say --insecure-bind"):
+    with pytest.raises(UsageError, match="or set --insecure-bind"):
         command.main(arguments, standalone_mode=False)
     command.main([*arguments, "--insecure-bind"], standalone_mode=False)
     monkeypatch.setenv("SHARDLINE_INSECURE_BIND", "true")
@@ -107,20 +107,18 @@ def test_what_is_left_open_is_said_once_and_nothing_where_nothing_is(files: dict
 
     (plain,) = config(address=ELSEWHERE, insecure_bind=True).cautions()
     assert plain.startswith("--insecure-bind: ps/0 listens at 10.0.0.7 without TLS; anyone on that network can read")
-    assert plain.endswith("and without a token anybody may command it")
+    assert plain.endswith("and without a token anyone can send it commands")
     (guarded,) = config(address=ELSEWHERE, insecure_bind=True, security=Security(**both)).cautions()
     assert guarded.endswith("can read and change the traffic")
     (open_tls,) = config(address=ELSEWHERE, security=Security(**tls)).cautions()
-    assert "admits anyone who can reach it; give --token-file or --tls-ca" in open_tls
+    assert "admits anyone who can reach it; set --token-file or --tls-ca" in open_tls
 
 
 @pytest.mark.parametrize("role", ["chief", "ps", "worker", "evaluator"])
 def test_chief_and_servers_warn_where_the_jobs_token_is_every_right(role: str, files: dict[str, Path]) -> None:
     found = config(role, security=Security(token_file=files["job"])).cautions()
     assert len(found) == (role in ("chief", "ps"))
-    assert all(
-        "there is no --admin-token-file, so the job's token grants every right" in sentence for sentence in found
-    )
+    assert all("there is no --admin-token-file, so the job token grants every right" in sentence for sentence in found)
 
 
 def role_security(role: str, **given: Path) -> Security:

@@ -45,12 +45,12 @@ def test_a_task_whose_certificate_has_expired_says_so_at_its_start_and_ends(
     assert main(["ps", *place, *files]) == UsageError.exit_code
     (said,) = capsys.readouterr().err.splitlines()
     assert f"--tls-cert {cert} expired on 2021-03-04 05:06:07 UTC, and by this machine's clock it is 2" in said
-    assert "give a newer one with its --tls-key" in said
+    assert "use a newer one with its --tls-key" in said
 
 
 def test_a_certificate_of_tomorrow_is_refused_with_its_date(tmp_path: Path) -> None:
     ca, cert, key = write(tmp_path, not_before=FUTURE, not_after=FUTURE.replace(year=2200))
-    with pytest.raises(UsageError, match=r"own.pem is valid from 2199-01-01 00:00:00 UTC on, and by .* is the clock"):
+    with pytest.raises(UsageError, match=r"own.pem is only valid from 2199-01-01 00:00:00 UTC, and by .* is the clock"):
         Security(tls_ca=ca, tls_cert=cert, tls_key=key)
 
 
@@ -123,7 +123,7 @@ def serving(security: Security) -> Iterator[int]:
     ("whose", "says"),
     [
         ("its own", r"it refused this side's certificate.*--tls-cert .*mine.pem expired on 2021-03-04 05:06:07 UTC"),
-        ("the other's", r"its certificate is out of date \(certificate has expired\) by this machine's clock"),
+        ("the other's", r"its certificate is not valid now \(certificate has expired\) by this machine's clock"),
     ],
 )
 def test_a_new_connection_with_a_certificate_that_has_expired_meanwhile_is_told_whose(

@@ -128,10 +128,10 @@ def test_message_that_is_too_long_or_not_readable_never_reaches_its_handler(chan
     found = status(lambda: raw(channel, name, KINDS[name], long))
     assert found == (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        f"a message of {limit + 1} bytes; {call} takes {limit} at most",
+        f"a message of {limit + 1} bytes; the limit of {call} is {limit}",
     )
     found = status(lambda: raw(channel, name, KINDS[name], junk))
-    assert found == (grpc.StatusCode.INVALID_ARGUMENT, f"a message of {call} can't be read")
+    assert found == (grpc.StatusCode.INVALID_ARGUMENT, f"a message of {call} can't be parsed")
     assert READ == []
 
 
@@ -139,7 +139,7 @@ def test_message_that_is_not_readable_ends_a_call_whose_replies_are_on_their_way
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = status(lambda: raw(channel, "Replication/Replicate", "stream_stream", b"", b"\xff" * 8))
-    assert found == (grpc.StatusCode.INVALID_ARGUMENT, "a message of Replicate can't be read")
+    assert found == (grpc.StatusCode.INVALID_ARGUMENT, "a message of Replicate can't be parsed")
     assert not caplog.records
 
 
@@ -148,7 +148,7 @@ def test_health_services_list_is_refused_without_a_traceback_in_the_log(
 ) -> None:
     method: Any = channel.unary_unary("/grpc.health.v1.Health/List")
     found = status(lambda: method(b"", timeout=10))
-    assert found == (grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services here; use reflection")
+    assert found == (grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services; use reflection")
     assert not caplog.records
 
 
@@ -209,7 +209,7 @@ image = parameter_server_pb2.ImageHeader
 ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
     "sizes": (
         lambda: job_from_proto(job(tensors=[tensor(shape=[1 << 62] * 50_000)])),
-        "50000 of them; the limit is 64",
+        "50000 entries; the limit is 64",
     ),
     "elements": (lambda: job_from_proto(job(tensors=[tensor(shape=[1 << 62])])), "elements; the limit is"),
     "bytes": (
@@ -222,14 +222,14 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: job_from_proto(job(settings=replicas(1 << 31))),
         "job has 2147483648 replicas; the limit is 65536",
     ),
-    "groups": (lambda: job_from_proto(job(rule=rule(70_000))), "parameter groups of a rule: 70000 of them"),
+    "groups": (lambda: job_from_proto(job(rule=rule(70_000))), "parameter groups of a rule: 70000 entries"),
     "numbers": (lambda: job_from_proto(job(rule=rule(betas=plan_pb2.Argument(numbers=numbers)))), "numbers in an arg"),
     "text": (lambda: job_from_proto(job(rule=rule(lr=plan_pb2.Argument(text=LONG)))), "argument of a rule has 1025"),
     "machine": (
         lambda: join_from_proto(
             chief_pb2.JoinRequest(hello=common_pb2.Hello(machine={str(n): "x" for n in range(2000)}))
         ),
-        "facts about the machine: 2000 of them",
+        "facts about the machine: 2000 entries",
     ),
     "fact": (
         lambda: join_from_proto(chief_pb2.JoinRequest(hello=common_pb2.Hello(machine={"cpu": LONG}))),
@@ -241,15 +241,15 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shards": (
         lambda: configuration_from_proto(configure(shards=range(5000))),
-        "Configure: shards: 5000 of them; the limit is 64",
+        "Configure: shards: 5000 entries; the limit is 64",
     ),
-    "kept": (lambda: configuration_from_proto(configure(keep_standbys=[0] * 100)), "standbys to keep: 100 of them"),
+    "kept": (lambda: configuration_from_proto(configure(keep_standbys=[0] * 100)), "standbys to keep: 100 entries"),
     "steps": (
         lambda: beat_from_proto(beat(steps=[chief_pb2.StepReport()] * 5000)),
         "has 5000 steps; the limit is 4096",
     ),
-    "suspects": (lambda: beat_from_proto(beat(suspects=["a"] * 20_000)), "suspects: 20000 of them"),
-    "figures": (lambda: beat_from_proto(beat(figures={str(n): 0.0 for n in range(2000)})), "figures: 2000 of them"),
+    "suspects": (lambda: beat_from_proto(beat(suspects=["a"] * 20_000)), "suspects: 20000 entries"),
+    "figures": (lambda: beat_from_proto(beat(figures={str(n): 0.0 for n in range(2000)})), "figures: 2000 entries"),
     "failure": (
         lambda: beat_from_proto(beat(failure="x" * 20_000)),
         "failure has 20000 characters; the limit is 16384",
@@ -257,9 +257,9 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
     "task": (lambda: beat_from_proto(beat(task=LONG)), "name of the task has 1025 characters"),
     "cuts": (
         lambda: beat_from_proto(beat(ps=shard(shard=3, cuts=[parameter_server_pb2.HeldCut()] * 2000))),
-        "cuts of shard 3: 2000 of them",
+        "cuts of shard 3: 2000 entries",
     ),
-    "waiting": (lambda: beat_from_proto(beat(ps=shard(waiting_for=range(70_000)))), "waits for: 70000 of them"),
+    "waiting": (lambda: beat_from_proto(beat(ps=shard(waiting_for=range(70_000)))), "is waiting for: 70000 entries"),
     "image": (
         lambda: ImageAssembler(max_bytes=1 << 20).feed(
             image(tensors=[parameter_server_pb2.ImageTensor(name="value", dtype=FLOAT, elements=1 << 60)]), None
@@ -270,11 +270,11 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ImageAssembler(max_bytes=1 << 20).feed(
             image(tensors=[parameter_server_pb2.ImageTensor(dtype=FLOAT)] * 5000), None
         ),
-        "tensors in the image of bucket 0: 5000 of them",
+        "tensors in the image of bucket 0: 5000 entries",
     ),
     "sequences": (
         lambda: sequences_from_proto(parameter_server_pb2.WorkerSequence(task=str(n)) for n in range(20_000)),
-        "tasks in the end of the images: 16385 of them",
+        "tasks in the end of the images: 16385 entries",
     ),
 }
 

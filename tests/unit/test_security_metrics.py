@@ -200,7 +200,7 @@ def test_a_web_site_that_names_itself_as_this_machine_reads_nothing(
         assert read(metrics.url, {"Host": good})[0] == 200
     status, text = read(metrics.url, {"Host": f"evil.example:{port}"})
     assert status == 421 and "shardline_" not in text
-    remedy = "ask for them as 127.0.0.1 or localhost" + (", or bring the job's token" if token else "")
-    assert text == f"these metrics were asked for as 'evil.example:{port}'; {remedy}\n"
+    remedy = "use 127.0.0.1 or localhost" + (", or send the job's token" if token else "")
+    assert text == f"these metrics were requested from host 'evil.example:{port}'; {remedy}\n"
     assert len(read(metrics.url, {"Host": "x" * 60_000})[1]) < 300
     assert read(metrics.url, {"Host": "evil.example", **BEARER})[0] == (200 if token else 421)

@@ -102,8 +102,8 @@ def test_what_is_published_can_be_written_through_the_first_mapping_alone() -> N
     [
         (0, NBYTES, "it could still be truncated"),
         (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, NBYTES, "it could still be truncated"),
-        (segments.FIXED, NBYTES - mmap.PAGESIZE, f"has {NBYTES - mmap.PAGESIZE:,} bytes where {NBYTES:,} were agreed"),
-        (segments.FIXED, NBYTES + 1, f"has {NBYTES + 1:,} bytes where {NBYTES:,} were agreed"),
+        (segments.FIXED, NBYTES - mmap.PAGESIZE, f"has {NBYTES - mmap.PAGESIZE:,} bytes; {NBYTES:,} were agreed"),
+        (segments.FIXED, NBYTES + 1, f"has {NBYTES + 1:,} bytes; {NBYTES:,} were agreed"),
     ],
 )
 def test_a_segment_without_seals_or_of_another_size_is_not_mapped(seals: int, size: int, says: str) -> None:
@@ -116,7 +116,7 @@ def test_a_plain_file_is_no_segment(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(NBYTES))
     fd = os.open(path, os.O_RDWR)
-    with pytest.raises(SegmentError, match="not memory that can be sealed"):
+    with pytest.raises(SegmentError, match="not sealable memory"):
         Segment.adopt(fd, NBYTES)
     with pytest.raises(OSError):
         os.fstat(fd)
@@ -171,7 +171,7 @@ def test_memory_that_is_gone_when_it_is_taken_is_an_error(monkeypatch: pytest.Mo
 
 def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SegmentError, match="shared segments need Linux, this is darwin"):
+    with pytest.raises(SegmentError, match="shared segments need Linux; this is darwin"):
         Segment.create(NBYTES, name="shardline-test")
 
 
@@ -300,7 +300,7 @@ def test_an_area_that_could_be_cut_off_is_not_mapped_by_the_worker(pair: tuple[s
     gc.collect()
     assert descriptors("shardline-test") == before
     socket.send_fds(ours, [welcome_message(2, NBYTES, 0)], [good.fd])
-    with pytest.raises(SegmentError, match="passed 1 segments where 2 were announced"):
+    with pytest.raises(SegmentError, match="passed 1 segments; 2 were announced"):
         segments.hear_welcome(theirs)
     assert descriptors("shardline-test") == before
 
@@ -312,7 +312,7 @@ def test_another_users_process_is_recognised(
     segments.check_user(ours)
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(SegmentError, match=f"is of user {uid}, this one of {uid + 1}"):
+    with pytest.raises(SegmentError, match=f"belongs to user {uid}, this one to user {uid + 1}"):
         segments.check_user(ours)
 
 

@@ -274,7 +274,7 @@ def test_buckets_of_a_shard_follow_the_order_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("tensors", "shards", "sentence"),
     [
-        (specs([(3,)]), 0, "0 parameter servers: a plan needs at least 1"),
+        (specs([(3,)]), 0, "the cluster has 0 parameter servers; it needs at least 1"),
         ([], 1, "the model has no parameters that require a gradient, so there is nothing to train"),
         (specs([(3,)], kind=TensorKind.BUFFER), 1, "the model has no parameters that require a gradient"),
         (specs([(3,)]) + specs([(4,)]), 1, "two tensors are named 'w0'"),
@@ -286,7 +286,7 @@ def test_buckets_of_a_shard_follow_the_order_of_the_model() -> None:
         (
             [TensorSpec(name="x", shape=(), dtype="float8")],
             1,
-            "tensor 'x' has dtype 'float8', which Shardline can't hold",
+            "tensor 'x' has dtype 'float8', which Shardline doesn't support",
         ),
     ],
 )
@@ -364,21 +364,24 @@ def test_a_sound_plan_passes() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "sentence"),
     [
-        (lambda p: with_slice(p, 0, 0, 0, tensor=4), "shard 0, bucket 0 names tensor 4 of 4"),
-        (lambda p: with_slice(p, 0, 0, 0, tensor=-1), "shard 0, bucket 0 names tensor -1 of 4"),
+        (lambda p: with_slice(p, 0, 0, 0, tensor=4), "shard 0, bucket 0 refers to tensor 4, but there are 4"),
+        (lambda p: with_slice(p, 0, 0, 0, tensor=-1), "shard 0, bucket 0 refers to tensor -1, but there are 4"),
         (lambda p: with_bucket(p, 0, 1, dtype="int32"), "mixes 'n' (int64, buffer) into a bucket of int32, buffer"),
         (lambda p: with_bucket(p, 0, 1, kind=TensorKind.PARAM), "mixes 'n' (int64, buffer) into a bucket of int64, pa"),
         (lambda p: with_tensor(p, 3, dtype="bfloat16"), "shard 0, bucket 2 mixes 'e' (bfloat16, param)"),
-        (lambda p: with_tensor(p, 0, dtype="float8"), "tensor 'w0' has dtype 'float8', which Shardline can't hold"),
+        (lambda p: with_tensor(p, 0, dtype="float8"), "tensor 'w0' has dtype 'float8', which Shardline doesn't "
+                                                      "support"),
         (lambda p: with_tensor(p, 0, shape=(-60, 1024)), "tensor 'w0' has the negative shape (-60, 1024)"),
         (lambda p: with_tensor(p, 1, name="w0"), "two tensors are named 'w0'"),
         (lambda p: with_tensor(p, 1, aliases=("n",)), "two tensors are named 'n'"),
-        (lambda p: with_slice(p, 0, 0, 1, offset=16_385), "'w0' at elements 16385 to 32769 of 32768 overlaps, is not"),
+        (lambda p: with_slice(p, 0, 0, 1, offset=16_385), "'w0' at elements 16385 to 32769 of 32768 overlaps another, "
+                                                          "is not"),
         (lambda p: with_slice(p, 0, 0, 1, offset=16_320), "'w0' at elements 16320 to 32704 of 32768 overlaps"),
         (lambda p: with_slice(p, 0, 0, 0, offset=-64), "'w0' at elements -64 to 16320 of 32768 overlaps"),
-        (lambda p: with_bucket(p, 0, 0, elements=16_384), "of 16384 overlaps, is not aligned or leaves the bucket"),
-        (lambda p: with_bucket(p, 0, 0, elements=1 << 50), "has 1125899906842624 elements, its slices take 32768"),
-        (lambda p: with_slice(p, 0, 0, 1, elements=100), "shard 0, bucket 0: 16 rows of 'w0' are not 100 elements"),
+        (lambda p: with_bucket(p, 0, 0, elements=16_384), "of 16384 overlaps another, is not aligned, or exceeds the "
+                                                          "bucket"),
+        (lambda p: with_bucket(p, 0, 0, elements=1 << 50), "has 1125899906842624 elements; its slices take 32768"),
+        (lambda p: with_slice(p, 0, 0, 1, elements=100), "shard 0, bucket 0: 16 rows of 'w0' don't have 100 elements"),
         (lambda p: with_slice(p, 1, 0, 1, first_row=64), "rows 64 to 76 of 'w0' are out of range"),
         (lambda p: with_slice(p, 0, 0, 0, first_row=-16), "rows -16 to 0 of 'w0' are out of range"),
         (lambda p: with_slice(p, 0, 0, 0, rows=0, elements=0), "rows 0 to 0 of 'w0' are out of range"),
@@ -389,15 +392,15 @@ def test_a_sound_plan_passes() -> None:
         ),
         (lambda p: with_slice(p, 0, 0, 1, first_row=0), "rows 16 to 0 of 'w0' are missing or repeated"),
         (lambda p: with_buckets(p, 1, [p.shards[1].buckets[1]]), "rows 16 to 32 of 'w0' are missing or repeated"),
-        (lambda p: with_buckets(p, 1, [p.shards[1].buckets[0]]), "'w1' has 60 rows, the plan covers 0"),
-        (lambda p: with_buckets(p, 0, list(p.shards[0].buckets[:2])), "'e' has 0 rows, the plan covers 0"),
+        (lambda p: with_buckets(p, 1, [p.shards[1].buckets[0]]), "'w1' has 60 rows; the plan covers 0"),
+        (lambda p: with_buckets(p, 0, list(p.shards[0].buckets[:2])), "'e' has 0 rows; the plan covers 0"),
         (
             lambda p: with_buckets(p, 1, [*p.shards[1].buckets, p.shards[0].buckets[2]]),
-            "'e' has no rows, the plan holds it 2 times",
+            "'e' has no rows, but is in the plan 2 times",
         ),
-        (lambda p: with_tensor(p, 0, whole=True), "'w0' must stay whole, the plan cuts it into 4 slices"),
+        (lambda p: with_tensor(p, 0, whole=True), "'w0' must not be cut, but the plan cuts it into 4 slices"),
         (lambda p: with_buckets(p, 1, []), "shard 1 of 2 is empty"),
-        (lambda p: with_bucket(p, 0, 1, slices=(), elements=0), "shard 0, bucket 1 holds no tensor"),
+        (lambda p: with_bucket(p, 0, 1, slices=(), elements=0), "shard 0, bucket 1 contains no tensor"),
         (
             lambda p: with_bucket(
                 p, 1, 1, elements=61_440, slices=(*p.shards[1].buckets[1].slices, dataclasses.replace(

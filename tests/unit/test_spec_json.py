@@ -48,8 +48,8 @@ def test_job_comes_back_equal_and_with_the_same_types() -> None:
         (("schedule", "gamma"), 10**400, "it must be of type float"),
         (("tensors", 0, "shape"), [1, "2"], "job.tensors[0].shape[1] is '2'"),
         (("tensors", 0, "size"), 1, "job.tensors[0] has an unknown field 'size'"),
-        (("tensors", 0), {"name": "x"}, "lacks the field 'shape'"),
-        (("rule", "groups", 0, "lr"), {"code": "x"}, "an argument is a number"),
+        (("tensors", 0), {"name": "x"}, "has no field 'shape'"),
+        (("rule", "groups", 0, "lr"), {"code": "x"}, "an argument must be a number"),
         (("consistency", "nan_policy"), "both", "nan_policy is 'both'"),
     ],
 )

@@ -104,7 +104,7 @@ def test_shards_have_their_size_beside_the_largest_and_who_holds_them() -> None:
     ("state", "task", "shown"),
     [
         ("", "", ("", "none")),
-        ("unprotected", "ps/1", ("ps/1", "not reached")),
+        ("unprotected", "ps/1", ("ps/1", "unreachable")),
         ("copying", "ps/1", ("ps/1", "copying")),
         ("synced", "ps/1", ("ps/1", "in step")),
         ("silent", "ps/1", ("ps/1", "silent")),

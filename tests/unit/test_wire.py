@@ -100,7 +100,7 @@ def test_a_contiguous_tensor_is_not_copied_either_way() -> None:
 
 
 def test_a_partial_element_is_refused() -> None:
-    with pytest.raises(ProtocolError, match=r"7 bytes are not a whole number of float32 elements \(4 bytes each\)"):
+    with pytest.raises(ProtocolError, match=r"7 bytes are not a multiple of the float32 element size, 4 bytes"):
         tensor_from_bytes(bytes(7), "float32")
 
 

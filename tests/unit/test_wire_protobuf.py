@@ -150,7 +150,7 @@ def test_a_frame_cut_anywhere_never_reads_as_more_than_it_holds(frame: PushFrame
         (b"\x08\x01", "is not a message"),
         (b"\x0a\x00\x0a\x00", "two of push"),
         (b"\x02\x00", "field number 0"),
-        (b"\x0d\x01", "cut short"),
+        (b"\x0d\x01", "truncated"),
         (b"\x08" + b"\xff" * 9 + b"\x02", "more than 64 bits"),
         (varint(1 << 35) + b"\x00", "field number 4294967296"),
         (b"\x0a\x08\x1a\x06\x08\xff\xff\xff\xff\x1f", "bucket 8589934591, a number of more than 32 bits"),

@@ -21,7 +21,7 @@ def run(config: RoleConfig) -> int:
     termination = Termination()
     termination.install()
     if config.job is None:
-        raise UsageError(f"{config.task} needs --job JOB.py; a plain training script runs by itself, see examples")
+        raise UsageError(f"{config.task} needs --job JOB.py; run a plain training script directly, see examples")
     job = load_job(config.job, config.overrides)
     torch.set_num_threads(job.threads)
     session = Session(config, termination=termination)

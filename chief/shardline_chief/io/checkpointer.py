@@ -205,7 +205,7 @@ class Checkpointer:
         with self._lock:
             if place.task in self._gone:
                 control.close()
-                raise CheckpointError(f"{place.task} was lost with shard {shard} of it")
+                raise CheckpointError(f"{place.task} was lost with its shard {shard}")
             self._fetching = place.task, control
         try:
             yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
@@ -214,7 +214,7 @@ class Checkpointer:
             with self._lock:
                 lost = place.task in self._gone
             if lost:
-                raise CheckpointError(f"{place.task} was lost with shard {shard} of it") from error
+                raise CheckpointError(f"{place.task} was lost with its shard {shard}") from error
             raise
         finally:
             with self._lock:

@@ -129,7 +129,7 @@ class Commander:
 
     def _restore(self, task: str, control: PsControl, order: Restore) -> None:
         if self.resume is None:
-            raise InternalError("there is no checkpoint to restore from")
+            raise InternalError("there is no checkpoint to restore")
         for shard in _shards(task, order.placement):
             if order.plan.shards[shard].buckets and shard not in order.keep:
                 restore(control, self.resume, order.plan, shard, order.timeline)

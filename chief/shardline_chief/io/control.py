@@ -148,7 +148,7 @@ class Control:
         if not self.program.state.tasks.members.speaks_for(who):
             raise ForbiddenError(
                 f"the message is not from {who.task}: it lacks the secret that incarnation {who.incarnation:#x} of "
-                "that task was given when it joined; nothing changed"
+                "that task was given when it joined; nothing was changed"
             )
 
     def join(self, join: Join) -> Future[JoinAnswer]:
@@ -189,7 +189,7 @@ class Control:
         def ended(now_s: float) -> None:
             state = self.program.state
             if code or state.phase in (Phase.WAITING, Phase.INIT, Phase.RUNNING):
-                name = exit_code_name(code) if code else "though the job has not ended"
+                name = exit_code_name(code) if code else "although the job has not ended"
                 state.say("trainer", f"the chief's training process ended with exit code {code} ({name})", "error")
 
         self.post(ended)
@@ -252,7 +252,7 @@ class Control:
             return now_s >= self._watcher_until_s
         if now_s < self._goodbye_s:
             return False
-        log.warning("still there after the end: %s", ", ".join(sorted(there)))
+        log.warning("still running after the end: %s", ", ".join(sorted(there)))
         return True
 
     # Streams
@@ -294,7 +294,7 @@ class Control:
                 # Nothing has been trained yet, so nothing is lost by stopping here.
                 self.program.fatal(UsageError.exit_code, f"{sentence}; choose another --out", now_s)
             elif "journal" not in faults:
-                faults["journal"] = f"{sentence}; training continues, but no other chief could take over this job"
+                faults["journal"] = f"{sentence}; training continues, but a restarted chief could not take over"
                 self._reporter.event("journal_failed", faults["journal"], "error", {})
         else:
             faults.pop("journal", None)

@@ -87,7 +87,7 @@ class Journal:
     def write_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Like write, for several (kind, fields) with a single sync."""
         if self._file is None:
-            raise UsageError("the journal has no term yet: begin_term comes first")
+            raise UsageError("the journal has no term yet: call begin_term first")
         head = {"term": self.term, "time": round(time.time(), 3)}
         line = "".join(
             json.dumps({"kind": kind, **head, **fields}, separators=(",", ":")) + "\n" for kind, fields in entries

@@ -163,7 +163,7 @@ def on_this_machine(address: str) -> bool:
     except ClusterSpecError:
         return False
     except ValueError:
-        log.debug("%s is a host name; its address decides whether it shares the link", address)
+        log.debug("%s is a host name; whether it shares the link depends on its address", address)
     try:
         family, kind, number, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, number) as probe:

@@ -120,7 +120,9 @@ class Performer:
         try:
             self._checkpointer.store.mark_best(mark.step, mark.metrics)
         except CheckpointError as error:
-            self._reporter.event("best", f"step {mark.step} is best, but can't be kept: {error}", "warning", {})
+            self._reporter.event(
+                "best", f"step {mark.step} is the best so far, but can't be kept: {error}", "warning", {}
+            )
 
 
 def settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:
@@ -131,4 +133,4 @@ def settle(future: Future[Any], result: Any = None, *, error: Exception | None =
         else:
             future.set_result(result)
     except InvalidStateError:
-        log.debug("a caller left before its answer was ready")
+        log.debug("a caller disconnected before its answer was ready")

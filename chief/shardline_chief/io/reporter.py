@@ -388,7 +388,7 @@ class Reporter:
 
     def _fail(self, error: OSError) -> None:
         why = error.strerror or error
-        self.failure = f"logs under {self._folder} can't be written ({why}); training goes on without them"
+        self.failure = f"logs under {self._folder} can't be written ({why}); training continues without them"
         if not self._broken:
             self._broken = True
             self.event("logs_failed", self.failure, "error", {})

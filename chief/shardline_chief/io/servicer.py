@@ -132,7 +132,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
                 if not life:
                     life.append((beat.task, beat.incarnation))
                 elif life[0] != (beat.task, beat.incarnation):
-                    raise ProtocolError(f"a heartbeat of {beat.task} came over the stream of {life[0][0]}")
+                    raise ProtocolError(f"a heartbeat of {beat.task} arrived on the stream of {life[0][0]}")
                 self._control.beat(beat, channel)
         finally:
             channel.queue.put_nowait(None)
@@ -155,7 +155,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def Lease(self, request: chief_pb2.LeaseRequest, context: Any) -> chief_pb2.LeaseReply:
         """Asynchronous mode: the next batches."""
         _life(request, "Lease")
-        at_most(len(request.done), MAX_LEASES, f"Lease: leases that {request.task} has done")
+        at_most(len(request.done), MAX_LEASES, f"Lease: finished leases of {request.task}")
         done = tuple(request.done)
         answer = await self._ask_noted(
             Identity(request.task, request.incarnation, request.secret),
@@ -198,7 +198,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def Stop(self, request: chief_pb2.StopJobRequest, context: Any) -> chief_pb2.StopJobReply:
         """End the job with a checkpoint."""
         short(request.reason, "Stop: reason", MAX_SENTENCE)
-        step = await asyncio.wrap_future(self._control.request_stop(request.reason or "asked by a client"))
+        step = await asyncio.wrap_future(self._control.request_stop(request.reason or "requested by a client"))
         return chief_pb2.StopJobReply(stop_step=step)
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
@@ -213,7 +213,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> AsyncIterator[Any]:
         """Parameters and buffers of a committed checkpoint, tensor by tensor."""
         if not request.params_only:
-            raise ProtocolError("FetchCut gives parameters and buffers; set params_only")
+            raise ProtocolError("FetchCut returns only parameters and buffers; set params_only")
         if request.HasField("step"):
             step = int(request.step)
         else:
@@ -267,7 +267,7 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
         if len(text) > MAX_NAME:
             raise ProtocolError(f"Join: {what} has {len(text)} characters; the limit is {MAX_NAME}")
     if message.role == "ps" and not message.address:
-        raise ProtocolError("Join: a ps must give the address that it serves at")
+        raise ProtocolError("Join: a ps must give the address at which it serves")
     job = job_from_proto(message.job) if message.HasField("job") else None
     return Join(
         role=message.role,
@@ -337,7 +337,7 @@ def _check_ps(message: parameter_server_pb2.PsStatusReply, where: str) -> None:
     short(message.failure, f"{where}: failure of the server", MAX_SENTENCE)
     for shard in message.shards:
         at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
-        at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} waits for")
+        at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
 
 
 def _seconds(value: float) -> float:

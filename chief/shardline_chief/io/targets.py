@@ -59,7 +59,7 @@ class Targets:
         except OSError as error:
             if not self._broken:
                 self._broken = True
-                log.error("%s can't be written (%s); training goes on without it", self._path, error.strerror)
+                log.error("%s can't be written (%s); training continues without it", self._path, error.strerror)
 
 
 def reachable(metrics_address: str, address: str) -> str:

@@ -118,7 +118,7 @@ class TrainingProcess:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            log.warning("the chief's training process did not end within %.1f s and is killed", timeout_s)
+            log.warning("the chief's training process did not end within %.1f s; killing it", timeout_s)
             self._process.kill()
             self._process.wait(5.0)
         os.close(self._life_write)
@@ -134,7 +134,7 @@ def main() -> int:
     try:
         found = tuple(importlib.metadata.entry_points(group="shardline.roles", name="worker"))
         if not found:
-            raise UsageError("no installed package runs the role 'worker'; install Shardline: pip install -e .")
+            raise UsageError("no installed package provides the role 'worker'; install Shardline: pip install -e .")
         run: Callable[[RoleConfig], int] = found[0].load()
         return run(config)
     except ShardlineError as error:

@@ -29,7 +29,7 @@ def check_exposure(address: str, security: Security) -> bool:
     exposed = not is_loopback(host)
     if exposed and not security.token:
         raise UsageError(
-            f"--page {address} is open to other machines, so it needs the job's token: give --token-file, or keep the "
+            f"--page {address} is open to other machines, so it needs the job's token: set --token-file, or keep the "
             "page on 127.0.0.1"
         )
     return exposed

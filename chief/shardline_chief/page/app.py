@@ -85,7 +85,7 @@ class Page:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self.streams >= STREAMS or self._closing:
-            raise HTTPException(503, f"{STREAMS} browsers receive live updates already; poll /api/view instead")
+            raise HTTPException(503, f"{STREAMS} browsers already receive live updates; poll /api/view instead")
         return StreamingResponse(self._news(_cursor(request)), media_type="text/event-stream")
 
     async def _news(self, cursor: str) -> AsyncIterator[str]:
@@ -130,10 +130,10 @@ class Page:
         try:
             body = await asyncio.wait_for(_body(request), FORM_S)
         except (TimeoutError, ClientDisconnect):
-            raise HTTPException(408, f"the form did not come within {FORM_S:g} s") from None
+            raise HTTPException(408, f"the form did not arrive within {FORM_S:g} s") from None
         token = parse_qs(body.decode(errors="replace"), max_num_fields=4).get("token", [""])[0].strip()
         if self._access.locked and not self._access.token_is(token):
-            return token_form("That is not the token of this job.")
+            return token_form("This is not the token of this job.")
         return admit(self._access, request.scope)
 
 
@@ -175,7 +175,9 @@ class _Guard:
         host = headers.get("host", "")
         if not self._access.right_host(host):
             return _sentence(
-                421, f"this page is at 127.0.0.1 and localhost only, and was asked for as {host[:SHOWN]!r}", path
+                421,
+                f"this page is only served for 127.0.0.1 and localhost, but was requested from host {host[:SHOWN]!r}",
+                path,
             )
         if path in PUBLIC:
             return None
@@ -186,7 +188,7 @@ class _Guard:
         if self._access.admitted(authorization=headers.get("authorization", ""), cookie=headers.get("cookie", "")):
             return None
         if path == "/":
-            return token_form("That is not the token of this job." if token else "")
+            return token_form("This is not the token of this job." if token else "")
         answer = _sentence(401, "this page needs the job's token: Authorization: Bearer TOKEN, or sign in at /", path)
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
@@ -209,8 +211,8 @@ def token_form(problem: str) -> Response:
 <body><main class="door"><h1>Shardline</h1>{said}
 <form method="post" action="login"><label for="token">Token of this job</label>
 <input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
-<button>Show the page</button></form>
-<p class="hint">It is in the file that the chief got with <code>--token-file</code>.</p></main></body></html>
+<button>Sign in</button></form>
+<p class="hint">It is in the file passed to the chief with <code>--token-file</code>.</p></main></body></html>
 """
     return Response(text, 401, media_type="text/html", headers={"WWW-Authenticate": "Bearer"})
 
@@ -219,10 +221,10 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        sentence = f"there is no {path[:SHOWN]!r} here; the page is at /, its data at /api/view and /api/history"
+        sentence = f"there is no {path[:SHOWN]!r}; the page is at /, its data at /api/view and /api/history"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "GET")
-        sentence = f"{path} is for {allowed}, not for {request.method[:SHOWN]}"
+        sentence = f"{path} allows {allowed}, not {request.method[:SHOWN]}"
     else:
         sentence = error.detail
     answer = _sentence(error.status_code, sentence, path)

@@ -112,7 +112,7 @@ class PageServer:
             asyncio.run(self._serve())
         except Exception:
             # Losing the page is no reason to lose a run.
-            log.exception("the page at %s failed; training goes on without it", self.url)
+            log.exception("the page at %s failed; training continues without it", self.url)
         finally:
             self._board.bind(None)
             self._ready.set()

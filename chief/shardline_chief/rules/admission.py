@@ -59,7 +59,8 @@ def refusal(state: State, join: Join) -> Refused | None:
     unknown = sorted(set(join.required_features) - set(FEATURES))
     if unknown:
         return Refused(
-            reason=f"{join.name} needs {', '.join(unknown)}, which this chief does not support; use equal versions"
+            reason=f"{join.name} needs {', '.join(unknown)}, which this chief does not support; use the same version "
+            "on both"
         )
     if join.role in TRAINERS:
         return _job_refusal(state, join) or _machine_refusal(state, join)
@@ -70,7 +71,7 @@ def place_refusal(role: str) -> Refused | None:
     """Why the chief assigns no index in this role, or None if it does."""
     if role in PLACED:
         return None
-    return Refused(reason=f"role {role!r} gets no index from the chief; those that do are {', '.join(PLACED)}")
+    return Refused(reason=f"the chief assigns no index to role {role!r}; it does for {', '.join(PLACED)}")
 
 
 def _job_refusal(state: State, join: Join) -> Refused | None:
@@ -80,7 +81,8 @@ def _job_refusal(state: State, join: Join) -> Refused | None:
     if not phrases:
         return None
     return Refused(
-        reason=f"{join.name} has a different job from this cluster ({'; '.join(phrases)}); give it the same one"
+        reason=f"the job of {join.name} differs from that of this cluster ({'; '.join(phrases)}); start it with the "
+        "same job"
     )
 
 
@@ -91,8 +93,8 @@ def _machine_refusal(state: State, join: Join) -> Refused | None:
     if not other:
         return None
     return Refused(
-        reason=f"{join.name} runs on a machine whose gradients may differ in the last bits ({'; '.join(other)}); "
-        "use equal machines, or --inexact to train without bit-identical results"
+        reason=f"{join.name} runs on a different kind of machine, so its gradients may differ in the last bits "
+        f"({'; '.join(other)}); use equal machines, or --inexact to train without bit-identical results"
     )
 
 

@@ -81,7 +81,7 @@ class Heartbeats:
     def _failed(self, beat: Beat, member: Member, now_s: float) -> None:
         state = self.state
         if member.role == "evaluator":
-            state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
+            state.say("evaluator", f"{beat.task}: {beat.failure}; training continues without it", "warning")
             # It exits after this, so stop waiting for its scores.
             state.figures.lost_scores = beat.failure
             state.tasks.members.leave(beat.task)
@@ -103,12 +103,12 @@ class Heartbeats:
             return
         members.leave(task)
         if member.trains and state.layout.table_sent:
-            self._machine.handle(TrainerLost(member, f"{task} leaves as it was asked to", "info"), now_s)
+            self._machine.handle(TrainerLost(member, f"{task} is leaving as requested", "info"), now_s)
         elif member.role == "ps" and not state.begun:
             state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")
         else:
             nothing = "; it held nothing" if member.role == "ps" else ""
-            state.say("left", f"{task} leaves as it was asked to{nothing}")
+            state.say("left", f"{task} is leaving as requested{nothing}")
 
     def _irreplaceable(self, member: Member) -> str:
         """Why the job can't continue without this task, as a phrase; empty if it can."""
@@ -118,7 +118,7 @@ class Heartbeats:
             return "its shards have no other holder" if state.begun and holds else ""
         others = [other for other in state.tasks.trainers() if other.task != task]
         alone = member.trains and (not others or state.script)
-        return "nobody else can take its place" if alone else ""
+        return "no other task can replace it" if alone else ""
 
     def stream_broken(self, task: str, incarnation: int) -> bool:
         """A heartbeat stream ended. True: without a known reason."""

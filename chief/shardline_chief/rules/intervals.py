@@ -54,7 +54,7 @@ def least_interval(
     of_link = f" at {share * 100:g} % of the link's {link_rate / 1e6:.0f} MB/s" if link_rate else ""
     sentence = (
         f"a checkpoint of {nbytes / 1e6:.1f} MB takes {_seconds(least_s)}{of_link}, and a step {_seconds(step_s)}: "
-        f"an interval below {steps} steps would never catch up"
+        f"with an interval below {steps} steps checkpoints can't keep up"
     )
     if every < steps:
         sentence += f", so with checkpoint_every={every} some are skipped"

@@ -111,8 +111,8 @@ def replay(entries: Iterable[Mapping[str, Any]]) -> Remembered:
             book.take(entry)
         except (KeyError, TypeError, ValueError, ShardlineError) as error:
             raise UsageError(
-                f"an entry of the chief's journal can't be read ({type(error).__name__}: {error}): {dict(entry)}; "
-                "if another version wrote it, go on with that one; else choose another --out"
+                f"an entry of the chief's journal can't be read ({type(error).__name__}: {error}): {dict(entry)}; if "
+                "another version wrote it, continue with that one; otherwise choose another --out"
             ) from error
     return book.remembered()
 

@@ -54,13 +54,13 @@ class Authority:
         if not self.configured:
             return Decision(Outcome.NOT_CONFIGURED, "this ps has no configuration yet")
         if job != self.job:
-            return Decision(Outcome.REFUSED, f"this ps holds job {self.job!r}, the message is for {job!r}")
+            return Decision(Outcome.REFUSED, f"this ps has job {self.job!r}; the message is for {job!r}")
         if timeline != self.timeline:
             return Decision(
-                Outcome.WRONG_TIMELINE, f"the timeline is {self.timeline:#x}, the message says {timeline:#x}"
+                Outcome.WRONG_TIMELINE, f"the timeline is {self.timeline:#x}; the message says {timeline:#x}"
             )
         if plan_id != self.plan_id:
-            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message follows plan {plan_id}")
+            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}; the message follows plan {plan_id}")
         fenced = self.fenced(who.task, who.incarnation)
         if fenced is not None:
             return fenced
@@ -71,7 +71,7 @@ class Authority:
                 f"{who.incarnation:#x} of that task when it joined",
             )
         if not self.active and not init:
-            return Decision(Outcome.NOT_CONFIGURED, "this ps is being prepared and admits no training yet")
+            return Decision(Outcome.NOT_CONFIGURED, "this ps is still being prepared and doesn't accept pushes yet")
         return Decision(Outcome.SERVED)
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
@@ -83,5 +83,5 @@ class Authority:
         return Decision(
             Outcome.FENCED,
             f"{task} incarnation {incarnation:#x} is not admitted"
-            + (f", {known:#x} is" if known is not None else "; the chief has not listed it, or not any more"),
+            + (f", {known:#x} is" if known is not None else "; the chief has not listed it, or no longer does"),
         )

@@ -102,4 +102,4 @@ def memory_sentence(plan: Mapping[str, int], configuration: PsConfiguration) -> 
     times = "2 x " if one and plan["parameters"] == 2 * one else ""
     parts = [f"parameters {times}{plan['parameters'] / (2 if times else 1) / 1e6:.1f} MB"]
     parts += [f"{kind} {size / 1e6:.1f} MB" for kind, size in plan.items() if kind != "parameters"]
-    return f"memory: {', '.join(parts)}; {sum(plan.values()) / 1e6:.1f} MB in all"
+    return f"memory: {', '.join(parts)}; {sum(plan.values()) / 1e6:.1f} MB in total"

@@ -92,8 +92,8 @@ class Voters:
             # Contributions were checked one by one; it is their sum that isn't finite. Nothing is applied anywhere.
             store.on_failure(
                 NonFiniteError(
-                    f"step {step}: the sum of the replicas' gradients of {', '.join(verdict.nonfinite)} has NaN or "
-                    f"infinity; it was not applied. Lower the learning rate, or set nan_policy='skip'"
+                    f"step {step}: the sum of the gradients of {', '.join(verdict.nonfinite)} over the replicas has "
+                    "NaN or infinity; it was not applied. Lower the learning rate, or set nan_policy='skip'"
                 )
             )
             return

@@ -75,7 +75,7 @@ class VoteLead:
                 round_.verdict = decide(step, round_.ballots, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
                 round_.decided.set()
                 if round_.verdict.skip:
-                    log.warning("step %d is skipped: %s not finite", step, ", ".join(round_.verdict.nonfinite))
+                    log.warning("skipping step %d: %s not finite", step, ", ".join(round_.verdict.nonfinite))
                 self._forget(timeline, step)
         try:
             await asyncio.wait_for(round_.decided.wait(), timeout_s)

@@ -101,7 +101,7 @@ class HeapTrimmer:
         if self._rule.too_many(unreturned, self._room()):
             self._give_back()
             private = self._private() or 0
-            log.debug("%.1f MB of freed memory went back to the system", (unreturned - self._unreturned(private)) / 1e6)
+            log.debug("returned %.1f MB of freed memory to the system", (unreturned - self._unreturned(private)) / 1e6)
         self._grown = private + GROWN_BYTES
 
     def _give_back(self) -> None:

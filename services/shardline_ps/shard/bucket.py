@@ -218,8 +218,8 @@ class Bucket:
         values = image.tensors[VALUE]
         if values.numel() != self.spec.elements or values.dtype != DTYPES[self.spec.dtype]:
             raise ProtocolError(
-                f"shard {self.shard}, bucket {self.number}: image of {values.numel()} {values.dtype} elements, "
-                f"the plan says {self.spec.elements} {self.spec.dtype}"
+                f"shard {self.shard}, bucket {self.number}: image of {values.numel()} {values.dtype} elements; the "
+                f"plan says {self.spec.elements} {self.spec.dtype}"
             )
         states = {name: tensor for name, tensor in image.tensors.items() if name != VALUE}
         rule = self._make_rule()

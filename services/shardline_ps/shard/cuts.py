@@ -138,6 +138,6 @@ def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, one
     """Raise ProtocolError unless there is one image per bucket, all of the same step if one_step."""
     numbers = [image.bucket for image in images]
     if sorted(numbers) != list(range(buckets)):
-        raise ProtocolError(f"shard {shard} has {buckets} buckets, the images are of {numbers}")
+        raise ProtocolError(f"shard {shard} has {buckets} buckets; the images are of {numbers}")
     if one_step and len({image.step for image in images}) > 1:
-        raise ProtocolError(f"shard {shard}: images of different steps make no consistent cut")
+        raise ProtocolError(f"shard {shard}: images of different steps are not a consistent cut")

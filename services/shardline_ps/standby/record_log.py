@@ -199,7 +199,7 @@ class RecordLog:
             self._held.clear()
             waiting, self._waiting = self._waiting, {}
         for future in waiting:
-            _settle(future, UnreachableError("the shard's history ended while its standby was waited for"))
+            _settle(future, UnreachableError("the timeline of the shard ended while waiting for its standby"))
 
     def _due(self, number: int | None) -> tuple[list[Release], list[asyncio.Future[None]]]:
         """Releases and answers that wait for records up to a number, or for any record if None. Lock held."""

@@ -107,7 +107,7 @@ class StandbyStream:
         """The shard. Raises UnreachableError if this ps has retired it and the stream is ending."""
         shard = self._shard()
         if shard is None:
-            raise UnreachableError(f"shard {self.number} is not held here any more")
+            raise UnreachableError(f"shard {self.number} is no longer on this ps")
         return shard
 
     def of(self, shard: Shard | None) -> bool:
@@ -177,7 +177,7 @@ class StandbyStream:
                 # The standby allocates its memory during this call.
                 reply = await self._answer(call, self._timeouts.total_s)
                 if reply.copy != copy or reply.synced:
-                    raise InternalError(f"{self.target.task} answered for another copy than the one under way")
+                    raise InternalError(f"{self.target.task} answered for a different copy")
                 # From here on the standby refuses to be promoted.
                 self._whole = False
                 self.log.restart(copy)
@@ -268,7 +268,7 @@ class StandbyStream:
                 return False
             self.shard.mode.settle(bucket)
             if not self.log.image(copy, bucket.number, copied_image(bucket)):
-                raise UnreachableError("the copy was given up")
+                raise UnreachableError("the copy was abandoned")
             return True
 
     def _mark(self, copy: int) -> None:

@@ -54,13 +54,13 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
             async for message in request:
                 if reader is None:
                     if not message.HasField("head"):
-                        raise ProtocolError("a stream of records starts with its head")
+                        raise ProtocolError("a stream of records must start with its head")
                     spec, problem = self._admit(message.head)
                     if spec is None:
                         await context.write(parameter_server_pb2.ReplicaReply(problem=problem))
                         return
                     shard, appointment = message.head.shard, message.head.appointment
-                    self.end(shard, "a newer stream has taken the place of this one")
+                    self.end(shard, "a newer stream has replaced this one")
                     stream = self._streams[shard] = _Stream()
                     reader = FrameReader(spec, max_image_bytes=image_limit(spec))
                 frame = reader.feed(message)
@@ -93,7 +93,7 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
             # Allocates memory, so it runs in the pool like tensor work.
             standby = await self._store.work(self._store.standby, shard)
         if standby is None or self._store.standbys.get(shard) is not standby:
-            raise ProtocolError(f"{self._task} holds no standby of shard {shard} any more; it has to be copied")
+            raise ProtocolError(f"{self._task} no longer has a standby of shard {shard}; it must be copied again")
         await self._store.work(lambda: standby.take(frame, appointment=appointment))
         return standby
 
@@ -116,13 +116,13 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
         ):
             return None, f"{self._task} is not configured for this plan of job {head.job!r}"
         if head.timeline != authority.timeline:
-            return None, f"{self._task} is at timeline {authority.timeline:#x}, the records are of {head.timeline:#x}"
+            return None, f"{self._task} is at timeline {authority.timeline:#x}; the records are for {head.timeline:#x}"
         place = next((place for place in store.placement if place.shard == head.shard), None)
         if place is None or place.standby_task != self._task or place.task != head.task or head.shard in store.shards:
-            return None, f"{self._task} has no standby to hold of shard {head.shard} for {head.task}"
+            return None, f"{self._task} is not to hold a standby of shard {head.shard} for {head.task}"
         if place.appointment != head.appointment:
             return None, (
-                f"{self._task} has appointment {place.appointment:#x} for the standby of shard {head.shard}, the "
+                f"{self._task} has appointment {place.appointment:#x} for the standby of shard {head.shard}; the "
                 f"records are for {head.appointment:#x}"
             )
         return configuration.plan.shards[head.shard], ""

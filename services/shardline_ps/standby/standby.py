@@ -60,8 +60,8 @@ class Standby:
             return
         if not self.copy or frame.number != self.record + 1:
             raise ProtocolError(
-                f"the standby of shard {self.shard.number} got record {frame.number} after {self.record}; it has to be "
-                f"copied anew"
+                f"the standby of shard {self.shard.number} received record {frame.number} after {self.record}; it "
+                "must be copied again"
             )
         match frame:
             case Image():
@@ -91,7 +91,7 @@ class Standby:
         late = [part for part in record.parts if self.shard.buckets[part.bucket].step != part.step]
         if lacking or late:
             what = (
-                f"buckets {lacking[:8]}, which are not copied"
+                f"buckets {lacking[:8]}, which are not copied yet"
                 if lacking
                 else f"another step of bucket {late[0].bucket}"
             )
@@ -102,18 +102,18 @@ class Standby:
         shard = self.shard
         lacking = [bucket.number for bucket in shard.buckets if bucket.number not in self._copied]
         if lacking:
-            raise ProtocolError(f"the copy of shard {shard.number} ends without buckets {lacking[:8]}")
+            raise ProtocolError(f"the copy of shard {shard.number} ended without buckets {lacking[:8]}")
         shard.mode.recall(mark.pushes, mark.verdict)
         self.synced = True
 
     def _compare(self, frame: Digest) -> None:
         if frame.number > self.record or frame.bucket not in self._copied:
-            raise ProtocolError(f"a digest of record {frame.number} came after record {self.record}")
+            raise ProtocolError(f"a digest of record {frame.number} arrived after record {self.record}")
         mine = digest(tensor_bytes(self.shard.buckets[frame.bucket].values.cpu()))
         if mine != frame.digest:
             raise ProtocolError(
                 f"bucket {frame.bucket} of shard {self.shard.number} differs between primary and standby after record "
-                f"{frame.number}; it has to be copied anew. Are both of one kind of machine and torch build?"
+                f"{frame.number}; it must be copied again. Do both have the same kind of machine and torch build?"
             )
 
     def standing(self) -> tuple[int, int, bool]:
@@ -133,10 +133,10 @@ class Standby:
             if appointment != self.appointment:
                 return (
                     f"the standby of shard {self.shard.number} was copied for appointment {self.appointment:#x}, not "
-                    f"for {appointment:#x}; its primary has gone on without it since"
+                    f"for {appointment:#x}; its primary has continued without it"
                 )
             if not self.synced:
-                return f"the standby of shard {self.shard.number} is not whole: it holds record {self.record} of a copy"
+                return f"the standby of shard {self.shard.number} is incomplete: it has record {self.record} of a copy"
             self._closed = f"the standby of shard {self.shard.number} is its primary now"
             # The previous primary's cuts are lost with it: one that lags behind some bucket could never be completed.
             self.shard.cuts.release(self.shard.step_max)

@@ -87,16 +87,16 @@ class Measurement:
 
 @click.group(short_help="Measure a cluster's network.")
 def bench() -> None:
-    """Measure before training: network throughput, and what Shardline reaches of it."""
+    """Measure network throughput, and how much of it Shardline reaches."""
 
 
 @bench.command()
 @options.cluster
-@click.option("--from", "sender", metavar="TASK", default="worker/0", show_default=True, help="The side that pushes.")
-@click.option("--to", "server", metavar="TASK", default="ps/0", show_default=True, help="The side that serves.")
-@click.option("--serve", is_flag=True, help="Be the side of --to; start this one first, on its machine.")
-@click.option("--port", type=click.IntRange(1, 65_535), help="Instead of the port that --to has in the cluster spec.")
-@options.option("--lane", default=AUTO, type=click.Choice(CHOICES), help="How bytes travel.")
+@click.option("--from", "sender", metavar="TASK", default="worker/0", show_default=True, help="Task that pushes.")
+@click.option("--to", "server", metavar="TASK", default="ps/0", show_default=True, help="Task that serves.")
+@click.option("--serve", is_flag=True, help="Serve as --to; start this side first, on its machine.")
+@click.option("--port", type=click.IntRange(1, 65_535), help="Port to use instead of that of --to in the cluster spec.")
+@options.option("--lane", default=AUTO, type=click.Choice(CHOICES), help="Lane to measure.")
 @options.option(
     "--run-dir", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR", help="As of the tasks."
 )
@@ -130,13 +130,13 @@ def net(
 ) -> int:
     """Measure between two tasks of a cluster: plain TCP each way, push and pull, and their ratio.
 
-    No job may be running on the port of --to; nothing of a job is touched. On the machine of --to:
+    No job may be running on the port of --to. On the machine of --to, run:
 
     \b
         shardline bench net --cluster cluster.json --from worker/0 --to ps/0 --serve
 
-    and then the same without --serve on the machine of --from. Where the address of --to is this machine's own, the
-    serving side is started by itself.
+    and then the same without --serve on the machine of --from. If the address of --to belongs to this machine, the
+    serving side is started automatically.
     """
     spec = locate(None, cluster=cluster, task=server, tf_config=os.environ.get("TF_CONFIG") or None).spec
     spec.address(sender)
@@ -190,7 +190,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(f"{link.address}\n")
     else:
-        print(f"{asked.server} waits at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
+        print(f"{asked.server} is waiting at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
     request = link.serve(wait_s=asked.wait_s)
     # Imports torch, which the first part doesn't need.
     from shardline.cli.bench.lane import serve_without_chief
@@ -200,8 +200,8 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
     try:
         if not process.ended.wait(float(request["budget_s"])):
             raise UnreachableError(
-                f"{asked.sender} did not end its measurement within {request['budget_s']:.0f} s; it died, or the link "
-                f"was cut"
+                f"{asked.sender} did not finish measuring within {request['budget_s']:.0f} s; it died, or the "
+                "connection was lost"
             )
     finally:
         process.close()
@@ -215,8 +215,8 @@ def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
     address = asked.address if address is None else address
     if parse_address(address)[1] == 0:
         raise ClusterSpecError(
-            f"{asked.server} is {address} in the cluster spec: its port is known to its own machine alone; give both "
-            f"sides one with --port"
+            f"{asked.server} is {address} in the cluster spec: its port is known only on its own machine; set the "
+            "same --port on both sides"
         )
     link = LinkClient(
         address,
@@ -315,7 +315,7 @@ def _read_address(fd: int, process: subprocess.Popen[bytes]) -> str:
         address = pipe.readline().decode().strip()
     if not address:
         code = process.wait(timeout=5.0)
-        raise UsageError(f"the serving side ended with code {code} before it served; its own message is above")
+        raise UsageError(f"the serving side exited with code {code} before it was ready; its own message is above")
     return address
 
 
@@ -334,10 +334,10 @@ def headline(found: BenchFigures) -> list[str]:
     """The measurement, and why a lane was not used, one line each."""
     lane = found.lane
     lines = [
-        f"{found.sender} -> {found.server} at {found.address}, lane {lane.lane}, {lane.nbytes / 1e6:.1f} MB a push, "
+        f"{found.sender} -> {found.server} at {found.address}, lane {lane.lane}, {lane.nbytes / 1e6:.1f} MB per push, "
         f"round trip {found.link.round_trip_s * 1e3:.3f} ms"
     ]
-    lines += [f"  lane not used: {reason}" for reason in lane.fallbacks]
+    lines += [f"  lane skipped: {reason}" for reason in lane.fallbacks]
     return lines
 
 
@@ -362,7 +362,7 @@ def table(found: BenchFigures) -> Table:
         f"{found.pull_ratio:.3f}",
     )
     both = 2 * lane.nbytes / lane.both_s
-    rows.add_row("push + pull at once", "", "", *_rates(both), "")
+    rows.add_row("push + pull in parallel", "", "", *_rates(both), "")
     return rows
 
 

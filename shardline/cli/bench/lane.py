@@ -56,7 +56,9 @@ def serve_without_chief(config: RoleConfig) -> Any:
     """A parameter server's process object, not started, from the installed entry points."""
     found = tuple(importlib.metadata.entry_points(group=SERVERS, name="ps"))
     if not found:
-        raise UsageError("no installed package has a parameter server to measure; install Shardline: pip install -e .")
+        raise UsageError(
+            "no installed package provides a parameter server to measure; install Shardline: pip install -e ."
+        )
     return found[0].load()(config)
 
 
@@ -180,7 +182,7 @@ class LaneProbe:
         _check(done)
         pulled = self._sink.arrived - before
         if want is not None and not self._lane.by_reference and pulled != self.nbytes:
-            raise ProtocolError(f"a pull brought {pulled} of {self.nbytes} bytes")
+            raise ProtocolError(f"a pull returned {pulled} of {self.nbytes} bytes")
         return seconds
 
     def close(self) -> None:
@@ -209,9 +211,9 @@ def _payload(number: int, elements: int) -> BucketPayload:
 def _check(done: Exchanged) -> None:
     for ack in done.acks:
         if not ack.accepted:
-            raise ProtocolError(f"the server did not take a push: {ack.outcome.name.lower()}: {ack.reason}")
+            raise ProtocolError(f"the server did not accept a push: {ack.outcome.name.lower()}: {ack.reason}")
     if done.end is not None and done.end.outcome is not Outcome.SERVED:
-        raise ProtocolError(f"the server did not serve a pull: {done.end.outcome.name.lower()}: {done.end.reason}")
+        raise ProtocolError(f"the server did not answer a pull: {done.end.outcome.name.lower()}: {done.end.reason}")
 
 
 def _repeat(call: Callable[[], float], seconds: float) -> list[float]:

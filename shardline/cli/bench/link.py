@@ -79,18 +79,18 @@ class LinkClient:
         """Why there is no connection, in one sentence."""
         if isinstance(error, socket.gaierror):
             return (
-                f"the host of {self.where} can't be found ({error.strerror}): is {self._host!r} known to this "
-                f"machine's DNS or /etc/hosts?"
+                f"the host of {self.where} can't be resolved ({error.strerror}): is {self._host!r} in DNS or in "
+                "/etc/hosts on this machine?"
             )
         if isinstance(error, TimeoutError):
             return (
-                f"{self.where} does not answer within {CONNECT_S:.0f} s: is the host up, and is port {self._port} "
-                f"blocked between the two machines?"
+                f"{self.where} did not answer within {CONNECT_S:.0f} s: is the host up, and is port {self._port} "
+                "blocked between the two machines?"
             )
         if error.errno == errno.ECONNREFUSED:
-            return f"nothing listens at {self.where}" + (f"; {self._hint}" if self._hint else "")
+            return f"nothing is listening at {self.where}" + (f"; {self._hint}" if self._hint else "")
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            return f"there is no way to {self.where} ({error.strerror}): is the host up, and the address right?"
+            return f"there is no route to {self.where} ({error.strerror}): is the host up, and the address right?"
         return f"{self.where} can't be reached: {error}"
 
     def _request(self, sock: socket.socket, what: str, **more: object) -> dict[str, Any]:
@@ -99,11 +99,11 @@ class LinkClient:
             answer = read_line(sock, STALL_S)
         except (OSError, ProtocolError) as error:
             raise ProtocolError(
-                f"{self.where} is not `shardline bench net --serve` ({error}): a task of a running job may listen "
-                f"there; end the job, or give both sides another port with --port"
+                f"{self.where} is not `shardline bench net --serve` ({error}): a task of a running job may be "
+                "listening there; end the job, or set another --port on both sides"
             ) from error
         if answer.get("is") != MAGIC:
-            raise ProtocolError(f"{self.where} answers as another program than `shardline bench net --serve` does")
+            raise ProtocolError(f"the answer from {self.where} is not that of `shardline bench net --serve`")
         if "error" in answer:
             raise ProtocolError(f"{self.where}: {answer['error']}")
         return answer
@@ -133,7 +133,9 @@ class LinkClient:
                 send_for(sock, seconds)
                 answer = read_line(sock, STALL_S + seconds)
             except (OSError, ProtocolError) as error:
-                raise UnreachableError(f"{self.where}: the connection broke while bytes flowed: {error}") from error
+                raise UnreachableError(
+                    f"{self.where}: the connection was lost during the measurement: {error}"
+                ) from error
         return float(answer["bytes_per_s"]), int(answer["bytes"])
 
 
@@ -175,8 +177,8 @@ class LinkServer:
             sock, peer = self._listener.accept()
         except TimeoutError:
             raise UnreachableError(
-                f"nobody measured against {self.address} within {wait_s:.0f} s; run the same command without --serve "
-                f"on the other machine"
+                f"no measurement against {self.address} started within {wait_s:.0f} s; run the same command without "
+                "--serve on the other machine"
             ) from None
         log.debug("connection from %s", peer)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,7 +190,7 @@ class LinkServer:
             request = check_request(read_line(sock, STALL_S))
         except (OSError, ProtocolError) as error:
             # A stranger; a port scan must not end the measurement.
-            log.warning("a connection that is not `shardline bench net` is dropped: %s", error)
+            log.warning("dropped a connection that is not `shardline bench net`: %s", error)
             with contextlib.suppress(OSError):
                 sock.sendall(_line({"is": MAGIC, "error": str(error)}))
             return None
@@ -198,7 +200,7 @@ class LinkServer:
                 return request
             self._flow(sock, request)
         except (OSError, UnreachableError) as error:
-            log.warning("the other side went away while it measured: %s", error)
+            log.warning("the other side disconnected during the measurement: %s", error)
         return None
 
     def _flow(self, sock: socket.socket, request: Mapping[str, Any]) -> None:
@@ -215,7 +217,7 @@ class LinkServer:
 def check_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """The request. Raises ProtocolError unless every field is in its range."""
     if request.get("is") != MAGIC:
-        raise ProtocolError(f"the request is not of {MAGIC}; use the same version on both machines")
+        raise ProtocolError(f"the request is not {MAGIC}; use the same version on both machines")
     what = request.get("do")
     if what in ("send", "receive"):
         _in_range(request, "seconds", 0.0, MAX_SECONDS)
@@ -253,7 +255,7 @@ def receive_all(sock: socket.socket) -> tuple[float, int]:
         total += count
         end_s = time.perf_counter()
     if end_s <= start_s:
-        raise UnreachableError(f"only {total} bytes came; measure longer with --seconds")
+        raise UnreachableError(f"only {total} bytes arrived; measure longer with --seconds")
     # The clock starts with the first bytes.
     return (total - first) / (end_s - start_s), total
 
@@ -277,9 +279,9 @@ def read_line(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError:
-        raise ProtocolError("what it says is not JSON") from None
+        raise ProtocolError("its message is not JSON") from None
     if not isinstance(found, dict):
-        raise ProtocolError("what it says is no JSON object")
+        raise ProtocolError("its message is not a JSON object")
     return found
 
 

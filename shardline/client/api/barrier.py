@@ -53,7 +53,7 @@ class Barrier:
             self._met += 1
             return True
         if orders.phase in (Phase.STOPPING, Phase.ENDED) and not orders.exit_code:
-            log.info("leaving the barrier, since the job ends: %s", orders.reason)
+            log.info("leaving the barrier, since the job is ending: %s", orders.reason)
             return False
         if orders.phase is Phase.ENDED:
             raise TaskLostError(
@@ -62,7 +62,8 @@ class Barrier:
             )
         assert state is not None
         raise JobError(
-            f"{where.format('waits', _names(state))}, which has ended: all workers have to call barrier() equally often"
+            f"{where.format('is waiting', _names(state))}, which has ended: all workers must call barrier() the same "
+            "number of times"
         )
 
     def _wait(self, link: ChiefLink, place: BarrierPlace, where: str, timeout_s: float) -> Orders:
@@ -76,7 +77,7 @@ class Barrier:
             missing = _names(state) if state is not None else "the chief's answer"
             if left_s <= TOLD_S and time.monotonic() - began_s >= timeout_s:
                 raise UnreachableError(
-                    f"{where.format(f'waited {timeout_s:g} s', missing)}; see its log, or give more time by "
+                    f"{where.format(f'waited {timeout_s:g} s', missing)}; see its log, or allow more time with "
                     "barrier(timeout_s=...)"
                 )
             log.warning("%s: %.0f s of %g", where.format("waits", missing), time.monotonic() - began_s, timeout_s)

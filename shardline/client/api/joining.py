@@ -64,7 +64,7 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
         orders = link.orders
         if orders.phase is Phase.ENDED:
             if orders.exit_code:
-                raise TaskLostError(f"{link.task}: the job ended before it began: {orders.reason}")
+                raise TaskLostError(f"{link.task}: the job ended before training began: {orders.reason}")
             place.renew(link)
             return
         place.renew(link)
@@ -73,7 +73,7 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
         try:
             loop.trainer.initialize()
         except (Restart, Interrupted) as error:
-            log.info("first values: %s; asking again", error)
+            log.info("initial values: %s; asking again", error)
         else:
             initialized.add(orders.timeline)
     if place.view is not None and place.view.job.script:
@@ -96,4 +96,6 @@ def _find_step(link: ChiefLink, loop: StepLoop) -> None:
                 loop.finder.todo = {0}
             return
         if time.monotonic() > deadline_s:
-            raise UnreachableError(f"{link.task}: could not find the job's step within {limit_s:.0f} s")
+            raise UnreachableError(
+                f"{link.task}: could not determine the current step of the job within {limit_s:.0f} s"
+            )

@@ -123,8 +123,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         if standing.step and not self._told_state:
             self._told_state = True
             log.warning(
-                "state_dict() has the parameter groups of step %d only: momentum and the like are on the servers, and "
-                "in the job's checkpoints",
+                "state_dict() has only the parameter groups of step %d: optimizer state such as momentum is on the "
+                "servers and in the checkpoints of the job",
                 standing.step,
             )
         return found
@@ -142,7 +142,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after attach(): the plan is made from the groups at that time."""
         if hasattr(self, "_session"):
-            raise RuntimeError("parameter groups can't be added after attach(); give them to the optimizer before it")
+            raise RuntimeError("parameter groups can't be added after attach(); add them before it")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

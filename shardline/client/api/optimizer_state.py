@@ -33,8 +33,9 @@ def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> boo
     names = state_made(state_dict.get("state", {}).values())
     if names:
         raise JobError(
-            f"this state_dict holds {names}, and this optimizer's state is on the servers, where a script can't put "
-            'it: go on with the job\'s own checkpoint by --resume, or load the dict without its "state"'
+            f"this state_dict contains {names}, but the state of this optimizer is on the servers, where a script "
+            "can't "
+            'load it: resume from the checkpoint of the job with --resume, or load the dict without its "state"'
         )
     stamp = state_dict.get(KEY)
     if stamp is None:
@@ -44,9 +45,9 @@ def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> boo
     # match.
     if step != here.step if here.one_step else (step > 0 and here.step == 0):
         raise JobError(
-            f"this optimizer state was saved at step {step}, and the job is at step {here.step}, of which the servers "
-            "hold momentum and the like: go on from one step in both. --resume takes the job's newest checkpoint "
-            "(checkpoint_every=N makes one at each N steps), resume_from_checkpoint= or ckpt_path= that of a Trainer"
+            f"this optimizer state was saved at step {step}, but the job and the optimizer state on its servers are "
+            f"at step {here.step}: resume both from the same step. --resume uses the job's newest checkpoint "
+            "(checkpoint_every=N writes one every N steps), resume_from_checkpoint= or ckpt_path= that of a Trainer"
         )
     return int(stamp["incarnation"]) != here.incarnation
 
@@ -56,8 +57,8 @@ def check_unused(states: Iterable[Mapping[str, Any]], here: TrainingPosition) ->
     names = state_made(states)
     if names and here.step == 0:
         raise JobError(
-            f"the optimizer given to attach() has made steps already ({names}), and the servers begin without that "
-            "state: give it a new one. A job goes on with its own state by --resume"
+            f"the optimizer passed to attach() has already made steps ({names}), but the servers start without that "
+            "state: pass a new optimizer. --resume restores the state of the job"
         )
 
 

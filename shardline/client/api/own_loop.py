@@ -38,10 +38,10 @@ class OwnLoop:
         """Warn of steps that will be done twice and of changes that are lost."""
         if self._goes_on:
             log.warning(
-                "the job goes on at step %d, and this script has neither asked for that (session.step, "
-                "session.steps()) nor loaded an optimizer state of that step: a loop that counts from 0 makes %d "
-                "steps a second time. Loop over session.steps(), or have the Trainer go on from its own checkpoint of "
-                "step %d (resume_from_checkpoint=, ckpt_path=)",
+                "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
+                "nor loaded an optimizer state of that step: a loop that counts from 0 repeats %d steps. Loop over "
+                "session.steps(), or let the Trainer resume from its own checkpoint of step %d "
+                "(resume_from_checkpoint=, ckpt_path=)",
                 *(self._goes_on,) * 3,
             )
             self._goes_on = 0
@@ -52,8 +52,8 @@ class OwnLoop:
             ]
             more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
             log.warning(
-                "the values of %s%s were changed in this process since the last step, and that is lost: the parameters "
-                "are the servers'. Load weights before attach(); a job goes on with its own by --resume",
+                "the values of %s%s were changed in this process since the last step; the change is lost, since the "
+                "parameters are those on the servers. Load weights before attach(); --resume restores those of the job",
                 changed[0],
                 more,
             )

@@ -77,7 +77,7 @@ class Pipeline:
         try:
             yield
         except StepAgain as again:
-            log.info("starting the step again: %s", again.cause or "orders changed")
+            log.info("restarting the step: %s", again.cause or "orders changed")
             self._unwound = again
 
     def watch(self, replica: int, owned: Sequence[int], *, ask_loss: bool) -> Watch:

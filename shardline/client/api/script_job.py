@@ -45,7 +45,7 @@ def choose_settings(given: Mapping[str, Any], environ: Callable[[str], str | Non
     """
     for name in given:
         if name not in SETTABLE:
-            raise UsageError(f"connect() has no setting {name!r}; it has {', '.join(SETTABLE)}")
+            raise UsageError(f"connect() has no setting {name!r}; the settings are {', '.join(SETTABLE)}")
     found: dict[str, Setting] = {}
     for name in SETTABLE:
         value, text = given.get(name), environ(name)
@@ -92,12 +92,12 @@ def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torc
     """Raise TensorError for a gradient of an unknown name, or with another shape or dtype than its tensor."""
     for name, gradient in gradients.items():
         if name not in values:
-            raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(values)[:8])}")
+            raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(values)[:8])}")
         held = values[name]
         if gradient.shape != held.shape or gradient.dtype != held.dtype:
             raise TensorError(
                 f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
-                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by a different model?"
+                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed with a different model?"
             )
 
 

@@ -136,13 +136,13 @@ class Session:
         policy = self.job.consistency.nan_policy
         if policy != "skip":
             raise JobError(
-                'a GradScaler needs connect(nan_policy="skip"), by which all replicas skip the step in which one of '
-                f'them overflows; the job\'s is "{policy}"'
+                'a GradScaler needs connect(nan_policy="skip"), so that all replicas skip a step in which one of them '
+                f'overflows; the policy of this job is "{policy}"'
             )
         if self._loop.place.overlaps:
             raise JobError(
-                "a GradScaler and overlap exclude each other: scaled gradients would leave during backward(); use "
-                "attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
+                "a GradScaler can't be combined with overlap, which would send scaled gradients during backward(); "
+                "use attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
             )
 
     @property
@@ -177,7 +177,7 @@ class Session:
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
         if self._optimizer is not None:
-            raise UsageError("this session is attached already; one session trains one model")
+            raise UsageError("this session is already attached; a session trains one model")
         spec = job or script_spec(self._script, self._workers, model, optimizer)
         self._loop.place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         self._join(spec)
@@ -221,7 +221,7 @@ class Session:
     # Orders
 
     def _asked_to_end(self) -> None:
-        log.info("asked to end: handing this worker's replicas back to the chief")
+        log.info("asked to end: returning the replicas of this worker to the chief")
         if self._link is not None:
             self._link.leave()
 
@@ -309,9 +309,9 @@ class Session:
         UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails, UsageError.
         """
         if self._closed:
-            raise UsageError("this session is closed, so no barrier can be met")
+            raise UsageError("this session is closed, so barrier() can't be called")
         if not self.job.script:
-            raise UsageError("barrier() is for scripts: the replicas of a job file may be anywhere")
+            raise UsageError("barrier() is only for scripts: the replicas of a job file are not tied to a worker")
         self.wait()
         limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
         return self._loop.barrier.meet(
@@ -337,7 +337,7 @@ class Session:
         Ask for it in every step, after the previous one has ended. Raises TensorError for an unknown name.
         """
         if name not in self._values:
-            raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
+            raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._values)[:8])}")
         view = self._gradient_view(name)
         return view if view is not None else torch.zeros_like(self._values[name])
 
@@ -357,7 +357,7 @@ class Session:
         wanted = list(self._values) if names is None else list(names)
         for name in wanted:
             if name not in self._values:
-                raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
+                raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._values)[:8])}")
         return {name: self._values[name].detach().clone() for name in wanted}
 
     def push_pull(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

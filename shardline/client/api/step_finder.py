@@ -62,7 +62,7 @@ class StepFinder:
     def link(self) -> ChiefLink:
         """Link to the chief. Raises UsageError before attach()."""
         if self._link is None:
-            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
+            raise UsageError("the session is not attached: call session.attach(model, optimizer) first")
         return self._link
 
     @property
@@ -187,7 +187,7 @@ class StepFinder:
                 return False
             self.todo = self._trainer.locate(orders.replicas, orders.timeline)
         except (Restart, Interrupted) as error:
-            log.info("finding the step again: %s", error or "interrupted")
+            log.info("looking for the current step again: %s", error or "interrupted")
             self._wait_for_change(orders)
             return False
         except Stopped as error:
@@ -278,7 +278,7 @@ class StepFinder:
                 return True
         if not self.iterating:
             return self._carry_over()
-        log.info("starting the step again: %s", error or "orders changed")
+        log.info("restarting the step: %s", error or "orders changed")
         self.stale = True
         self._lose_sent()
         return False
@@ -327,7 +327,7 @@ class StepFinder:
     def _rolled_back(self, step: int) -> RolledBackError:
         """The error for a loop that can't repeat a step. step: the job's current step."""
         return RolledBackError(
-            f"{self.link.task}: a parameter server was lost, and the job went back to step {step}; loop over "
+            f"{self.link.task}: a parameter server was lost, and the job was rolled back to step {step}; loop over "
             "session.steps() to follow it, or train with --standbys 1",
             step=step,
         )

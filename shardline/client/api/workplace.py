@@ -100,9 +100,9 @@ class Workplace:
         Raises UsageError for overlap together with zero_copy.
         """
         if zero_copy and (overlap or (from_file and self._config.overlap)):
-            remedy = "give attach() one of them" if overlap else "a job overlaps by itself, but for SHARDLINE_OVERLAP=0"
+            remedy = "pass only one of them to attach()" if overlap else "for a job file, set SHARDLINE_OVERLAP=0"
             raise UsageError(
-                f"overlap and zero_copy exclude each other, since there is nothing left to overlap with; {remedy}"
+                f"overlap and zero_copy can't be combined, since zero_copy leaves nothing to overlap; {remedy}"
             )
         overlaps = self._config.overlap and (overlap or from_file)
         self._wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
@@ -126,7 +126,7 @@ class Workplace:
     def trainer(self) -> Trainer:
         """State of training. Raises UsageError before attach()."""
         if self.current is None:
-            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
+            raise UsageError("the session is not attached: call session.attach(model, optimizer) first")
         return self.current
 
     @property
@@ -237,5 +237,7 @@ def credit_bytes() -> int:
     except ValueError:
         found = -1.0
     if not 0.0 <= found < 1e6:
-        raise UsageError(f"SHARDLINE_CREDIT_MB is {text!r}; give megabytes, such as 4, or 0 to have them derived")
+        raise UsageError(
+            f"SHARDLINE_CREDIT_MB is {text!r}; give a number of megabytes, such as 4, or 0 for the default"
+        )
     return int(found * 2**20)

@@ -201,7 +201,7 @@ class Conversation:
                 waited_s = time.monotonic() - start_s
                 if waited_s >= self._timeouts.rpc_s:
                     self._silence.note(self._shard, silent=True)
-                    raise UnreachableError(f"shard {self._shard}, asked for {waited_s:.1f} s: {error}") from error
+                    raise UnreachableError(f"shard {self._shard}, after {waited_s:.1f} s: {error}") from error
                 self._observer.retried(self._shard)
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
@@ -239,11 +239,11 @@ class Conversation:
     def _tell_waiting(self, end: End, waited_s: float) -> None:
         if waited_s < self._timeouts.suspect_s:
             return
-        sentence = f"shard {self._shard} waits for replicas {list(end.waiting_for)} in step {end.step}"
-        rest = "the chief moves them when their worker is dead"
+        sentence = f"shard {self._shard} is waiting for replicas {list(end.waiting_for)} in step {end.step}"
+        rest = "the chief reassigns them when their worker is dead"
         if not end.waiting_for:
-            sentence = f"shard {self._shard} has all gradients of step {end.step} and has not closed it"
-            rest = "it waits for the verdict of all shards, or for its standby to hold the step too"
+            sentence = f"shard {self._shard} has all gradients of step {end.step} but has not closed it"
+            rest = "it is waiting for the verdict of all shards, or for its standby to have the step too"
         self._tell(sentence, f" since {waited_s:.0f} s; {rest}")
 
     def _tell(self, sentence: str, rest: str = "") -> None:

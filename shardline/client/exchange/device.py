@@ -70,8 +70,8 @@ class HostPath:
             error = int(torch.cuda.cudart().cudaHostRegister(address, segment.nbytes, 0))  # type: ignore[no-untyped-call]
         if error:
             log.warning(
-                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients take one more copy "
-                "on their way; check the limit on locked memory (ulimit -l)",
+                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients need one more copy; "
+                "check the limit on locked memory (ulimit -l)",
                 segment.nbytes,
                 self.device,
                 error,
@@ -155,10 +155,10 @@ def _unregister(device: torch.device, address: int) -> None:
             torch.cuda.synchronize()
             error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
         if error:
-            log.warning("shared memory stays page-locked for %s: CUDA error %d", device, error)
+            log.warning("can't unlock the shared memory of %s: CUDA error %d", device, error)
     except RuntimeError as failure:
         # An earlier failure on the device is raised here again; the computing code has already seen it.
-        log.warning("shared memory stays page-locked for %s: %s", device, failure)
+        log.warning("can't unlock the shared memory of %s: %s", device, failure)
 
 
 class OnHost:

@@ -116,15 +116,15 @@ class LivePayloads:
         and the memory it writes to belongs to the next step from now on. Raises UnreachableError after wait_s.
         """
         with self._changed:
-            self._error = self._error or RuntimeError("the payloads of this push are gone")
+            self._error = self._error or RuntimeError("the payloads of this push were released")
             self._prepare = _gone
             self._changed.notify_all()
             ended = self._changed.wait_for(lambda: not self._preparing, wait_s)
             self._sent.clear()
         if not ended:
             raise UnreachableError(
-                f"a bucket of a push that was given up is still being prepared after {wait_s:.0f} s; this process "
-                f"can't train any further: start it again"
+                f"a bucket of an abandoned push is still being prepared after {wait_s:.0f} s; this process can't "
+                "continue training: restart it"
             )
 
     # The sending side
@@ -200,4 +200,4 @@ def drop_all(payloads: Iterable[Payloads]) -> None:
 
 
 def _gone(bucket: int) -> BucketPayload:
-    raise RuntimeError(f"bucket {bucket} was acknowledged before")
+    raise RuntimeError(f"bucket {bucket} was already acknowledged")

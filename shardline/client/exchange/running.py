@@ -101,8 +101,8 @@ class Running:
             late = sorted(shard for shard, left_s in self._left_s.items() if left_s <= 0.0)
         if late:
             raise UnreachableError(
-                f"the exchange with shard {', '.join(map(str, late))} has not ended {self._grace_s:.0f} s after the "
-                f"deadlines of its own calls; this process can't train any further: start it again"
+                f"the exchange with shard {', '.join(map(str, late))} is still running {self._grace_s:.0f} s after "
+                "the deadlines of its calls; this process can't continue training: restart it"
             )
 
     def wait(self) -> dict[int, ShardOutcome]:

@@ -77,7 +77,7 @@ class Exchange:
         """End the last exchange, whatever its outcome. Raises UnreachableError if it doesn't end."""
         self.interrupt()
         if self._running is not None and not self._running.join():
-            raise UnreachableError("an exchange that was given up does not end; start this process again")
+            raise UnreachableError("an abandoned exchange does not end; restart this process")
 
     def refusal(self) -> Exception | None:
         """The error that a wait within an exchange has to raise, if any."""

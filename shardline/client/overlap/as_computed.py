@@ -83,7 +83,7 @@ class AsComputed:
         if reason:
             if reason not in self._told:
                 self._told.add(reason)
-                log.debug("step %d: gradients leave when the step ends: %s", step, reason)
+                log.debug("step %d: gradients are sent at the end of the step: %s", step, reason)
             return
         self._nonfinite.judge(step, expected.replica, loss_names(expected.loss))
         self._expected = expected
@@ -117,8 +117,8 @@ class AsComputed:
                 push.close(gradients, buffers)
             if expected.replica == 0 and hyper != self._tools.staging.extras.hyper:
                 raise JobError(
-                    "a parameter group's numbers (lr ...) were changed after the backward pass had sent gradients with "
-                    "the ones before; change them before backward(), or attach(..., overlap=False)"
+                    "a hyper-parameter (lr ...) was changed after the backward pass had sent gradients with the old "
+                    "value; change it before backward(), or use attach(..., overlap=False)"
                 )
             if push.error is not None:
                 raise push.error

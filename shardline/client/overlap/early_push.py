@@ -30,26 +30,26 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
     """
     terms, mode = job.consistency, consistency.of(job.consistency)
     if first:
-        return "in the first step after a start, parts of it may be counted already"
+        return "in the first step after a start, parts of it may already be counted"
     if mode.clips_at_worker and terms.clip_norm > 0.0:
         return "clipping in asynchronous mode needs all of them"
     if mode.clips_at_worker and terms.nan_policy == "skip":
-        return "all shards have to skip a gradient that is not finite, in asynchronous mode on the worker's word"
+        return "all shards must skip a gradient that is not finite, which the worker decides in asynchronous mode"
     if terms.nan_policy == "skip" and expected.loss is None:
-        return "a loss that is not finite has to be known before anything leaves"
+        return "a loss that is not finite must be detected before anything is sent"
     if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
-        return "this worker's replicas make more than one push"
+        return "the replicas of this worker need more than one push"
     if len(expected.owned) > 1 and not pushed(CODECS.parse(job.codec)).exact:
-        return "what a codec rounds is not added up before it is sent"
+        return "gradients that the codec rounds are not summed before they are sent"
     return ""
 
 
 def not_stepped(step: int) -> JobError:
     """The error for a backward pass that sent gradients and was not followed by a step."""
     return JobError(
-        f"step {step}: backward() has sent gradients, and no step() followed; with overlap every backward() needs its "
-        f"step(), since what it computed has left. Where a batch may be left out, or is only looked at, use "
-        f"attach(..., overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
+        f"step {step}: backward() has sent gradients, but no step() followed; with overlap every backward() needs its "
+        "step(), since its gradients are already sent. To skip a batch, or only inspect gradients, use attach(..., "
+        "overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
     )
 
 
@@ -205,9 +205,9 @@ class EarlyPush:
             now, then = gradients.get(number), self._gradients[number]
             if now is not then or now._version != self._versions[number] or number in self._twice:
                 raise JobError(
-                    f"the gradient of {self._plan.tensors[number].name!r} changed after the backward pass had sent it "
-                    f"(a second backward(), clip_grad_norm_ or the like before step()); train this model without "
-                    f"overlap: --no-overlap, or attach(..., overlap=False) in a script"
+                    f"the gradient of {self._plan.tensors[number].name!r} was changed after the backward pass had "
+                    "sent it (for example by a second backward() or clip_grad_norm_ before step()); train this model "
+                    "without overlap: --no-overlap, or attach(..., overlap=False) in a script"
                 )
 
     def _prepare(self, shard: int, bucket: int) -> BucketPayload:

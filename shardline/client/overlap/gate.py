@@ -122,7 +122,7 @@ def why_not(model: nn.Module) -> str:
         if isinstance(module, torch.jit.ScriptModule):
             return f"{where} is a ScriptModule"
         if isinstance(module, nn.DataParallel):
-            return f"{where} is a DataParallel, whose copies read parameters on threads of their own"
+            return f"{where} is a DataParallel, which reads parameters on other threads"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             return f"{where} is compiled"
     return ""

@@ -42,10 +42,10 @@ def loss_names(loss: float | None) -> list[str]:
 
 def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> NonFiniteError:
     """The error of the policy "stop". bad: "loss" and names of tensors. early: found while gradients were leaving."""
-    sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
+    sent = "other gradients of this step may already have been sent and applied" if early else "nothing was sent"
     return NonFiniteError(
         f"step {step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
-        f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
+        "Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
     )
 
 

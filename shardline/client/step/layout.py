@@ -26,15 +26,15 @@ class ModelLayout:
         self.plan = plan
         missing = [spec.name for spec in plan.tensors if spec.name not in tensors]
         if missing:
-            raise MismatchError(f"the job's plan has tensor {missing[0]!r}, which this model lacks")
+            raise MismatchError(f"the plan of the job has tensor {missing[0]!r}, but this model does not")
         self.tensors = [tensors[spec.name] for spec in plan.tensors]
         """The worker's own, in plan order."""
         self._tensors = [tensor.detach() for tensor in self.tensors]
         for spec, tensor in zip(plan.tensors, self._tensors, strict=True):
             if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
                 raise TensorError(
-                    f"{spec.name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} here, the plan says "
-                    f"{spec.shape} and {spec.dtype}"
+                    f"{spec.name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} in this model; the plan "
+                    f"says {spec.shape} and {spec.dtype}"
                 )
         self._mirrors = {
             number: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -95,11 +95,11 @@ class AtOnce:
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
         """See Sending."""
-        raise AssertionError("nothing leaves early")
+        raise AssertionError("nothing is sent early")
 
     def not_stepped(self, step: int) -> Exception:
         """See Sending."""
-        raise AssertionError("nothing leaves early")
+        raise AssertionError("nothing is sent early")
 
     def disarm(self) -> None:
         """See Sending."""

@@ -155,9 +155,9 @@ class GradientStaging:
         for number, gradient in gradients.items():
             if gradient.layout != torch.strided:
                 raise JobError(
-                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline sums "
-                    f"dense ones: make its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or hand over its "
-                    f"to_dense()"
+                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
+                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
+                    "nn.EmbeddingBag), or pass its to_dense()"
                 )
         after = [self._host.mark()] if self._host is not None else ()
 

@@ -87,7 +87,7 @@ class Weights:
             return
         if running is not None:
             running.wait()
-        raise ProtocolError("a pull ended well without all the buckets it was to bring")
+        raise ProtocolError("a pull succeeded without all the buckets that it was to return")
 
     def settle(self, step: int | None) -> Mapping[int, int]:
         """Complete the tensors when all buckets are here. step: set if all are of one step.

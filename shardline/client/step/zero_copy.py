@@ -86,13 +86,13 @@ def check_shareable(job: JobSpec, methods: WorkerMethods) -> None:
     codec = CODECS.parse(job.codec)
     if not (methods.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
-            f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
-            f"{job.consistency.mode} with codec {job.codec}"
+            f"zero_copy needs a synchronous job with codec raw; this one is {job.consistency.mode} with codec "
+            f"{job.codec}"
         )
     if not methods.streams:
         raise UsageError(
-            "zero_copy needs a cadence and a topology that send each gradient as it is, to the server itself; this job "
-            f"has {job.cadence} and {job.topology}"
+            "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
+            f"{job.cadence} and {job.topology}"
         )
 
 
@@ -180,7 +180,7 @@ class ZeroCopy:
             if (mapped := now.get(region.shard)) is not None
         }
         log.info(
-            "%d of %d tensors lie in shared memory, %.1f MB",
+            "%d of %d tensors are in shared memory, %.1f MB",
             len(self._views),
             len(self._plan.tensors),
             sum(self._regions[number].nbytes for number in self._views) / 1e6,

@@ -223,7 +223,7 @@ class ShmLane(ShardCalls):
             return held
         offset = self._offsets[item.bucket]
         if len(data) > self._offsets[item.bucket + 1] - offset:
-            raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its place")
+            raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its area")
         # allocate() lends the first place, perhaps to a push that is sent after this one: so use it last.
         room = mapped.room(self._length)
         for number in range(1, room + 1):
@@ -246,8 +246,9 @@ class ShmLane(ShardCalls):
             # If the ps is gone this raises: that is no reason for another lane.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
-                f"{self._peer}: memory can't be shared through {opened.socket} ({error or type(error).__name__}); "
-                f"are both tasks on one host, of one user, in one network namespace (else give both a --run-dir)?"
+                f"{self._peer}: memory can't be shared through {opened.socket} ({error or type(error).__name__}); do "
+                "both tasks run on one host, as one user, in one network namespace (otherwise set the same --run-dir "
+                "for both)?"
             ) from error
         return self._mapped
 
@@ -261,7 +262,7 @@ class ShmLane(ShardCalls):
             segments.knock(sock, opened.token, gradients)
             areas, replies = segments.hear_welcome(sock)
             if self._cancelled:
-                raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
+                raise UnreachableError(f"{self._peer}: the exchange was abandoned while memory was being shared")
             unless_kept.pop_all()
         attached = Attached(self.name, opened.attachment, in_place=True)
         return Mapped(attached, sender, CallSocket(sock), gradients, areas, replies)

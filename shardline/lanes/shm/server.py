@@ -68,7 +68,7 @@ def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
     try:
         return SegmentPublication(spec, keeps_previous=keeps_previous)
     except SegmentError as error:
-        log.warning("parameters are not published in shared memory: %s; lane shm is not offered for them", error)
+        log.warning("parameters can't be published in shared memory: %s; lane shm is not available for them", error)
         return PlainPublication(spec, torch.device("cpu"))
 
 
@@ -123,8 +123,8 @@ class ShmAttachment:
         if not least <= nbytes <= least * self._pushes:
             os.close(fd)
             raise SegmentError(
-                f"the worker's segment has {nbytes:,} bytes; the shard's gradients need {least:,} for each of at most "
-                f"{self._pushes} pushes"
+                f"the worker's segment has {nbytes:,} bytes; the gradients of the shard need {least:,} for each of up "
+                f"to {self._pushes} pushes"
             )
         segment = Segment.adopt(fd, nbytes)
         # First, because a welcomed worker pushes at once.
@@ -139,11 +139,11 @@ class ShmAttachment:
         """
         held = self._gradients
         if held is None:
-            raise UnreachableError(f"{self.holder.task} has passed no segment to shard {self.holder.shard} (any more)")
+            raise UnreachableError(f"shard {self.holder.shard} has no segment of {self.holder.task} (any more)")
         if offset % segments.ALIGNMENT_BYTES or offset + nbytes > held.nbytes:
             raise ProtocolError(
-                f"{nbytes} bytes at {offset} of the segment of {self.holder.task} are referred to; it has "
-                f"{held.nbytes} bytes, and places are multiples of {segments.ALIGNMENT_BYTES}"
+                f"a reference to {nbytes} bytes at {offset} of the segment of {self.holder.task} is invalid; it has "
+                f"{held.nbytes} bytes, and offsets are multiples of {segments.ALIGNMENT_BYTES}"
             )
         return ShmTicket(held.memory[offset : offset + nbytes])
 
@@ -166,8 +166,8 @@ class ShmAttachment:
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
         """Nothing is sent on this lane: raises ProtocolError."""
         raise ProtocolError(
-            f"{self.holder.task} asks shard {self.holder.shard} on lane shm for something other than an exact step; "
-            f"use lane grpc"
+            f"{self.holder.task} asked shard {self.holder.shard} on lane shm for something other than an exact step; "
+            "use lane grpc"
         )
 
     def abort(self, reason: str) -> None:
@@ -185,7 +185,7 @@ class ShmAttachment:
 class SegmentHandshake:
     """A worker's single message: its token and the descriptor of its segment; see token_acceptor.Handshake."""
 
-    who = "a process at the segments' socket"
+    who = "a process on the socket for segments"
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -258,7 +258,7 @@ class ShmOffer:
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
         """An attachment, still without the worker's segment, and the token with which the worker brings it."""
         if not isinstance(hosted.publication, SegmentPublication):
-            raise LaneUnavailable(f"shard {hosted.shard} does not lie in shared memory here")
+            raise LaneUnavailable(f"shard {hosted.shard} is not in shared memory on this ps")
         try:
             attachment = ShmAttachment(
                 holder,

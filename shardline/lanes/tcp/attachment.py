@@ -192,7 +192,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
                 self._broke(f"receiving failed: {error}")
                 return
             if count == 0:
-                self._broke("the worker closed its socket in mid-transfer")
+                self._broke("the worker closed its socket in the middle of a transfer")
                 return
             self._took(ticket, count)
             budget -= count
@@ -270,7 +270,7 @@ class SendSocket(_Direction[_Payload]):
         """After an item's bytes: mark them as whole, or take the next item. False = they were overwritten meanwhile."""
         if not item.marked:
             if not item.intact():
-                self._broke("parameters were overwritten while they were sent")
+                self._broke("parameters were overwritten while they were being sent")
                 return False
             item.marked = True
             item.rest = memoryview(WHOLE)
@@ -319,7 +319,7 @@ class TcpAttachment:
     def expect(self, offset: int, nbytes: int) -> TcpTicket:
         """The next referred bucket of a push."""
         if offset:
-            raise ProtocolError(f"a bucket on lane tcp has offset {offset}; bulk sockets have no offsets, send 0")
+            raise ProtocolError(f"a bucket on lane tcp has offset {offset}; it must be 0")
         self._check()
         ticket = TcpTicket(self, self._take(nbytes))
         if not ticket.whole:

@@ -154,20 +154,20 @@ class TcpLane(ShardCalls):
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
                 f"{self._peer}: bulk port {opened.port} at {host} can't be used ({error or type(error).__name__}); "
-                f"is it blocked between the two hosts?"
+                "is it blocked between the two hosts?"
             ) from error
         finally:
             with self._lock:
                 self._dialling.clear()
 
     def _given_up(self) -> UnreachableError:
-        return UnreachableError(f"{self._peer}: the exchange was given up while its bulk sockets were opened")
+        return UnreachableError(f"{self._peer}: the exchange was abandoned while its bulk sockets were being opened")
 
     def _hold(self, sock: socket.socket) -> None:
         """Let cancel() end this socket from now on."""
         with self._lock:
             if self._cancelled:
-                raise ConnectionAbortedError("given up")
+                raise ConnectionAbortedError("abandoned")
             self._dialling.append(sock)
 
     def _keep(self, sockets: BulkSockets) -> BulkSockets:

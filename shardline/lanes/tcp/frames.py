@@ -43,9 +43,9 @@ def read_preamble(data: bytes | bytearray) -> bytes:
     """The token in a preamble. Raises ProtocolError for other bytes, or another version."""
     magic, version, token = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
-        raise ProtocolError("the bytes received are not the preamble of a bulk socket")
+        raise ProtocolError("the first bytes are not the preamble of a bulk socket")
     if version != VERSION:
-        raise ProtocolError(f"the bulk socket is of version {version}, this one of {VERSION}")
+        raise ProtocolError(f"the bulk socket has version {version}; this side has {VERSION}")
     return bytes(token)
 
 
@@ -159,7 +159,7 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
         try:
             sent += sock.send(data[sent:])
         except BlockingIOError:
-            raise TimeoutError("the other side takes no bytes") from None
+            raise TimeoutError("the other side accepts no bytes") from None
 
 
 def receive(sock: socket.socket, memory: memoryview) -> None:

@@ -119,8 +119,8 @@ def role_refusal(role: str, roles: Collection[str], what: str) -> str:
     if not role or role in roles:
         return ""
     return (
-        f"the caller's certificate is for the role {role}, and {what} needs one for the role {' or '.join(roles)} "
-        "(or one that names no role)"
+        f"the caller's certificate is for the role {role}, but {what} needs one for the role {' or '.join(roles)} (or "
+        "one without a role)"
     )
 
 
@@ -128,7 +128,7 @@ def joining_refusal(role: str, caller: Caller) -> str:
     """Why a caller may not join in this role; empty if it may. Unknown roles are refused elsewhere."""
     if JOINING.get(role) is Token.ADMIN and not caller.admin:
         return (
-            f"taking part as {role} needs the admin token besides the job's; set --admin-token-file (or "
-            "SHARDLINE_ADMIN_TOKEN_FILE) as the chief has it"
+            f"joining as {role} needs the admin token in addition to the job token; set --admin-token-file (or "
+            "SHARDLINE_ADMIN_TOKEN_FILE) to the same token as on the chief"
         )
-    return role_refusal(caller.role, (role,), f"taking part as {role}") if role in ROLES else ""
+    return role_refusal(caller.role, (role,), f"joining as {role}") if role in ROLES else ""

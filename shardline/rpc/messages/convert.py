@@ -90,7 +90,7 @@ def argument_from_proto(value: plan_pb2.Argument) -> Argument:
         case "none":
             return None
         case other:
-            raise ProtocolError(f"argument of a rule has no value this version knows ({other})")
+            raise ProtocolError(f"argument of a rule has no value that this version knows ({other})")
 
 
 def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
@@ -226,7 +226,7 @@ def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
     check_plan(plan)
     if message.plan_id and message.plan_id != plan.plan_id:
         raise ProtocolError(
-            f"plan has digest {plan.plan_id}, its sender says {message.plan_id}; are the versions equal?"
+            f"plan has digest {plan.plan_id}; its sender says {message.plan_id}. Are both of the same version?"
         )
     return plan
 
@@ -242,7 +242,7 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
     found: dict[str, Any] = {}
     for name in sorted(messages):
         if name not in known():
-            raise ProtocolError(f"{where}: this version knows no setting {short(name, 'name of a setting')!r}")
+            raise ProtocolError(f"{where}: this version has no setting {short(name, 'name of a setting')!r}")
         value = argument_from_proto(messages[name])
         if type(value) is not kind_of(name):
             raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {kind_of(name).__name__}")
@@ -313,7 +313,7 @@ def unpack_bits(data: bytes, count: int, where: str) -> tuple[bool, ...]:
         raise ProtocolError(f"{where}: bitmap of {len(data)} bytes for {count} entries")
     value = int.from_bytes(data, "little")
     if value >> count:
-        raise ProtocolError(f"{where}: bitmap names entries beyond the {count} there are")
+        raise ProtocolError(f"{where}: bitmap has entries beyond the {count} that exist")
     return tuple(bool(value >> number & 1) for number in range(count))
 
 
@@ -372,7 +372,9 @@ class ImageAssembler:
         """Take one part. Raises ProtocolError unless the parts follow each other without gap or overlap."""
         if header is not None:
             if self._header is not None:
-                raise ProtocolError(f"image of bucket {self._header.bucket} is cut short by that of {header.bucket}")
+                raise ProtocolError(
+                    f"image of bucket {self._header.bucket} is interrupted by that of bucket {header.bucket}"
+                )
             at_most(len(header.tensors), MAX_STATES, f"tensors in the image of bucket {header.bucket}")
             at_most(len(header.scalars), MAX_STATES, f"states in the image of bucket {header.bucket}")
             sizes = []
@@ -392,7 +394,7 @@ class ImageAssembler:
             end = chunk.offset + len(chunk.payload)
             if chunk.offset != self._filled[chunk.tensor] or end > len(self._buffers[chunk.tensor]):
                 raise ProtocolError(
-                    f"image of bucket {self._header.bucket}: chunk at {chunk.offset} of {len(chunk.payload)} bytes, "
+                    f"image of bucket {self._header.bucket}: chunk at {chunk.offset} of {len(chunk.payload)} bytes; "
                     f"expected one at {self._filled[chunk.tensor]} of {len(self._buffers[chunk.tensor])}"
                 )
             self._buffers[chunk.tensor][chunk.offset : end] = chunk.payload
@@ -445,6 +447,6 @@ def sequences_from_proto(messages: Iterable[parameter_server_pb2.WorkerSequence]
         short(message.task, "task in the end of the images")
         at_most(len(sequences) + 1, MAX_MEMBERS, "tasks in the end of the images")
         if message.task in sequences:
-            raise ProtocolError(f"the end of the images names the pushes of {message.task!r} twice")
+            raise ProtocolError(f"the end of the images lists the pushes of {message.task!r} twice")
         sequences[message.task] = WorkerSequence(message.incarnation, message.last_seq)
     return sequences

@@ -48,7 +48,7 @@ def outcome_from_proto(value: int) -> Outcome:
     try:
         return _OUTCOMES[value]
     except KeyError:
-        raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
+        raise ProtocolError(f"outcome number {value} is unknown to this version; update Shardline") from None
 
 
 _LANES = {name.removeprefix("LANE_").lower(): number for name, number in common_pb2.Lane.items() if number}
@@ -393,7 +393,7 @@ class PullReader:
     def _arrival_of(self, state: data_pb2.BucketState) -> Arrival:
         if state.bucket >= len(self._elements) or state.elements != self._elements[state.bucket]:
             raise ProtocolError(
-                f"the shard sent bucket {state.bucket} with {state.elements} elements, which the plan doesn't have"
+                f"the shard sent bucket {state.bucket} with {state.elements} elements, which is not in the plan"
             )
         return Arrival(
             bucket=state.bucket,
@@ -408,7 +408,7 @@ class PullReader:
 
     def _begin(self, state: data_pb2.BucketState) -> None:
         if self._arrival is not None:
-            raise ProtocolError(f"bucket {state.bucket} came before bucket {self._arrival.bucket} was whole")
+            raise ProtocolError(f"bucket {state.bucket} arrived before bucket {self._arrival.bucket} was complete")
         arrival = self._arrival_of(state)
         if state.unchanged or state.payload_bytes == 0:
             self._sink.done(arrival)

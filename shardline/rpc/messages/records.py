@@ -173,10 +173,12 @@ class FrameReader:
         """Take one message; returns a frame if it is complete now."""
         kind = [name.name for name, _ in message.ListFields()]
         if len(kind) != 1:
-            raise ProtocolError(f"a frame of a standby's stream holds one thing; this one holds {kind or 'nothing'}")
+            raise ProtocolError(
+                f"a frame of a standby's stream must contain one item; this one contains {kind or 'nothing'}"
+            )
         within = "chunk" if self._record is not None else "image_chunk" if not self._assembler.idle else None
         if (within is not None or kind[0] in ("chunk", "image_chunk")) and kind[0] != within:
-            raise ProtocolError(f"a standby's stream has {kind[0]} where {within or 'no chunk'} was expected")
+            raise ProtocolError(f"a standby's stream has {kind[0]}; expected {within or 'no chunk'}")
         match kind[0]:
             case "head":
                 head = message.head
@@ -225,7 +227,7 @@ class FrameReader:
             dtype = dtype_from_proto(part.dtype, f"record {record.number}")
             if part.elements and (part.elements != bucket.elements or dtype != bucket.dtype):
                 raise ProtocolError(
-                    f"record {record.number}: {part.elements} {dtype} elements for bucket {part.bucket}, the plan "
+                    f"record {record.number}: {part.elements} {dtype} elements for bucket {part.bucket}; the plan "
                     f"says {bucket.elements} {bucket.dtype}"
                 )
             buffers.append(bytearray(part.elements * DTYPES[dtype].itemsize))

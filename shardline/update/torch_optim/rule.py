@@ -52,7 +52,7 @@ class Torch(UpdateRule):
                     "or freeze it"
                 )
             if self.wants_whole(spec, tensor.shape) and not tensor.whole:
-                raise JobError(f"{spec.name} needs whole tensors, but {tensor.name!r} is marked as one that may be cut")
+                raise JobError(f"{spec.name} needs whole tensors, but {tensor.name!r} is not marked as whole")
 
     def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
         """See UpdateRule. A 0-d tensor has nothing to cut."""
@@ -130,4 +130,6 @@ def _check_dtype(spec: RuleSpec, tensor: TensorSpec) -> None:
     if dtype.is_complex and not ALLOWED[spec.name]:
         raise JobError(f"{spec.name} doesn't support complex parameters, and {tensor.name!r} has dtype {tensor.dtype}")
     if dtype.is_complex and spec.groups[tensor.group].get("fused"):
-        raise JobError(f"{spec.name} with fused=True supports no complex parameters; {tensor.name!r} is {tensor.dtype}")
+        raise JobError(
+            f"{spec.name} with fused=True doesn't support complex parameters; {tensor.name!r} is {tensor.dtype}"
+        )

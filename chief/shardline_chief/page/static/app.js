@@ -55,7 +55,7 @@ function figures(view) {
     ...Object.entries(view.evaluation?.metrics ?? {}).map(([name, value]) => [
       name.charAt(0).toUpperCase() + name.slice(1),
       figure(value),
-      `evaluated, step ${count(view.evaluation.step)}`,
+      `evaluated at step ${count(view.evaluation.step)}`,
     ]),
     ["Steps/s", figure(view.steps_per_s || null, 3)],
     ["Push", rate(view.push_bytes_per_s)],
@@ -99,7 +99,7 @@ function tasks(view) {
         number(rate(task.pull_bytes_per_s)),
         {
           ...number(task.compute_s == null ? NONE : seconds(task.compute_s + task.exchange_s)),
-          title: task.compute_s == null ? "" : `computing ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}`,
+          title: task.compute_s == null ? "" : `compute ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}`,
         },
         number(figure(task.staleness, 3)),
         has(task),
@@ -203,10 +203,10 @@ function contact(state, since) {
     at("contact"),
     {
       live: "live",
-      unreached: `the chief can't be reached; asking since ${when}`,
+      unreached: `can't reach the chief; trying since ${when}`,
       lost: `lost contact with the chief since ${when}`,
-      over: `the job has ended; the chief's last word came at ${when}`,
-      ended: `the chief has ended at ${when}; this is its last word`,
+      over: `the job has ended; last update at ${when}`,
+      ended: `the chief ended at ${when}; this is its last update`,
     }[state],
   );
   const alarm = state === "lost" || state === "unreached";

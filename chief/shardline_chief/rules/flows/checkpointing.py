@@ -131,7 +131,7 @@ class Checkpointing:
         self._release(saved.step)
         if saved.error:
             step, _ = saves.newest()
-            rest = f"the last one stays: step {step}" if step >= 0 else "there is none"
+            rest = f"the last one is kept: step {step}" if step >= 0 else "there is none"
             state.say("checkpoint_failed", f"no checkpoint at step {saved.step}: {saved.error}; {rest}", "error")
             saves.failed_saves += 1
             many = f" ({saves.failed_saves} in a row failed)" if saves.failed_saves > 1 else ""

@@ -57,7 +57,7 @@ class Ending:
         state.stage = Stage.CHOOSING
         state.outbox.actions.append(Hurry())
         state.reason = event.reason
-        sentence = "training is done, the last checkpoint follows" if event.done else event.reason
+        sentence = "training is done; writing the last checkpoint" if event.done else event.reason
         state.say("failure" if self._failed else "stopping", sentence, "error" if self._failed else "info")
         if event.done and state.stops_by_itself:
             self._reached(now_s)
@@ -189,7 +189,7 @@ class Ending:
     def choosing(self, event: Progressed, now_s: float) -> None:
         """Give up if the servers don't report their progress in time."""
         if now_s >= self._deadline_s:
-            self._give_up("the servers did not report how far they are", now_s)
+            self._give_up("the servers did not report their progress", now_s)
 
     def reaching(self, event: Progressed, now_s: float) -> None:
         """Wait until every shard has reached the stop step, or every lease is done."""

@@ -66,7 +66,7 @@ class Failover:
         self.protection.forget(changed)
         placement = self._protected(found.placement, now_s)
         if not promoted:
-            state.say("standby_lost", f"{why}; shards {_numbers(changed)} lost their standbys there", "warning")
+            state.say("standby_lost", f"{why}; it had the standbys of shards {_numbers(changed)}", "warning")
             self._set_standbys(placement)
             return True
         loss = state.note_loss(task, now_s)
@@ -105,8 +105,8 @@ class Failover:
         state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         state.say(
             "recovered",
-            f"{loss.first} was declared lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
-            f"from step {loss.at_step}, no step is repeated",
+            f"{loss.first} was declared lost {seconds:.1f} s ago; its standbys have taken over. Training continues "
+            f"from step {loss.at_step}, and no step is repeated",
             task=loss.first,
             seconds=seconds,
         )
@@ -132,7 +132,7 @@ class Failover:
         if silent:
             self.protection.forget(silent)
             placement = without_standbys(placement, silent)
-            who = f"shards {_numbers(silent)} go on without their standbys"
+            who = f"shards {_numbers(silent)} continue without their standbys"
             state.say("standby_lost", f"{who}, which did not answer for {limit_s:g} s", "warning")
         placement = self._protected(placement, now_s)
         if placement != state.layout.placement:
@@ -198,7 +198,7 @@ class Failover:
     def _no_room(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         state = self.state
         for task, error in sorted(errors.items()):
-            state.say("no_room", f"{task} can't hold standbys: {error}; their shards stay unprotected", "warning")
+            state.say("no_room", f"{task} can't hold standbys: {error}; their shards remain unprotected", "warning")
         placement = state.layout.placement
         there = [place for place in placement if place.standby_task in errors]
         if not there:

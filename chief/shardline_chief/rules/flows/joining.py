@@ -49,7 +49,7 @@ class Joining:
         if old.stable_id == join.stable_id:
             self.takeover.heard(old.task)
             return None
-        return ServerRestarted(old.task, f"{old.task} was started again and is empty")
+        return ServerRestarted(old.task, f"{old.task} was restarted and is empty")
 
     def join(self, ticket: Any, join: Join, refused: Refused | None, now_s: float) -> None:
         """Handle a Join; the answer may come later. refused: why the task may not join, if that is known already."""
@@ -60,7 +60,7 @@ class Joining:
             if not isinstance(decision, Refused):
                 member, old = decision.member, decision.replaced
                 if old is not None:
-                    sentence = f"{member.task}: a new process takes the place of a silent one, which is fenced"
+                    sentence = f"{member.task}: a new process replaces a silent one, which is fenced"
                     state.say("replaced", sentence)
                 self._admitted(ticket, join, member, old)
                 return

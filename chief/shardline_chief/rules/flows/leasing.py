@@ -24,11 +24,11 @@ class Leasing:
         state, leases = self.state, self.state.work.leases
         if not state.tasks.members.current(task, incarnation, TRAINERS):
             return LeaseAnswer(
-                outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is not a living task that trains"
+                outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is not a live task that trains"
             )
         if leases is None:
             synchronous = not state.mode.leases_batches
-            why = "synchronous: batches follow from the step" if synchronous else "a script, which chooses its batches"
+            why = "synchronous: batches follow from the step" if synchronous else "a script, which chooses batches"
             return LeaseAnswer(outcome="REFUSED", reason=f"this job is {why}")
         noted = [number for number in done if leases.finish(number, incarnation)]
         answer, issued = self._next(leases, incarnation)

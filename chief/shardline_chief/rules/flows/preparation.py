@@ -185,7 +185,7 @@ class Preparation:
         if state.work.initializer or not trainers:
             return
         state.work.initializer = trainers[0].task
-        state.say("init", f"{trainers[0].task} sets the first values of all parameters")
+        state.say("init", f"{trainers[0].task} sets the initial values of all parameters")
 
     def initializer_lost(self, event: TrainerLost, now_s: float) -> bool:
         """A trainer died. True: it was setting the first values, and another will."""
@@ -200,7 +200,7 @@ class Preparation:
         state = self.state
         if state.stage is not Stage.INITIALIZING or state.work.initializer != member.task:
             return False
-        state.say("init", f"{member.task} was setting the first values; all of it starts again", "warning")
+        state.say("init", f"{member.task} was lost while setting the initial values; starting over", "warning")
         self._configure()
         return True
 
@@ -231,7 +231,7 @@ class Preparation:
         state = self.state
         limit_s = state.timeouts.dead_s
         if state.saves.saving is None and now_s - self._cut_asked_s >= limit_s:
-            state.say("cut", f"no cut 0 within {limit_s:g} s; training starts without it", "error")
+            state.say("cut", f"no checkpoint of step 0 within {limit_s:g} s; training starts without it", "error")
             self._activate()
 
     def poll(self, event: Tick, now_s: float) -> None:

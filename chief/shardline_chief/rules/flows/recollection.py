@@ -57,7 +57,7 @@ def say_goodbye(state: State, exit_code: int, reason: str) -> None:
     saves.final_step = saves.checkpoint_step
     progress.base_step = max(progress.base_step, saves.checkpoint_step)
     state.say(
-        "takeover", f"the job had already ended when the last chief died: {reason}; telling the tasks that are left"
+        "takeover", f"the job had already ended when the last chief died: {reason}; informing the remaining tasks"
     )
     state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
 
@@ -74,7 +74,7 @@ def missing(known: Remembered, gone: Mapping[str, str]) -> dict[str, str]:
     """
     held = {place.task for place in known.placement}
     lost = {task: why for task, why in gone.items() if task in held}
-    return lost | {task: f"{task} was gone when the chief came back" for task in held - known.members.keys()}
+    return lost | {task: f"{task} was gone when the chief returned" for task in held - known.members.keys()}
 
 
 def empty(known: Remembered, servers: Mapping[str, PsStatus]) -> dict[str, str]:

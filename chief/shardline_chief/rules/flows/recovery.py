@@ -89,10 +89,10 @@ class Recovery:
             return
         if not state.begun or not shards:
             # Only servers that hold shards are sent commands.
-            state.say("life", f"{why}; it held nothing, so the job goes on without it", "warning", task=task)
+            state.say("life", f"{why}; it held nothing, so the job continues without it", "warning", task=task)
             return
         if over:
-            state.say("life", f"{why}; its part is done", "warning", task=task)
+            state.say("life", f"{why}; its work is done", "warning", task=task)
             return
         at = f" at {member.address}" if member is not None else ""
         sentence = f"{why}; {task}{at} held shard {', '.join(shards)}"
@@ -101,9 +101,9 @@ class Recovery:
             state.end(TaskLostError.exit_code, f"{sentence}, so the job ends{reason}. {advice}", now_s)
             return
         self._begin(task, now_s, member.last_heard_s if member is not None else now_s)
-        wait = f"waiting {state.timeouts.dead_s:g} s for it to come back, before its shards move"
+        wait = f"waiting {state.timeouts.dead_s:g} s for it to return before its shards are moved"
         if not state.tasks.members.living("ps"):
-            wait = f"waiting {state.timeouts.lost_s:g} s for it to come back"
+            wait = f"waiting {state.timeouts.lost_s:g} s for it to return"
         rest = self._goes_back() if back else f"{self._goes_back()}; {wait}"
         state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
 
@@ -111,12 +111,12 @@ class Recovery:
         """Why the job can't continue after a loss, as the end of a sentence; empty if it can."""
         state = self.state
         if state.phase is Phase.STOPPING and not self.preparation.ending.scoring.done:
-            return " as it was about to"
+            return " before its last checkpoint"
         if state.script and state.tasks.finished:
             # The gradients it would have to compute again are gone with it.
-            return f": {', '.join(sorted(state.tasks.finished))} has finished and can't go back"
+            return f": {', '.join(sorted(state.tasks.finished))} has finished and can't be rolled back"
         if state.losses.attempts >= ATTEMPTS:
-            return f" after {state.losses.attempts} losses in a row without a step between them"
+            return f" after {state.losses.attempts} losses in a row without a step in between"
         return ""
 
     def _begin(self, task: str, now_s: float, heard_s: float) -> None:
@@ -138,7 +138,7 @@ class Recovery:
             if state.figures.running_s is not None:
                 return "the first checkpoint is still being written"
             return "there is no checkpoint yet, so the job starts over"
-        what = "all shards go back" if state.mode.consistent_cuts else "it goes back"
+        what = "rolling back all shards" if state.mode.consistent_cuts else "rolling it back"
         return f"{what} to step {state.saves.checkpoint_step}"
 
     # The checkpoint
@@ -150,10 +150,10 @@ class Recovery:
         slow = f"the newest checkpoint could not be read within {waited_s:.0f} s (limit {limit_s:.0f} s)"
         if waited_s >= limit_s:
             advice = state.saves.how_to_go_on()
-            state.end(CheckpointError.exit_code, f"{slow}: does the disk answer? {advice}", now_s)
+            state.end(CheckpointError.exit_code, f"{slow}: does the disk respond? {advice}", now_s)
         elif waited_s >= state.timeouts.dead_s and not self._said_slow:
             self._said_slow = True
-            state.say("slow", f"{slow}: it is being written or read, and waited for", "warning")
+            state.say("slow", f"{slow}: still waiting for it to be written or read", "warning")
 
     def found(self, event: CheckpointFound, now_s: float) -> None:
         """The checkpoint to roll back to was found, or there is none."""
@@ -166,8 +166,8 @@ class Recovery:
             # The workers no longer have the first values.
             state.end(
                 TaskLostError.exit_code,
-                f"{loss.first} was lost, and no checkpoint could be written so far, not even one of the first values; "
-                "start the job again",
+                f"{loss.first} was lost before any checkpoint could be written, even of the initial values; start the "
+                "job again",
                 now_s,
             )
             return
@@ -219,7 +219,7 @@ class Recovery:
             full = f"; {self._full}" if self._full else ""
             state.end(
                 TaskLostError.exit_code,
-                f"{', '.join(gone)} did not come back within {state.timeouts.lost_s:g} s{full}. "
+                f"{', '.join(gone)} did not return within {state.timeouts.lost_s:g} s{full}. "
                 f"{state.saves.how_to_go_on()}",
                 now_s,
             )
@@ -265,7 +265,7 @@ class Recovery:
         gone = {place.shard for place in loss.home if place.task in errors}
         self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
         for task, error in sorted(errors.items()):
-            self.lost(task, f"{task} does not hold what it should: {error}", now_s, back=True)
+            self.lost(task, f"{task} does not have the expected shards: {error}", now_s, back=True)
 
     # Training resumes
 
@@ -293,10 +293,10 @@ class Recovery:
         together = state.mode.consistent_cuts
         what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         if state.work.leases is not None and not self.preparation.keep:
-            what += " and made again"
+            what += " and repeated"
         state.say(
             "recovered",
-            f"{loss.first} was heard last {recovered.seconds:.1f} s ago; training goes on from step "
+            f"{loss.first} was last heard {recovered.seconds:.1f} s ago; training continues from step "
             f"{state.progress.base_step}, {what}",
             task=loss.first,
             from_step=recovered.from_step,

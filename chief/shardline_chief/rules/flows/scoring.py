@@ -36,7 +36,7 @@ class Scoring:
             figures.unscored[step] = failure or "the job has no `evaluate`"
         if failure:
             state.say(
-                "evaluation_failed", f"{task} could not score step {step}: {failure}; training goes on", "warning"
+                "evaluation_failed", f"{task} could not score step {step}: {failure}; training continues", "warning"
             )
         else:
             best = figures.better(metrics, state.job)

@@ -46,7 +46,7 @@ class Servers:
         elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in layout.placement):
             if asked:
                 at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
-                state.emit(ServerLost(task, f"{task} holds {at} instead of timeline {layout.timeline:#x}"))
+                state.emit(ServerLost(task, f"{task} has {at} instead of timeline {layout.timeline:#x}"))
             else:
                 state.outbox.ask_status()
         if status.failure and task not in self._failed:
@@ -69,7 +69,7 @@ class Servers:
         # FencedError: the server was replaced by a process that no chief has led yet.
         silent = {task: error for task, error in errors.items() if isinstance(error, (UnreachableError, FencedError))}
         for task, why in sorted(silent.items()):
-            what = "is another process now" if isinstance(why, FencedError) else "does not answer"
+            what = "is now another process" if isinstance(why, FencedError) else "did not answer"
             state.emit(ServerLost(task, f"{task} {what}: {why}"))
         if not silent:
             state.emit(OrderRefused(order, errors))

@@ -52,7 +52,7 @@ class Start:
         try:
             if resume is not None and (changed := resume.check(job)):
                 others = f"with settings that differ from the checkpoint's: {'; '.join(changed)}"
-                state.say("resume", f"going on from step {resume.step} {others}", "warning")
+                state.say("resume", f"resuming from step {resume.step} {others}", "warning")
             plan = make_plan(job.tensors, len(state.settings.ps))
             check_fit(job, standbys=state.settings.standbys)
             if not job.script and job.steps < 1:
@@ -75,7 +75,9 @@ class Start:
         )
         idle = [member.task for member in members[len(plan.shards) :]]
         if idle:
-            state.say("plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will hold nothing")
+            state.say(
+                "plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will not hold any shard"
+            )
         state.record("plan", plan_id=plan.plan_id, shards=len(plan.shards), replicas=job.replicas, job=job.name)
         buckets = sum(len(shard.buckets) for shard in plan.shards)
         size = sum(shard.nbytes for shard in plan.shards)
@@ -114,12 +116,12 @@ class Start:
         state.saves.checkpoint_path = resume.path
         state.stage = Stage.NOTHING_LEFT
         self.done_before = (
-            f"nothing to do: {resume.path} already holds all {state.job.steps} steps; ask for more with --steps"
+            f"nothing to do: {resume.path} already has all {state.job.steps} steps; set more with --steps"
         )
         to_come = state.tasks.to_come()
         if to_come:
-            wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to tell them so"
-            state.say("done_before", f"all {state.job.steps} steps are done already; {wait}")
+            wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to inform them"
+            state.say("done_before", f"all {state.job.steps} steps are already done; {wait}")
         self._end_if_all_came(now_s)
 
     def nothing_left(self, event: Arrived, now_s: float) -> None:
@@ -167,7 +169,7 @@ class Start:
             state.say(
                 "late",
                 f"{missing} of {state.settings.trainers} tasks that train did not join within "
-                f"{state.timeouts.lost_s:g} s of all others; training starts without them, they may still come",
+                f"{state.timeouts.lost_s:g} s of all others; training starts without them, but they may still join",
                 "warning",
             )
         until = f"until step {job.steps}" if job.steps else "until the script ends"
@@ -216,5 +218,5 @@ class Start:
         else:
             return
         waited = f"within {state.timeouts.join_s:g} s"
-        where = f"is it running, and does it reach the chief at {settings.chief_address}?"
+        where = f"is it running, and can it reach the chief at {settings.chief_address}?"
         state.end(UnreachableError.exit_code, f"{who} {waited}{rest}; {where}", now_s)

@@ -69,8 +69,8 @@ class Takeover:
         what = f"job {known.job.name!r}" if known.job is not None else "the job"
         state.say(
             "takeover",
-            f"{what} of the chief of term {known.term} has not ended: this chief, of term {state.settings.term}, goes "
-            f"on with it, {len(known.members)} tasks are known",
+            f"{what} of the chief of term {known.term} has not ended: this chief, of term {state.settings.term}, "
+            f"continues it; {len(known.members)} tasks are known",
             term=state.settings.term,
             after=known.term,
         )
@@ -130,14 +130,14 @@ class Takeover:
         if waited_s >= limit_s:
             state.end(
                 TaskLostError.exit_code,
-                f"{names} did not come within {limit_s:g} s, and with half of them or fewer this chief can't "
+                f"{names} did not appear within {limit_s:g} s, and with at most half of the servers this chief can't "
                 f"rule out that another one leads them. {state.saves.how_to_go_on()}",
                 now_s,
             )
             return False
         if not self._said_few:
             self._said_few = True
-            few = f"{len(held) - len(missing)} of {len(held)} parameter servers are there"
+            few = f"{len(held) - len(missing)} of {len(held)} parameter servers are present"
             state.say("takeover", f"{few}: waiting {limit_s - waited_s:.0f} s for {names}", "warning")
         state.outbox.tell_wait(now_s, self._began_s + limit_s, names)
         return False
@@ -182,7 +182,7 @@ class Takeover:
         if self.state.stage is not Stage.ASKING:
             return True
         for task, error in result.errors.items():
-            self._is_gone(task, f"{task} does not answer: {error}")
+            self._is_gone(task, f"{task} did not answer: {error}")
         if result.errors:
             self.state.stage = Stage.HEARING
         return bool(result.errors)
@@ -209,7 +209,8 @@ class Takeover:
         state.layout.placement = known.placement
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
         step = min(map(state.progress.of, told), default=state.progress.base_step)
-        why = "; ".join(missing(self._known, self._gone).values()) or "the last chief died while standbys took over"
+        gone = "; ".join(missing(self._known, self._gone).values())
+        why = gone or "the last chief died while standbys were taking over"
         self.failover.stand_in_as_found(found, why, now_s, since_s=self._began_s, step=step)
 
     def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
@@ -233,7 +234,7 @@ class Takeover:
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
         if not lost:
-            self.recovery.again("the last chief died while it filled the parameter servers", now_s)
+            self.recovery.again("the last chief died while filling the parameter servers", now_s)
 
     # Taking command
 
@@ -250,7 +251,7 @@ class Takeover:
         state, plan = self.state, self.state.layout.plan
         if state.stage is not Stage.ADOPTING:
             return
-        lost = {task: f"{task} does not answer: {error}" for task, error in result.errors.items()}
+        lost = {task: f"{task} did not answer: {error}" for task, error in result.errors.items()}
         for place in state.layout.placement:
             shard = state.progress.shards.get(place.shard)
             filled = plan is not None and bool(plan.shards[place.shard].buckets)
@@ -299,7 +300,7 @@ class Takeover:
         state.record("adopted", timeline=state.layout.timeline, step=step)
         state.say(
             "adopted",
-            f"the chief is back after {seconds:.1f} s: training goes on at step {step}, no step is repeated",
+            f"the chief is back after {seconds:.1f} s: training continues at step {step}, and no step is repeated",
             step=step,
             seconds=seconds,
         )

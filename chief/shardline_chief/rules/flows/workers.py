@@ -34,7 +34,7 @@ class Workers:
             return
         moved = "; ".join(state.reassign(member.incarnation))
         few = not state.tasks.trainers() or state.tasks.too_few()
-        rest = self._waits() if few else moved or "nothing of its work is lost"
+        rest = self._waits() if few else moved or "none of its work is lost"
         worst = "warning" if few else after.level
         state.say("life", f"{after.sentence}; {rest}", worst, task=member.task, state=member.state.value)
 
@@ -42,7 +42,7 @@ class Workers:
         """No server knows the task in this timeline, so there is nothing to fence."""
         member = event.member
         self.state.reassign(member.incarnation)
-        rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
+        rest = "the job continues without it" if member.role == "evaluator" else "waiting for another"
         fields = {"task": member.task, "state": member.state.value}
         self.state.say("life", f"{event.sentence}; {rest}", "warning", **fields)
 
@@ -56,7 +56,7 @@ class Workers:
         wait = f"waiting {self.state.timeouts.lost_s:g} s for a task to join"
         there = len(self.state.tasks.trainers())
         if not there:
-            return f"nobody is left to train: {wait}"
+            return f"no task is left to train: {wait}"
         return f"{there} of at least {self.state.settings.min_workers} tasks that train are left: {wait}"
 
     # Links
@@ -80,7 +80,7 @@ class Workers:
             host = tasks.members.get(place.task)
             if named and host is not None and host.living:
                 who = ", ".join(member.task for member in named)
-                sentence = f"{who} did not hear {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
+                sentence = f"{who} got no answer from {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
                 self._judge_link(ServerLost(place.task, sentence), named, len(trainers), now_s)
                 return
 
@@ -97,13 +97,13 @@ class Workers:
         """lost: event to emit if the server is at fault. named: tasks that can't reach it. trainers: their number."""
         tasks, sentence = self.state.tasks, lost.why
         if 2 * len(named) > trainers:
-            why = "most of those that train" if trainers > 1 else "nobody else trains"
+            why = "most of the tasks that train" if trainers > 1 else "no other task trains"
             self.state.emit(ServerLost(lost.task, f"{sentence} ({why})"))
             return
         for member in named:
             tasks.suspects.pop(member.task)
             tasks.members.declare_dead(member.task)
-            self.lost(TrainerLost(member, f"{sentence}, and the others do"), now_s)
+            self.lost(TrainerLost(member, f"{sentence}, but the others did"), now_s)
 
     # Too few, or uneven
 
@@ -123,7 +123,7 @@ class Workers:
         if now_s - tasks.alone_since_s >= state.timeouts.lost_s:
             who = "every task that trains"
             if state.script:
-                who = f"{', '.join(self._gone_from_script())}, without which a script can't go on,"
+                who = f"{', '.join(self._gone_from_script())}, without which a script can't continue,"
             elif tasks.trainers():
                 who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
             missed = f"no replacement joined within {state.timeouts.lost_s:g} s"
@@ -156,11 +156,11 @@ class Workers:
         if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
             return
         made = {task: tasks.steps.get(task, 0) for task in sorted(tasks.finished)}
-        done = ", ".join(f"{task} made {steps} steps and ended" for task, steps in made.items())
+        done = ", ".join(f"{task} ended after {steps} steps" for task, steps in made.items())
         reason = (
-            f"{done}, {', '.join(ahead)} {'was' if len(ahead) == 1 else 'were'} to make {max(made.values()) + 1} or "
-            "more: each step of a synchronous script needs all workers, so the job ends here. Have all make the same "
-            "number of steps, and call optimizer.step() in each of them"
+            f"{done}, but {', '.join(ahead)} {'was' if len(ahead) == 1 else 'were'} to make {max(made.values()) + 1} "
+            "or more: each step of a synchronous script needs all workers, so the job ends here. Let all make the "
+            "same number of steps, and call optimizer.step() in each of them"
         )
         state.emit(EndAsked(reason, JobError.exit_code))
 

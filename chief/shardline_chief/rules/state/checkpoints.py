@@ -42,5 +42,5 @@ class Checkpoints:
         """How to resume after a loss, as a sentence for messages."""
         step, path = self.newest()
         if step <= 0:
-            return "No checkpoint holds a step yet; start the job again."
-        return f"Go on with --resume from step {step}: {path}"
+            return "No checkpoint after step 0 exists yet; start the job again."
+        return f"Continue with --resume from step {step}: {path}"

@@ -176,7 +176,7 @@ class Leases:
             ranges = [(int(first), int(end)) for first, end in cursor.get("done", [])]
             repeated = int(cursor.get("repeated", 0))
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint's data cursor {dict(cursor)!r} is not one of batches") from error
+            raise CheckpointError(f"the checkpoint's data cursor {dict(cursor)!r} does not count batches") from error
         if any(not 0 <= first < end for first, end in ranges):
             raise CheckpointError(f"the checkpoint's data cursor has an impossible range of batches: {ranges}")
         done = [(first, min(end, steps)) for first, end in ranges if first < steps]

@@ -127,8 +127,8 @@ class Membership:
         old = self._members.get(f"{join.role}/{index}")
         if old is not None and old.state is Life.ALIVE and old.stable_id != join.stable_id:
             return Refused(
-                reason=f"{old.task} is running already at {old.address} (last heard {now_s - old.last_heard_s:.1f} s "
-                "ago); stop that process first, or start this one under another index",
+                reason=f"{old.task} is already running at {old.address} (last heard {now_s - old.last_heard_s:.1f} s "
+                "ago); stop that process first, or start this one with another index",
                 retry=True,
             )
         self._counter += 1
@@ -222,7 +222,7 @@ class Membership:
                 continue
             silent = now_s - member.last_heard_s
             ago = f"last heard {silent:.1f} s ago"
-            why = f"{ago}, its stream is broken" if member.broken else ago
+            why = f"{ago}, its stream broke" if member.broken else ago
             if silent >= self._dead_s:
                 state, text = Life.DEAD, f"{member.task} is dead: {why} (limit {self._dead_s:g} s)"
             elif member.broken or silent >= self._suspect_s:
@@ -231,7 +231,7 @@ class Membership:
                     f"{member.task} is suspect: {why}; declared dead after {self._dead_s:g} s of silence",
                 )
             else:
-                state, text = Life.ALIVE, f"{member.task} is heard again"
+                state, text = Life.ALIVE, f"{member.task} is alive again"
             if state is not member.state:
                 changed = replace(member, state=state)
                 self._members[member.task] = changed
@@ -240,4 +240,4 @@ class Membership:
 
 
 def _full(role: str, limit: int) -> Refused:
-    return Refused(reason=f"all {limit} places for {role}s are taken by living tasks", retry=True)
+    return Refused(reason=f"all {limit} places for {role}s are taken by live tasks", retry=True)

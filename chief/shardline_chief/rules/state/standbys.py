@@ -201,10 +201,12 @@ class Protection:
 
 def _change(shard: ShardStatus, task: str, state: str, before: str) -> StandbyChange | None:
     if state == "synced":
-        return StandbyChange(f"shard {shard.shard} is protected: its standby on {task} is whole", protected=True)
+        return StandbyChange(f"shard {shard.shard} is protected: its standby on {task} is complete", protected=True)
     problem = f"({shard.standby_problem})"
     if state == "silent":
-        return StandbyChange(f"shard {shard.shard} stands still: its standby on {task} does not answer {problem}")
+        return StandbyChange(f"shard {shard.shard} is blocked: its standby on {task} does not answer {problem}")
     if state in ("unprotected", "copying") and before in WHOLE:
-        return StandbyChange(f"shard {shard.shard} is unprotected: its standby on {task} is copied anew {problem}")
+        return StandbyChange(
+            f"shard {shard.shard} is unprotected: its standby on {task} is being copied again {problem}"
+        )
     return None

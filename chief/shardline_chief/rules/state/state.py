@@ -142,7 +142,7 @@ class State:
         moved = []
         leases = self.work.leases.fence(gone) if gone is not None and self.work.leases is not None else ()
         if leases:
-            moved.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
+            moved.append(f"{sum(lease.count for lease in leases)} batches are assigned again")
         if self.phase not in (Phase.RUNNING, Phase.STOPPING):
             return moved
         lives = {member.task: member.incarnation for member in self.tasks.trainers()}
