@@ -96,6 +96,8 @@ def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
     # Before anything else that the children are to find, such as this source tree.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    # Tests compare all files before and after.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("TF_CONFIG", raising=False)
     return folder
 
