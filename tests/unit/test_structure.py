@@ -18,6 +18,7 @@ CLASS_LINES = 300
 METHODS = 25
 MEDIAN_LINES = 7
 
+TEXTS = (".md", ".py", ".pyi", ".proto", ".toml", ".yml", ".yaml", ".json", ".html", ".js", ".css", ".txt")
 CROWDED = {
     "shardline/core": (21, "values of the domain, each small and without a helper; all others import them"),
 }
@@ -205,3 +206,26 @@ def test_what_is_allowed_says_why() -> None:
     reasons = [entry[-1] for table in (CROWDED, ALLOWED, MANY_ARGUMENTS, LONG_FUNCTIONS) for entry in table.values()]
     reasons += SHARED_NAMES.values()
     assert all(len(str(reason)) > 20 for reason in reasons)
+
+
+def test_no_file_keeps_the_marks_of_a_merge() -> None:
+    folders = (
+        "docs",
+        "deploy",
+        "proto",
+        "shardline",
+        "services",
+        "worker",
+        "chief",
+        "evaluator",
+        "tests",
+        "benchmarks",
+    )
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    found += [path for path in ROOT.iterdir() if path.suffix in TEXTS]
+    marked = [
+        name_of(path)
+        for path in found
+        if any(line.startswith(("<" * 7 + " ", ">" * 7 + " ")) for line in path.read_text().splitlines())
+    ]
+    assert marked == []
