@@ -578,7 +578,7 @@ def _await_imports(starter: TaskStarter, waiting: Waiting, say: Callable[[str], 
     while not starter.await_ready(waiting.pause_s(time.monotonic())):
         now_s = time.monotonic()
         if now_s >= waiting.deadline_s:
-            # The first task to be started waits a little longer, and is started by exec then.
+            starter.give_up(TimeoutError("imports take too long"))
             return
         say(waiting.sentence(now_s, "Python to import torch and the tasks' code"))
 

@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
@@ -170,10 +170,11 @@ class TaskStarter:
         try:
             return self.server.await_ready(timeout_s)
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
             return True
 
-    def _give_up(self, error: OSError) -> None:
+    def give_up(self, error: OSError) -> None:
+        """Start tasks by exec from now on."""
         log.warning("starting tasks without fork from now on: %s", error)
         self.close()
 
@@ -185,7 +186,7 @@ class TaskStarter:
             try:
                 return ForkedProcess(self.server.start(command, environment, output.fileno(), kept))
             except OSError as error:
-                self._give_up(error)
+                self.give_up(error)
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -236,10 +237,26 @@ def import_all(modules: Sequence[str] = ()) -> None:
         importlib.import_module(name)
     for role in importlib.metadata.entry_points(group=ENTRY_POINTS):
         role.load()
-    for name in modules:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    with _without_torch_threads():
+        for name in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     _check_forkable()
+
+
+@contextlib.contextmanager
+def _without_torch_threads() -> Iterator[None]:
+    """Have torch compute on this thread: its other threads would be missing in a fork, which would wait for them."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_forkable() -> None:
@@ -397,14 +414,16 @@ def end_as_fork(task: Callable[[], int]) -> NoReturn:
     """
     code = 1
     try:
-        try:
-            code = task()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        code = task()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

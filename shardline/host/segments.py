@@ -125,16 +125,13 @@ class Segment:
         """Map another process's segment for reading; takes the descriptor. Raises SegmentError if it isn't safe.
 
         private: it may be written to as well. A page that is written to is copied: the write stays in this process and
-        hides what the other writes there, until forget_writes().
+        hides what the other writes there, until forget_writes(). Where the system has no memory to promise for such
+        copies, it is mapped read-only all the same.
         """
         try:
             _check(fd, nbytes)
-            if private:
-                mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-                # An older kernel maps the pages as they are read. MAP_POPULATE would copy them all.
-                with contextlib.suppress(OSError):
-                    mapped.madvise(MADV_POPULATE_READ)
-            else:
+            mapped = _private(fd, nbytes) if private else None
+            if mapped is None:
                 mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             os.close(fd)
@@ -163,6 +160,20 @@ class Segment:
             self._fd = -1
         for call in getattr(self, "_at_end", ()):
             call()
+
+
+def _private(fd: int, nbytes: int) -> mmap.mmap | None:
+    """A mapping whose pages are copied when they are written to; None where the system doesn't promise the memory."""
+    try:
+        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return None
+    # An older kernel maps the pages as they are read. MAP_POPULATE would copy them all.
+    with contextlib.suppress(OSError):
+        mapped.madvise(MADV_POPULATE_READ)
+    return mapped
 
 
 def _is_copied(address: int, nbytes: int) -> NDArray[np.bool_]:

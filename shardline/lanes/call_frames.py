@@ -18,8 +18,9 @@ HEADER = struct.Struct("!BI")
 """Kind, and bytes of the body."""
 STATUS = struct.Struct("!B")
 """First byte of a FAILED body: the number of a gRPC status; a sentence in UTF-8 follows."""
-MAX_BODY_BYTES = 64 << 20
-"""Far above what a call needs: about a hundred bytes for each bucket of a shard."""
+MAX_REQUEST_BYTES = 16 << 20
+MAX_REPLY_BYTES = 64 << 20
+"""Limits of one body, far above what a call needs: about a hundred bytes for each bucket of a shard."""
 
 
 class Kind(enum.IntEnum):
@@ -61,9 +62,10 @@ def read_failure(body: bytes) -> CallError:
 
 
 class CallFrameReader:
-    """Frames from the bytes of a socket, in whatever pieces they arrive."""
+    """Frames from the bytes of a socket, in whatever pieces they arrive. limit: most bytes of a body."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
@@ -77,7 +79,7 @@ class CallFrameReader:
         try:
             while len(held) - start >= HEADER.size:
                 kind, length = HEADER.unpack_from(held, start)
-                if kind not in Kind._value2member_map_ or length > MAX_BODY_BYTES:
+                if kind not in Kind._value2member_map_ or length > self._limit:
                     raise ProtocolError(
                         f"the bytes on a lane's socket are not a call: a frame of kind {kind} and {length} bytes"
                     )

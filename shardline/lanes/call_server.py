@@ -12,14 +12,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from shardline.errors import ProtocolError
-from shardline.lanes.call_frames import CallFrameReader, Kind, failure, frame
+from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind, failure, frame
 from shardline.rpc.errors import drop_frames, status_of
 from shardline.wire.protobuf import RequestView, read_request
 
 log = logging.getLogger("shardline.lanes")
 RECEIVE_BYTES = 64 << 10
 MAX_REQUESTS = 32
-"""Requests of a call that may wait to be read; beyond, the socket is not read."""
+HELD_REQUEST_BYTES = 1 << 20
+"""Requests of a call, and their bytes, that may wait for the handler; beyond, the socket is not read."""
+LAST_WORD_S = 1.0
+"""Seconds in which a call may end once its socket is to be closed."""
 QUEUED_BYTES = 256 << 10
 """Bytes of replies that may wait to be sent before a reply blocks its call."""
 _NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -46,7 +49,8 @@ class _Call:
 
     def __init__(self, server: CallServer) -> None:
         self._server = server
-        self._requests: deque[RequestView] = deque()
+        self._requests: deque[tuple[RequestView, int]] = deque()
+        self._bytes = 0
         self._more = asyncio.Event()
         self.last = False
         """The caller has sent its last request."""
@@ -54,12 +58,18 @@ class _Call:
     @property
     def full(self) -> bool:
         """Whether no more requests should be read for now."""
-        return len(self._requests) >= MAX_REQUESTS
+        return len(self._requests) >= MAX_REQUESTS or self._bytes >= HELD_REQUEST_BYTES
 
-    def put(self, request: RequestView | None, *, last: bool) -> None:
-        """Add a request."""
-        if request is not None:
-            self._requests.append(request)
+    @property
+    def waiting(self) -> int:
+        """Number of requests that the handler has not taken."""
+        return len(self._requests)
+
+    def put(self, body: bytes, *, last: bool) -> None:
+        """Add a request; the last one may be none."""
+        if body or not last:
+            self._requests.append((read_request(body), len(body)))
+            self._bytes += len(body)
         self.last = last
         self._more.set()
 
@@ -72,7 +82,8 @@ class _Call:
                 raise StopAsyncIteration
             self._more.clear()
             await self._more.wait()
-        request = self._requests.popleft()
+        request, nbytes = self._requests.popleft()
+        self._bytes -= nbytes
         self._server.read_on()
         return request
 
@@ -92,7 +103,7 @@ class CallServer:
         self._broke = broke
         self._sock: socket.socket | None = None
         self._closing = self._closed = False
-        self._reader = CallFrameReader()
+        self._reader = CallFrameReader(MAX_REQUEST_BYTES)
         self._call: _Call | None = None
         self._task: asyncio.Task[None] | None = None
         self._skipping = False
@@ -111,7 +122,7 @@ class CallServer:
             sock.close()
 
     def close(self) -> None:
-        """Free the socket as soon as no call runs: its caller gets the answer. From any thread; may be called twice."""
+        """Free the socket once its call has ended and been answered, or soon. From any thread; may be called twice."""
         # A closed loop has freed everything.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end_soon)
@@ -120,6 +131,8 @@ class CallServer:
         self._closing = True
         if self._call is None:
             self._end()
+        else:
+            self._loop.call_later(LAST_WORD_S, self._end)
 
     def _begin(self, sock: socket.socket) -> None:
         if self._closing or self._sock is not None:
@@ -154,8 +167,11 @@ class CallServer:
     # Requests
 
     def read_on(self) -> None:
-        """Read the socket unless its call has requests enough."""
-        if self._sock is None or (self._call is not None and self._call.full):
+        """Read the socket unless its call has requests enough, or the worker has replies enough to read."""
+        if self._sock is None:
+            return
+        if (self._call is not None and self._call.full) or (self._call is None and len(self._out) > QUEUED_BYTES):
+            self._stop_reading(self._sock)
             return
         if not self._reading:
             self._reading = True
@@ -186,8 +202,7 @@ class CallServer:
         except (OSError, ProtocolError) as error:
             self._fail(f"receiving calls failed: {error}")
             return
-        if self._call is not None and self._call.full and self._sock is sock:
-            self._stop_reading(sock)
+        self.read_on()
 
     def _take(self, kind: Kind, body: bytes) -> None:
         if kind not in (Kind.REQUEST, Kind.LAST):
@@ -200,8 +215,7 @@ class CallServer:
             self._task = self._loop.create_task(self._serve(self._call))
         elif self._call.last:
             raise ProtocolError("a call began before the previous one ended")
-        last = kind is Kind.LAST
-        self._call.put(read_request(body) if body or not last else None, last=last)
+        self._call.put(body, last=kind is Kind.LAST)
 
     # A call
 
@@ -209,9 +223,9 @@ class CallServer:
         try:
             await self._answer(call, self)
         except asyncio.CancelledError:
-            # The server ends.
+            # The socket is closed, or the server ends. Raised again, the error would keep this frame, and so the call.
+            self._call = self._task = None
             self._end()
-            raise
         except Exception as error:
             code, sentence = status_of(error, self._who)
             drop_frames(error)
@@ -262,6 +276,7 @@ class CallServer:
                 self._loop.add_writer(sock.fileno(), self._flush)
             else:
                 self._loop.remove_writer(sock.fileno())
+                self.read_on()
 
 
 def _nobody(reason: str) -> None:

@@ -14,7 +14,15 @@ from typing import Protocol
 import grpc
 
 from shardline.errors import ProtocolError
-from shardline.lanes.call_frames import CallError, CallFrameReader, Frame, Kind, frame, read_failure
+from shardline.lanes.call_frames import (
+    MAX_REPLY_BYTES,
+    CallError,
+    CallFrameReader,
+    Frame,
+    Kind,
+    frame,
+    read_failure,
+)
 from shardline.wire.protobuf import ReplyView, RequestView, read_reply, write_request
 
 RECEIVE_BYTES = 64 << 10
@@ -47,7 +55,7 @@ class CallSocket:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._reader = CallFrameReader()
+        self._reader = CallFrameReader(MAX_REPLY_BYTES)
         self._frames: deque[Frame] = deque()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         # TLS keeps one state for both directions, and a call may send on one thread and receive on another.
@@ -146,6 +154,11 @@ class CallSocket:
         if self._cancelled:
             return CallError(grpc.StatusCode.CANCELLED, "abandoned by this side")
         return CallError(grpc.StatusCode.UNAVAILABLE, f"the socket of its calls broke: {error or type(error).__name__}")
+
+    @property
+    def usable(self) -> bool:
+        """Whether it was not cancelled: a call may have ended well in spite of that, but there is no other one."""
+        return not self._cancelled
 
     def cancel(self) -> None:
         """End the running call, and with it the socket's use."""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,50 @@ def test_imports_that_take_long_are_waited_for_in_parts() -> None:
     assert not starter.await_ready(0.0)
     assert starter.await_ready(60.0)
     starter.close()
+
+
+def test_a_task_computes_with_several_threads_though_an_import_has_computed_before(tmp_path: Path) -> None:
+    (tmp_path / "tables.py").write_text("import torch\ntorch.randn(1 << 22).exp()")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    server = ForkServer(environment, ["tables"])
+    (tmp_path / "plugin.py").write_text(
+        "import sys, torch\nassert 'tables' in sys.modules\ntorch.set_num_threads(2)\ntorch.randn(1 << 22).exp()"
+    )
+    with (tmp_path / "log").open("ab") as log:
+        command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
+        process = ForkedProcess(server.start(command, os.environ, log.fileno(), ()))
+    codes: list[int] = []
+    waiter = threading.Thread(target=lambda: codes.append(process.wait()), daemon=True)
+    waiter.start()
+    waiter.join(30.0)
+    if waiter.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    server.close()
+    assert codes == [0]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise RuntimeError('gone wrong')", 1, "RuntimeError: gone wrong"),
+        ("sys.exit('no more')", 1, "no more"),
+        ("sys.exit(7)", 7, "atexit ran"),
+    ],
+)
+def test_a_forked_task_ends_as_an_interpreter_does(ending: str, code: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(
+        f"import atexit, sys\natexit.register(print, 'atexit ran')\ndef run():\n    {ending}\n"
+    )
+    program = "from shardline.host.forkserver import end_as_fork; import ends; end_as_fork(ends.run)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout
+    assert "atexit ran" in done.stdout
+    assert words in done.stdout

@@ -80,7 +80,7 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
         end = lane.exchange(cluster.sender("bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
         assert end is not None and end.outcome is Outcome.WAITING
         assert end.waiting_for == (1,)
-        assert end.reason == "step 1 lacks replicas 1 at shard 0 after 0.1 s"
+        assert end.reason == "step 1 is waiting for replicas 1 at shard 0 after 0.1 s"
         worker.trainer.exchange.interrupt()
         pushed.join(PATIENCE_S)
         assert not pushed.is_alive()

@@ -85,8 +85,14 @@ def test_a_write_to_a_parameter_reaches_nobody_and_is_gone_after_the_next_step()
             worker.trainer.locate(range(job.replicas), cluster.timeline)
         (name, *_) = first.trainer.weights.residence.shared
         values = first.values[name].clone()
+        aliases: list[torch.Tensor] = []
         while first.trainer.step < job.steps:
+            aliases.append(first.values[name].data)
             with torch.no_grad():
+                # A script may keep views of earlier steps.
+                for alias in aliases:
+                    if alias.data_ptr() != first.values[name].data_ptr():
+                        alias.zero_()
                 # Through torch and past it: what a script may do by mistake, or to try something.
                 first.values[name].add_(1.0)
                 first.values[name].numpy()[...] *= 2.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes import call_frames, call_server
+from shardline.lanes import call_server
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
 from shardline.lanes.call_server import CallServer, ReplyWriter
 from shardline.lanes.call_socket import CallSocket
@@ -29,7 +31,7 @@ FRAMES = st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_
 @given(FRAMES, st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_frames_are_the_same_in_whatever_pieces_they_come(frames: list[tuple[Kind, bytes]], sizes: list[int]) -> None:
     data = b"".join(frame(kind, body) for kind, body in frames)
-    reader, found, at = CallFrameReader(), [], 0
+    reader, found, at = CallFrameReader(1 << 20), [], 0
     while at < len(data):
         size = sizes[at % len(sizes)]
         found += reader.feed(data[at : at + size])
@@ -40,12 +42,12 @@ def test_frames_are_the_same_in_whatever_pieces_they_come(frames: list[tuple[Kin
 @pytest.mark.parametrize("kind", [0, 6, 255])
 def test_a_frame_of_another_kind_is_refused(kind: int) -> None:
     with pytest.raises(ProtocolError, match=f"kind {kind}"):
-        list(CallFrameReader().feed(HEADER.pack(kind, 0)))
+        list(CallFrameReader(10).feed(HEADER.pack(kind, 0)))
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_comes() -> None:
     with pytest.raises(ProtocolError, match="bytes"):
-        list(CallFrameReader().feed(HEADER.pack(Kind.REQUEST, call_frames.MAX_BODY_BYTES + 1)))
+        list(CallFrameReader(10).feed(HEADER.pack(Kind.REQUEST, 11)))
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff\xff", b"\x0edown"])
@@ -184,36 +186,123 @@ def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
     assert pair.call(pull(4)) == [4]
 
 
+@pytest.mark.parametrize(("count", "padding", "most"), [(20_000, 0, call_server.MAX_REQUESTS + 64), (30, 300_000, 5)])
 def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
-    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
+    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch, count: int, padding: int, most: int
 ) -> None:
-    monkeypatch.setattr(call_server, "RECEIVE_BYTES", 64)
+    monkeypatch.setattr(call_server, "RECEIVE_BYTES", 64 if not padding else 64 << 10)
     held: list[int] = []
     go_on = threading.Event()
 
     async def late(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
         await asyncio.get_running_loop().run_in_executor(None, go_on.wait, PATIENCE_S)
-        held.append(len(requests._requests))  # type: ignore[attr-defined]
+        held.append(requests.waiting)  # type: ignore[attr-defined]
         await echo(requests, writer)
 
     pair = made(late)
     sent = threading.Event()
 
     def requests() -> Iterator[RequestView]:
-        for step in range(20_000):
-            yield pull(step)
-            if step == 1_000:
+        for step in range(count):
+            request = pull(step)
+            assert request.pull is not None
+            request.pull.data.task = "x" * padding
+            yield request
+            if step == min(1_000, most - 1):
                 sent.set()
-        sent.set()
 
     result: list[int] = []
     caller = threading.Thread(target=lambda: result.extend(pair.call(*requests())))
     caller.start()
-    assert sent.wait(PATIENCE_S)
+    sent.wait(1.0)
+    # What the socket takes is soon there.
+    threading.Event().wait(0.3)
     go_on.set()
     caller.join(PATIENCE_S)
-    assert result == list(range(20_000))
-    assert held[0] <= call_server.MAX_REQUESTS + 64
+    assert result == list(range(count))
+    assert 0 < held[0] <= most
+
+
+def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Callable[[Handler], Pair]) -> None:
+    calls: list[int] = []
+
+    async def refuses(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        calls.append(len(calls))
+        raise ProtocolError("x" * 4000)
+
+    pair = made(refuses)
+    pair.worker.setblocking(True)
+    pair.worker.settimeout(1.0)
+
+    def flood() -> None:
+        for number in range(10_000):
+            pair.worker.sendall(frame(Kind.LAST, b"\x12\x00" * 500))
+            # One call at a time, as far as this side can tell.
+            threading.Event().wait(0.001 if len(calls) > number else 0.02)
+
+    with pytest.raises(TimeoutError):
+        flood()
+    assert len(calls) < 500
+    # It goes on where the replies are read.
+    size = len(failure(grpc.StatusCode.INVALID_ARGUMENT, "x" * 4000))
+    left = len(calls) * size
+    while left > 0:
+        left -= len(pair.worker.recv(left))
+    assert pair.reasons == []
+
+
+def test_a_call_that_does_not_end_is_not_waited_for_when_its_socket_is_closed(
+    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_server, "LAST_WORD_S", 0.1)
+    begun, ended = threading.Event(), threading.Event()
+
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    pair = made(waits)
+    pair.worker.setblocking(True)
+    pair.worker.settimeout(PATIENCE_S)
+    pair.worker.sendall(frame(Kind.REQUEST))
+    assert begun.wait(PATIENCE_S)
+    pair.server.close()
+    assert ended.wait(PATIENCE_S)
+    assert pair.worker.recv(1) == b""
+
+
+def test_what_a_call_holds_goes_with_its_socket(made: Callable[[Handler], Pair]) -> None:
+    class Held:
+        """Something large."""
+
+    found: list[weakref.ref[Held]] = []
+
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        held = Held()
+        found.append(weakref.ref(held))
+        await asyncio.Event().wait()
+
+    pair = made(waits)
+    pair.worker.sendall(frame(Kind.REQUEST))
+    wait_for(lambda: bool(found), "the call")
+    gc.disable()
+    try:
+        pair.client.cancel()
+        wait_for(lambda: found[0]() is None, "it to be freed without a collection")
+    finally:
+        gc.enable()
+
+
+def test_a_socket_that_was_cancelled_after_the_last_reply_is_not_used_again(made: Callable[[Handler], Pair]) -> None:
+    pair = made(echo)
+    views = pair.client.call(Caller(), [pull(1)], PATIENCE_S, single=True)
+    assert next(views).ack is not None
+    assert pair.client.usable
+    pair.client.cancel()
+    assert not pair.client.usable
 
 
 def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
@@ -324,6 +413,6 @@ def test_a_server_that_closes_lets_the_running_call_end(made: Callable[[Handler]
 
 
 def test_the_sentence_of_a_failure_is_what_was_sent() -> None:
-    ((kind, body),) = CallFrameReader().feed(failure(grpc.StatusCode.NOT_FOUND, "gone: \u00e9"))
+    ((kind, body),) = CallFrameReader(1 << 20).feed(failure(grpc.StatusCode.NOT_FOUND, "gone: \u00e9"))
     error = read_failure(body)
     assert (kind, error.code, str(error)) == (Kind.FAILED, grpc.StatusCode.NOT_FOUND, "gone: \u00e9")

@@ -58,7 +58,7 @@ MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""
-PRIVATE_IN_TESTS = 33
+PRIVATE_IN_TESTS = 32
 """Places in tests that touch a private member of something else than `self`; the number only falls."""
 NOT_OURS = {"_concrete_class", "_exit", "_post_accumulate_grad_hooks", "_replace"}
 """Names of other libraries that begin with an underscore."""

@@ -120,8 +120,6 @@ class ZeroCopy:
         """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._mapped: dict[int, SharedMemory | None] = {}
-        self._shown = 0
-        """The area that the tensors are views of."""
 
     @property
     def shared(self) -> list[str]:
@@ -129,10 +127,11 @@ class ZeroCopy:
         return [self._plan.tensors[number].name for number in self._views]
 
     def pulling(self) -> None:
-        """See Residence: drop what was written to the area shown so far, before the shard publishes there again."""
+        """See Residence: drop what was written to either area; a script may have kept a view of the other one."""
         for mapped in self._mapped.values():
             if mapped is not None:
-                mapped.forget_writes(self._shown)
+                for area in (0, 1):
+                    mapped.forget_writes(area)
 
     def take(self, key: Key, memory: memoryview) -> bool:
         """Whether a bucket that the shard refers to may stay in its memory."""
@@ -148,7 +147,6 @@ class ZeroCopy:
     def settle(self, step: int) -> None:
         """Point every tensor at its value of `step`, which has fully arrived."""
         self._map()
-        self._shown = step & 1
         for number, region in self._regions.items():
             views = self._views.get(number)
             if views is not None and all(key in self._left for key in region.buckets):

@@ -236,7 +236,12 @@ class ShmLane(ShardCalls):
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
         mapped = self._mapped
-        if mapped is not None and mapped.sender == sender.who and mapped.room(self._length) >= pushes:
+        if (
+            mapped is not None
+            and mapped.calls.usable
+            and mapped.sender == sender.who
+            and mapped.room(self._length) >= pushes
+        ):
             return mapped
         self._drop()
         opened = self.open_attachment(sender, timeout_s=timeout_s)

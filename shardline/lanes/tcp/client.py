@@ -122,7 +122,7 @@ class TcpLane(ShardCalls):
     def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
         """The sockets of this sender, opened now if there is none."""
         sockets = self.sockets
-        if sockets is not None and sockets.alive and sockets.sender == sender.who:
+        if sockets is not None and sockets.alive and sockets.calls.usable and sockets.sender == sender.who:
             return sockets
         self._abandon()
         opened = self.open_attachment(sender, timeout_s=timeout_s)
