@@ -99,6 +99,6 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Pat
     assert (found["steps"], found["versions"], found["duplicate_mismatches"]) == (36, [36, 36], 0)
     told = events(out)
     # On a busy machine the new process may take longer than a silent one is waited for.
-    noticed = r"worker/1(: a new process takes the place of a silent one| is dead: last heard)"
+    noticed = r"worker/1(: a new process replaces a silent one| is dead: last heard)"
     assert any(re.search(noticed, text) for text in told), told
     assert any(re.search(r"worker/0 is dead: last heard .* replicas? .* to worker/1", text) for text in told), told

@@ -142,7 +142,7 @@ def test_a_resumed_job_with_another_learning_rate_says_so_on_the_terminal_and_in
     # Another rule has another state.
     job.write_text(job.read_text().replace('optimizer="SGD"', 'optimizer="RMSprop"'))
     assert_refused(
-        train(job, out, "--resume", "--steps", "20"), 6, "the rule is RMSprop in the job, SGD in the checkpoint"
+        train(job, out, "--resume", "--steps", "20"), 6, "the update rule is RMSprop in the job, SGD in the checkpoint"
     )
 
 

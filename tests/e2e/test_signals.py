@@ -35,7 +35,7 @@ def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_
     command = Command(*train_command(job, out, "--ps", "2", "--workers", "2"))
     wait_for_step(out, 5, while_runs=command)
     os.kill(pid_of(out, "worker/1"), signal.SIGTERM)
-    sentence = wait_for_event(out, "life", "worker/1 leaves", while_runs=command)
+    sentence = wait_for_event(out, "life", "worker/1 is leaving", while_runs=command)
     assert re.search(r"is leaving as requested; replica 1 to worker/0", sentence), sentence
     wait_for_step(out, last_logged(out) + 5, while_runs=command)
     command.signal(signal.SIGTERM)
@@ -57,7 +57,9 @@ def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_
     os.kill(pid_of(out, "worker/0"), signal.SIGTERM)
     third = ends_with_checkpoint(command, out, 0, job)
     assert third > second
-    assert any("worker/0 was asked to end, and nobody else" in text for text in events(out)), events(out)
+    assert any("worker/0 was asked to end, and no other task can replace it" in text for text in events(out)), events(
+        out
+    )
 
 
 @pytest.mark.usefixtures("warm")

@@ -364,7 +364,7 @@ def test_a_page_that_has_never_reached_the_chief_says_so(
     _, url = between(refuse=("/api/stream", "/api/view", "/api/history"))
     browser.open(url)
     browser.wait("document.querySelector('#contact').className.includes('lost')", "that there is no chief")
-    assert re.fullmatch(r"the chief can't be reached; asking since \d\d:\d\d:\d\d", browser.text("#contact"))
+    assert re.fullmatch(r"can't reach the chief; trying since \d\d:\d\d:\d\d", browser.text("#contact"))
 
 
 def test_a_page_whose_scripts_do_not_load_does_not_say_that_it_connects(
@@ -391,7 +391,7 @@ def test_a_page_that_saw_the_end_keeps_saying_so_when_the_chief_is_gone(browser:
         browser.ask("0")
         never.wait(0.05)
     said = browser.text("#contact")
-    assert re.fullmatch(r"the job has ended; the chief's last word came at \d\d:\d\d:\d\d", said)
+    assert re.fullmatch(r"the job has ended; last update at \d\d:\d\d:\d\d", said)
     assert browser.ask("document.body.className") == ""
 
 
