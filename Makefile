@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-long native-sanitize test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long native-sanitize test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -61,14 +61,20 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
-test test-long test-all chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-long test-all chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
+SHORT := not chaos and not bench and not long and not processes
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
 # whole clusters come after all others. With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
-	$(BIN)/pytest -q -n 4 --dist loadfile -m "not chaos and not bench and not long" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
+	$(BIN)/pytest -q -n 4 --dist loadfile -m "$(SHORT)" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not chaos and not bench and not long" tests/e2e $(ARGS) || \
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "$(SHORT)" tests/e2e $(ARGS) || \
+		[ $$? = 5 -a -n "$(ARGS)" ]
+
+# The rest of those that start whole clusters of processes: what ends, dies, floods and is refused.
+test-processes: $(STAMP)
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "processes and not chaos and not long" tests/e2e tests/deploy $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
 
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.

@@ -133,6 +133,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
+@pytest.mark.processes
 def test_plain_processes_of_the_page_train_are_watched_stopped_and_exported(machine: Machine) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("the page's tokens need the openssl command")

@@ -26,7 +26,7 @@ from tests.e2e.support import (
     write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 HEAD = "import torch\nfrom torch import nn\nfrom shardline import Job\n"
 REST = "loss=lambda m, b: m(b).sum(), dataset=torch.zeros(8, 2), optimizer='SGD', batch_size=2, steps=5)\n"

@@ -23,7 +23,7 @@ from tests.e2e.support import (
     write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 # In mid-step, to the message: shard 0 has everybody's gradients and is one step ahead, shard 1 waits for this worker's.
 # worker/1 kills itself there, once; worker/0 stands still there for whoever comes to kill it.

@@ -27,7 +27,7 @@ from tests.e2e.support import (
     write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 EXIT = "if torch.rand(()) < 0.2: sys.exit(3)"
 
 

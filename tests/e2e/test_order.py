@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.support import HandCluster, expected_sha256, json_lines, summary_of, wait_until, write_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 SILENCE = ("--timeout", "10")
 
 

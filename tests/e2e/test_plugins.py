@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.support import expected_sha256, summary_of, train, write_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 TOYS = Path(__file__).parents[1] / "conformance" / "toys"
 PLUGINS = [

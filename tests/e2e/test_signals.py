@@ -23,7 +23,7 @@ from tests.e2e.support import (
     write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.mark.usefixtures("warm")

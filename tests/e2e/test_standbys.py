@@ -21,7 +21,7 @@ from tests.e2e.support import (
     wait_for_step,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 
 def run_and_kill(
