@@ -279,7 +279,7 @@ class LocalCluster:
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))
-            _check_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
+            _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         with self._undisturbed():
@@ -559,8 +559,8 @@ class LocalCluster:
             child.ended.wait(max(0.0, deadline_s - time.monotonic()))
 
 
-def _check_logs(paths: list[Path], *, keep: bool) -> None:
-    """Raise OSError where a task's log can't be written. keep: else all logs in their folder are removed first."""
+def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
+    """Remove all logs in the tasks' folder, unless `keep`. Raises OSError where one of these can't be written."""
     for old in [] if keep else paths[0].parent.glob("*.log"):
         old.unlink()
     for path in paths:

@@ -16,8 +16,6 @@ from shardline.errors import ProtocolError
 
 HEADER = struct.Struct("!BI")
 """Kind, and bytes of the body."""
-STATUS = struct.Struct("!B")
-"""First byte of a FAILED body: the number of a gRPC status; a sentence in UTF-8 follows."""
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 20
 """Limits of one body, far above what a call needs: about a hundred bytes for each bucket of a shard."""
@@ -34,6 +32,7 @@ class Kind(enum.IntEnum):
 
 
 Frame = tuple[Kind, bytes]
+_KINDS = frozenset(Kind)
 _CODES = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
@@ -51,8 +50,8 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def failure(code: grpc.StatusCode, sentence: str) -> bytes:
-    """A FAILED frame."""
-    return frame(Kind.FAILED, STATUS.pack(code.value[0]) + sentence.encode(errors="replace"))
+    """A FAILED frame: the number of a status in one byte, then the sentence in UTF-8."""
+    return frame(Kind.FAILED, bytes([code.value[0]]) + sentence.encode(errors="replace"))
 
 
 def read_failure(body: bytes) -> CallError:
@@ -79,7 +78,7 @@ class CallFrameReader:
         try:
             while len(held) - start >= HEADER.size:
                 kind, length = HEADER.unpack_from(held, start)
-                if kind not in Kind._value2member_map_ or length > self._limit:
+                if kind not in _KINDS or length > self._limit:
                     raise ProtocolError(
                         f"the bytes on a lane's socket are not a call: a frame of kind {kind} and {length} bytes"
                     )

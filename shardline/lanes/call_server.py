@@ -13,6 +13,7 @@ from typing import Protocol
 
 from shardline.errors import ProtocolError
 from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind, failure, frame
+from shardline.lanes.socket_thread import NOT_READY
 from shardline.rpc.errors import drop_frames, status_of
 from shardline.wire.protobuf import RequestView, read_request
 
@@ -25,7 +26,6 @@ LAST_WORD_S = 1.0
 """Seconds in which a call may end once its socket is to be closed."""
 QUEUED_BYTES = 256 << 10
 """Bytes of replies that may wait to be sent before a reply blocks its call."""
-_NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class ReplyWriter(Protocol):
@@ -197,7 +197,7 @@ class CallServer:
                 # What TLS has decrypted doesn't make the socket readable.
                 if not isinstance(sock, ssl.SSLSocket) or not sock.pending():
                     break
-        except _NOT_YET:
+        except NOT_READY:
             pass
         except (OSError, ProtocolError) as error:
             self._fail(f"receiving calls failed: {error}")
@@ -264,7 +264,7 @@ class CallServer:
             while self._out:
                 count = sock.send(self._out)
                 del self._out[:count]
-        except _NOT_YET:
+        except NOT_READY:
             pass
         except OSError as error:
             self._fail(f"sending replies failed: {error}")

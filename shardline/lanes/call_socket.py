@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -23,10 +23,11 @@ from shardline.lanes.call_frames import (
     frame,
     read_failure,
 )
+from shardline.lanes.socket_thread import NOT_READY, shut
 from shardline.wire.protobuf import ReplyView, RequestView, read_reply, write_request
 
 RECEIVE_BYTES = 64 << 10
-_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+Request = TypeVar("Request")
 
 
 class Talk(Protocol):
@@ -36,7 +37,7 @@ class Talk(Protocol):
         """The call can be cancelled from now on."""
         ...
 
-    def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
+    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
         """The requests; keeps the error that ends them and cancels the call."""
         ...
 
@@ -88,12 +89,13 @@ class CallSocket:
 
     def _send_all(self, talk: Talk, requests: Iterable[RequestView], deadline_s: float) -> None:
         try:
-            for request in talk.sending(requests):
-                self._send(Kind.REQUEST, write_request(request), deadline_s)
+            # An error while a request is made or written is the caller's.
+            for body in talk.sending(map(write_request, requests)):
+                self._send(Kind.REQUEST, body, deadline_s)
             self._send(Kind.LAST, b"", deadline_s)
         except CallError:
             # What the shard sent before it broke is still to be read.
-            self._shut()
+            shut(self._sock)
 
     def _send(self, kind: Kind, body: bytes, deadline_s: float) -> None:
         left = memoryview(frame(kind, body))
@@ -101,7 +103,7 @@ class CallSocket:
             try:
                 with self._using:
                     count = self._sock.send(left)
-            except _BLOCKED as blocked:
+            except NOT_READY as blocked:
                 self._await(blocked, select.POLLOUT, deadline_s)
             except OSError as error:
                 raise self._broken(error) from error
@@ -126,7 +128,7 @@ class CallSocket:
         try:
             with self._using:
                 count = self._sock.recv_into(self._buffer)
-        except _BLOCKED as blocked:
+        except NOT_READY as blocked:
             self._await(blocked, select.POLLIN, deadline_s)
             return
         except OSError as error:
@@ -163,14 +165,7 @@ class CallSocket:
     def cancel(self) -> None:
         """End the running call, and with it the socket's use."""
         self._cancelled = True
-        self._shut()
-
-    def _shut(self) -> None:
-        try:
-            # The plain method: that of an SSLSocket would take the session away from a thread that is using it.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        except OSError:
-            return
+        shut(self._sock)
 
     def close(self) -> None:
         """Free the socket. Called by the calling thread, or when no call runs."""

@@ -15,9 +15,9 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import LaneUnavailable, SharedMemory
 from shardline.lanes.call_frames import CallError
-from shardline.lanes.call_socket import CallSocket
+from shardline.lanes.call_socket import CallSocket, Request
 from shardline.rpc.channel import Peer, end_call
-from shardline.rpc.errors import from_code, from_status
+from shardline.rpc.errors import code_and_details, from_code, from_status
 from shardline.rpc.messages.data import (
     PullReader,
     ack_from_proto,
@@ -254,9 +254,7 @@ def _statuses(replies: Iterable[ReplyView]) -> Iterator[ReplyView]:
     try:
         yield from replies
     except grpc.RpcError as error:
-        is_call = isinstance(error, grpc.Call)
-        code, details = (error.code(), error.details()) if is_call else (grpc.StatusCode.UNKNOWN, str(error))
-        raise CallError(code, details or "") from error
+        raise CallError(*code_and_details(error)) from error
 
 
 class _Conversation:
@@ -294,7 +292,7 @@ class _Conversation:
             if self._call is not None:
                 self._call.cancel()
 
-    def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
+    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
         """The requests; an error that they raise is stored, since gRPC would turn it into CANCELLED."""
         try:
             yield from requests

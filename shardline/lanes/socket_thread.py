@@ -6,6 +6,7 @@ import contextlib
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from typing import Protocol
 
 log = logging.getLogger("shardline.ps")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+NOT_READY = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""What a non-blocking socket raises that can't go on yet."""
 TICK_S = 0.25
 """Seconds between two checks for stalled lines."""
 
@@ -134,3 +137,12 @@ class SocketThread:
         except Exception:
             # An error of one connection must not end the thread that all others depend on.
             log.exception("unexpected error in a thread of bulk sockets")
+
+
+def shut(sock: socket.socket) -> None:
+    """End a socket that another thread may be using: its calls return at once. May be called twice.
+
+    Calls the plain socket's method, since that of an SSLSocket would remove the session that the other thread is using.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -94,9 +94,15 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
 
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
     """The Shardline error for a failed call. peer: such as "ps/0 at host:port". waited_s: seconds waited."""
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    code, details = code_and_details(error)
     return from_code(code, details, peer=peer, what=what, waited_s=waited_s)
+
+
+def code_and_details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    """Status and sentence of a failed call."""
+    if isinstance(error, grpc.Call):
+        return error.code(), error.details() or ""
+    return grpc.StatusCode.UNKNOWN, str(error)
 
 
 def from_code(code: grpc.StatusCode, details: str, *, peer: str, what: str, waited_s: float) -> ShardlineError:

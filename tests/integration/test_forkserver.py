@@ -68,6 +68,21 @@ class Forks:
         return found
 
 
+def assert_execs(starter: TaskStarter, folder: Path) -> None:
+    """It starts a task by exec; ends it."""
+    command = [*COMMAND, "methods", "--plugin", str(folder / "plugin.py")]
+    with (folder / "log").open("ab") as output:
+        process = starter.start(command, {**os.environ, "FOLDER": str(folder)}, output, ())
+    assert isinstance(process, subprocess.Popen)
+    assert process.wait() == 0
+    starter.close()
+
+
+def with_path(folder: Path) -> dict[str, str]:
+    """This environment with a folder in front of all others that modules are looked for in."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     made = Forks(tmp_path_factory.mktemp("forks"))
@@ -186,12 +201,7 @@ def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     assert starter.await_ready(60.0)
     assert starter.server is not None
     os.kill(starter.server.pid, signal.SIGSTOP)
-    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
-    with (tmp_path / "log").open("ab") as output:
-        process = starter.start(command, {**os.environ, "FOLDER": str(tmp_path)}, output, ())
-    assert isinstance(process, subprocess.Popen)
-    assert process.wait() == 0
-    starter.close()
+    assert_execs(starter, tmp_path)
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
@@ -245,18 +255,13 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     (tmp_path / "beating.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, name='heart', daemon=True).start()"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    environment = with_path(tmp_path)
     starter = TaskStarter()
     starter.begin(environment, ["beating"])
     assert starter.await_ready(60.0)
     assert "an import has started threads, which a forked process would not have: heart" in caplog.text
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
-    with (tmp_path / "log").open("ab") as output:
-        process = starter.start(command, {**os.environ, "FOLDER": str(tmp_path)}, output, ())
-    assert isinstance(process, subprocess.Popen)
-    assert process.wait() == 0
-    starter.close()
+    assert_execs(starter, tmp_path)
 
 
 @without_torch
@@ -270,7 +275,7 @@ def test_imports_that_take_long_are_waited_for_in_parts() -> None:
 
 def test_a_task_computes_with_several_threads_though_an_import_has_computed_before(tmp_path: Path) -> None:
     (tmp_path / "tables.py").write_text("import torch\ntorch.randn(1 << 22).exp()")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    environment = with_path(tmp_path)
     server = ForkServer(environment, ["tables"])
     (tmp_path / "plugin.py").write_text(
         "import sys, torch\nassert 'tables' in sys.modules\ntorch.set_num_threads(2)\ntorch.randn(1 << 22).exp()"
@@ -303,7 +308,7 @@ def test_a_forked_task_ends_as_an_interpreter_does(ending: str, code: int, words
     program = "from shardline.host.forkserver import end_as_fork; import ends; end_as_fork(ends.run)"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        env=with_path(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import token_acceptor
 from shardline.lanes.attachments import Holder, Opening
+from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.attachment import TcpAttachment
@@ -481,8 +482,8 @@ def test_the_client_ends_its_own_blocked_calls(server: Server) -> None:
         sending = pool.submit(bulk.send_all, up, memoryview(bytes(64 << 20)))
         receiving = pool.submit(bulk.receive, down, memoryview(bytearray(100)))
         until(lambda: sending.running() and receiving.running(), "both to block")
-        bulk.shut(up)
-        bulk.shut(down)
+        shut(up)
+        shut(down)
         for future in (sending, receiving):
             with pytest.raises(ConnectionError):
                 future.result(PATIENCE_S)

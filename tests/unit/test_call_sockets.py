@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes import call_server
+from shardline.lanes import call_server, call_socket
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
 from shardline.lanes.call_server import CallServer, ReplyWriter
-from shardline.lanes.call_socket import CallSocket
+from shardline.lanes.call_socket import CallSocket, Request
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ReplyView, RequestView, write_reply
 from tests.support.waiting import wait_for
@@ -73,10 +73,14 @@ class Caller:
         self.ended = threading.Event()
 
     def began(self, call: CallSocket) -> None:
-        """Nothing cancels it."""
+        self.running = call
 
-    def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
-        yield from requests
+    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
+        try:
+            yield from requests
+        except ValueError as error:
+            self.error = error
+            self.running.cancel()
 
     def follow(self, requests: Iterator[RequestView]) -> None:
         assert next(requests, None) is None
@@ -86,6 +90,21 @@ class Caller:
 
 
 Handler = Callable[[AsyncIterator[RequestView], ReplyWriter], Coroutine[Any, Any, None]]
+
+
+class Waits:
+    """A handler that never ends by itself."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    async def __call__(self, requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
 
 
 class Pair:
@@ -106,6 +125,11 @@ class Pair:
         """Steps in the replies."""
         views = self.client.call(Caller(), requests, timeout_s, single=single)
         return [view.ack.step for view in views if view.ack is not None]
+
+    def bare(self, timeout_s: float = PATIENCE_S) -> socket.socket:
+        """The worker's end, for what no CallSocket sends."""
+        self.worker.settimeout(timeout_s)
+        return self.worker
 
     def settle(self) -> None:
         """Return when the loop has run what was due."""
@@ -237,12 +261,11 @@ def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Callable[[
         raise ProtocolError("x" * 4000)
 
     pair = made(refuses)
-    pair.worker.setblocking(True)
-    pair.worker.settimeout(1.0)
+    worker = pair.bare(1.0)
 
     def flood() -> None:
         for number in range(10_000):
-            pair.worker.sendall(frame(Kind.LAST, b"\x12\x00" * 5000))
+            worker.sendall(frame(Kind.LAST, b"\x12\x00" * 5000))
             # One call at a time: the next one when this has been answered, as far as it can be.
             deadline_s = time.monotonic() + 0.1
             while len(calls) <= number and time.monotonic() < deadline_s:
@@ -259,23 +282,14 @@ def test_a_call_that_does_not_end_is_not_waited_for_when_its_socket_is_closed(
     made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_server, "LAST_WORD_S", 0.1)
-    begun, ended = threading.Event(), threading.Event()
-
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    waits = Waits()
     pair = made(waits)
-    pair.worker.setblocking(True)
-    pair.worker.settimeout(PATIENCE_S)
-    pair.worker.sendall(frame(Kind.REQUEST))
-    assert begun.wait(PATIENCE_S)
+    worker = pair.bare()
+    worker.sendall(frame(Kind.REQUEST))
+    assert waits.begun.wait(PATIENCE_S)
     pair.server.close()
-    assert ended.wait(PATIENCE_S)
-    assert pair.worker.recv(1) == b""
+    assert waits.ended.wait(PATIENCE_S)
+    assert worker.recv(1) == b""
 
 
 def test_what_a_call_holds_goes_with_its_socket(made: Callable[[Handler], Pair]) -> None:
@@ -332,21 +346,12 @@ def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
 
 
 def test_a_caller_that_goes_away_cancels_its_handler(made: Callable[[Handler], Pair]) -> None:
-    ended = threading.Event()
-    begun = threading.Event()
-
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    waits = Waits()
     pair = made(waits)
-    pair.worker.sendall(frame(Kind.REQUEST, b""))
-    assert begun.wait(PATIENCE_S)
+    pair.worker.sendall(frame(Kind.REQUEST))
+    assert waits.begun.wait(PATIENCE_S)
     pair.client.cancel()
-    assert ended.wait(PATIENCE_S)
+    assert waits.ended.wait(PATIENCE_S)
     wait_for(lambda: bool(pair.reasons), "the reason")
     assert pair.reasons == ["the worker closed the socket of its calls"]
 
@@ -361,31 +366,21 @@ def test_a_caller_that_goes_away_cancels_its_handler(made: Callable[[Handler], P
     ],
 )
 def test_a_worker_that_sends_something_else_loses_its_socket(made: Callable[[Handler], Pair], data: bytes) -> None:
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
-        await asyncio.Event().wait()
-
-    pair = made(waits)
-    pair.worker.setblocking(True)
-    pair.worker.settimeout(PATIENCE_S)
-    pair.worker.sendall(data)
-    assert pair.worker.recv(1) == b""
+    pair = made(Waits())
+    worker = pair.bare()
+    worker.sendall(data)
+    assert worker.recv(1) == b""
     wait_for(lambda: len(pair.reasons) == 1, "the reason")
 
 
 def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made: Callable[[Handler], Pair]) -> None:
-    begun = threading.Event()
-
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
     for end, code in (
         (lambda pair: pair.client.cancel(), grpc.StatusCode.CANCELLED),
         (lambda pair: pair.loop.call_soon_threadsafe(pair.server._end), grpc.StatusCode.UNAVAILABLE),
     ):
+        waits = Waits()
         pair = made(waits)
-        begun.clear()
-        ender = threading.Thread(target=lambda end=end, pair=pair: begun.wait(PATIENCE_S) and end(pair))
+        ender = threading.Thread(target=lambda end=end, pair=pair, it=waits: it.begun.wait(PATIENCE_S) and end(pair))
         ender.start()
         with pytest.raises(CallError) as raised:
             pair.call(pull(0), single=True)
@@ -393,12 +388,23 @@ def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made:
         assert raised.value.code is code
 
 
-def test_a_call_without_an_answer_ends_at_its_deadline(made: Callable[[Handler], Pair]) -> None:
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
-        await asyncio.Event().wait()
+def test_a_request_that_can_not_be_written_ends_its_call_at_once(
+    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(request: RequestView) -> bytes:
+        raise ValueError("too large")
 
+    monkeypatch.setattr(call_socket, "write_request", fails)
+    caller = Caller()
     with pytest.raises(CallError) as raised:
-        made(waits).call(pull(0), single=True, timeout_s=0.1)
+        list(made(Waits()).client.call(caller, [pull(0)], PATIENCE_S, single=False))
+    assert raised.value.code is grpc.StatusCode.CANCELLED
+    assert str(caller.error) == "too large"
+
+
+def test_a_call_without_an_answer_ends_at_its_deadline(made: Callable[[Handler], Pair]) -> None:
+    with pytest.raises(CallError) as raised:
+        made(Waits()).call(pull(0), single=True, timeout_s=0.1)
     assert raised.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,22 +18,32 @@ from shardline.lanes.call_server import CallServer
 from shardline.lanes.shm.server import SegmentPublication, ShmAttachment
 from tests.support.lanes import no_calls
 
-
-def no_call_server(broke: Callable[[str], None]) -> CallServer:
-    return CallServer(asyncio.new_event_loop(), no_calls, who="worker/0", broke=broke)
+Make = Callable[[bool], tuple[SegmentPublication, ShmAttachment]]
 
 
-def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
-    publication = SegmentPublication(spec, keeps_previous=True)
-    attachment = ShmAttachment(
-        Holder(task="worker/0", incarnation=1, shard=0),
-        publication,
-        no_call_server,
-        by_reference=True,
-        pushes=1,
-        forget=lambda: None,
-    )
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes an attachment that passes what is published by reference, or else as replies."""
+    loop = asyncio.new_event_loop()
+
+    def make(by_reference: bool) -> tuple[SegmentPublication, ShmAttachment]:
+        spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
+        publication = SegmentPublication(spec, keeps_previous=by_reference)
+        return publication, ShmAttachment(
+            Holder(task="worker/0", incarnation=1, shard=0),
+            publication,
+            lambda broke: CallServer(loop, no_calls, who="worker/0", broke=broke),
+            by_reference=by_reference,
+            pushes=1,
+            forget=lambda: None,
+        )
+
+    yield make
+    loop.close()
+
+
+def test_a_worker_that_was_welcomed_can_push_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    publication, attachment = make(True)
     mine = Segment.create(max(publication.nbytes, segments.ALIGNMENT_BYTES), name="gradients")
     mine.memory[:4] = b"push"
     read: list[bytes] = []
@@ -55,18 +65,10 @@ def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyP
 
 
 def test_an_attachment_that_closes_while_a_reply_is_placed_keeps_its_place_until_then(
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
-    publication = SegmentPublication(spec, keeps_previous=False)
-    attachment = ShmAttachment(
-        Holder(task="worker/0", incarnation=1, shard=0),
-        publication,
-        no_call_server,
-        by_reference=False,
-        pushes=1,
-        forget=lambda: None,
-    )
+    publication, attachment = make(False)
 
     def offset(bucket: int) -> int:
         # The loop's thread, in between.

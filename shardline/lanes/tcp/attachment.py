@@ -21,8 +21,8 @@ from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answer, CallServer
-from shardline.lanes.socket_thread import READ, WRITE, SocketThread
-from shardline.lanes.tcp.frames import WHOLE, shut
+from shardline.lanes.socket_thread import NOT_READY, READ, WRITE, SocketThread, shut
+from shardline.lanes.tcp.frames import WHOLE
 
 WINDOW = 8
 """Buckets of a push that may be incoming at once: enough to keep the socket busy while others are counted."""
@@ -32,7 +32,6 @@ TURN_BYTES = 2 << 20
 """Bytes that one connection may move before the others get their turn."""
 BATCH_BYTES = 512 << 10
 """Bytes that the kernel collects before it wakes the receive thread: few calls, yet within the processor's cache."""
-_NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TcpTicket:
@@ -186,7 +185,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
                 return
             try:
                 count = sock.recv_into(ticket.memory[ticket.filled :])
-            except _NOT_YET:
+            except NOT_READY:
                 break
             except OSError as error:
                 self._broke(f"receiving failed: {error}")
@@ -250,7 +249,7 @@ class SendSocket(_Direction[_Payload]):
                 return
             try:
                 count = sock.send(item.rest)
-            except _NOT_YET:
+            except NOT_READY:
                 break
             except OSError as error:
                 self._broke(f"sending failed: {error}")

@@ -20,13 +20,12 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
+from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import (
     Attached,
-    exchange_requests,
     is_small,
-    is_small_shard,
     progress_request,
     referred_requests,
 )
@@ -75,14 +74,10 @@ class TcpLane(ShardCalls):
         whole = False
         try:
             sockets = self._opened(sender, min(timeout_s, self._timeouts.rpc_s))
-            if self._fits_call(contributions):
-                requests = exchange_requests(sender, self._shard, contributions, want)
-            else:
-                requests = referred_requests(
-                    sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
-                )
             done = self.converse(
-                requests,
+                referred_requests(
+                    sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
+                ),
                 contributions,
                 want,
                 sink,
@@ -100,16 +95,12 @@ class TcpLane(ShardCalls):
                 self._abandon()
         return done
 
-    def _fits_call(self, contributions: Sequence[Contribution]) -> bool:
-        """Whether a push and its pull are so small that their bytes are better off in the call's only messages."""
-        return bool(contributions) and is_small(contributions) and is_small_shard(self._elements)
-
     def cancel(self) -> None:
         """End a running exchange early."""
         super().cancel()
         with self._lock:
             for sock in self._dialling:
-                bulk.shut(sock)
+                shut(sock)
             if self.sockets is not None and self._busy:
                 self.sockets.shut()
 
@@ -243,8 +234,8 @@ class BulkSockets:
     def shut(self) -> None:
         """End both directions of the bytes, from any thread: a call may still get the shard's answer."""
         self.alive = False
-        bulk.shut(self._up)
-        bulk.shut(self._down)
+        shut(self._up)
+        shut(self._down)
 
     def close(self) -> None:
         """Free them. Called by the exchanging thread, or when no exchange runs."""

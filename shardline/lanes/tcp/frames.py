@@ -77,15 +77,6 @@ def keep_alive(sock: socket.socket, silence_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def shut(sock: socket.socket) -> None:
-    """End a socket that another thread may be using: its calls return at once. May be called twice.
-
-    Calls the plain socket's method, since that of an SSLSocket would remove the session that the other thread is using.
-    """
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
 def dial(
     host: str,
     port: int,

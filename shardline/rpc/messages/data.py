@@ -34,7 +34,6 @@ from shardline.wire.protobuf import (
     write_request,
 )
 
-MAX_ITEM_BYTES = 8
 SMALL_BYTES = 64 << 10
 """Bytes that take about as long to send as a message costs both sides; a socket's buffers hold that much unread."""
 PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
@@ -143,14 +142,6 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
     True if nothing is pushed.
     """
     return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
-
-
-def is_small_shard(elements: Sequence[int]) -> bool:
-    """Whether a push of a whole shard on the stream, and the pull after it, are one message each.
-
-    elements: of each bucket.
-    """
-    return len(elements) == 1 and elements[0] * MAX_ITEM_BYTES <= SMALL_BYTES
 
 
 def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
