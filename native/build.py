@@ -2,6 +2,7 @@
 
     python native/build.py                     # as `make install` does
     python native/build.py --sanitize FOLDER   # with ASan and UBSan, for `make native-sanitize`
+    python native/build.py --trial KIND FILE   # a program that tries the engine, with -fsanitize=KIND
 
 Needs nothing but the standard library: the build hook runs it before anything else is installed.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -26,7 +28,8 @@ MISSING = "missing.txt"
 """Says why there is no library."""
 ZIGLANG = "ziglang==0.17.1"
 FLAGS = (
-    *("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"),
+    *("-std=c11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra", "-Werror=implicit-function-declaration"),
     # The bits are torch's: a product is rounded before it is added unless the source says otherwise.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
@@ -93,6 +96,23 @@ def build(folder: Path = FOLDER, *, sanitize: bool = False) -> str | None:
     return reason
 
 
+def _units() -> list[tuple[str, list[str]]]:
+    """What is compiled: a source, and flags of its own."""
+    units = [("shardline", []), ("tls", []), *(("kernels", [f"-DLEVEL={n}", *f]) for n, f in LEVELS[machine()].items())]
+    # It waits for sockets with epoll.
+    return [*units, ("engine", [])] if sys.platform == "linux" else units
+
+
+def _compile(command: list[str], flags: Sequence[str], units: Sequence[tuple[str, list[str]]], folder: Path) -> str:
+    """Compile each unit to NUMBER.o in the folder; returns what went wrong."""
+    for number, (unit, extra) in enumerate(units):
+        target = str(folder / f"{number}.o")
+        failure = _run([*command, *flags, *extra, "-c", str(SOURCES / f"{unit}.c"), "-o", target], folder)
+        if failure:
+            return failure
+    return ""
+
+
 def _build(library: Path, sanitize: bool) -> str | None:
     if machine() not in LEVELS:
         return f"there are no native kernels for {platform.machine()}, only for {' and '.join(LEVELS)}"
@@ -100,19 +120,16 @@ def _build(library: Path, sanitize: bool) -> str | None:
     if command is None:
         return f"there was no C compiler (cc) and no {ZIGLANG} in its place when Shardline was installed"
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        flags = [*FLAGS, *(SANITIZE if sanitize else ())]
-        units = [("shardline", []), *(("kernels", [f"-DLEVEL={n}", *f]) for n, f in LEVELS[machine()].items())]
-        objects = [str(folder / f"{number}.o") for number in range(len(units))]
-        for (unit, extra), target in zip(units, objects, strict=True):
-            failure = _run([*command, *flags, *extra, "-c", str(SOURCES / f"{unit}.c"), "-o", target], folder)
-            if failure:
-                return failure
-        made = folder / LIBRARY
-        link = [*command, "-shared", *(SANITIZE if sanitize else ("-s",)), "-o", str(made), *objects]
-        failure = _run(link, folder)
+        folder, units = Path(name), _units()
+        failure = _compile(command, [*FLAGS, *(SANITIZE if sanitize else ())], units, folder)
         if failure:
             return failure
+        made, objects = folder / LIBRARY, [str(folder / f"{number}.o") for number in range(len(units))]
+        # Calls within the library are its own, whatever else the process has loaded.
+        extra = ["-shared", "-pthread", "-Wl,-Bsymbolic"] if sys.platform == "linux" else ["-shared"]
+        failed = _run([*command, *extra, *(SANITIZE if sanitize else ("-s",)), "-o", str(made), *objects], folder)
+        if failed:
+            return failed
         if not sanitize:
             try:
                 ctypes.CDLL(str(made))
@@ -122,6 +139,20 @@ def _build(library: Path, sanitize: bool) -> str | None:
         shutil.copy(made, library.with_suffix(".new"))
         library.with_suffix(".new").replace(library)
     return None
+
+
+def build_trial(program: Path, kind: str) -> str | None:
+    """Compile try_engine.c with the engine and -fsanitize=KIND to a program; returns what went wrong."""
+    command = compiler()
+    if command is None:
+        return "there is no C compiler (cc)"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    flags = [*FLAGS, "-O1", "-g", f"-fsanitize={kind}", *(["-DFUZZER"] if "fuzzer" in kind else [])]
+    with tempfile.TemporaryDirectory() as name:
+        folder, units = Path(name), [*_units(), ("try_engine", [])]
+        failure = _compile(command, flags, units, folder)
+        objects = [str(folder / f"{number}.o") for number in range(len(units))]
+        return failure or _run([*command, "-pthread", f"-fsanitize={kind}", "-o", str(program), *objects])
 
 
 def _run(command: list[str], cache: Path | None = None) -> str | None:
@@ -142,4 +173,6 @@ def _run(command: list[str], cache: Path | None = None) -> str | None:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
+    if arguments[:1] == ["--trial"]:
+        sys.exit(build_trial(Path(arguments[2]), arguments[1]))
     sys.exit(build(Path(arguments[1]), sanitize=True) if arguments[:1] == ["--sanitize"] else build())

@@ -2,6 +2,7 @@
  * which the compiler turns into vectors: every level computes each element by the same operations. */
 #include "kernels.h"
 
+#include <float.h>
 #include <string.h>
 
 #define XXH_INLINE_ALL
@@ -106,6 +107,14 @@ static uint64_t fingerprint(const void *data, size_t size) {
     }
     XXH3_64bits_update(&state, bytes + rows * FINGERPRINT_STRIDE, size - rows * FINGERPRINT_STRIDE);
     uint64_t found = XXH3_64bits_digest(&state);
+    return found ? found : 1;
+}
+
+static void digest_begin(void *state) { XXH3_64bits_reset(state); }
+static void digest_more(void *state, const void *data, size_t size) { XXH3_64bits_update(state, data, size); }
+
+static uint64_t digest_end(const void *state) {
+    uint64_t found = XXH3_64bits_digest(state);
     return found ? found : 1;
 }
 
@@ -231,6 +240,286 @@ static void from_bf16(void *target, const void *source, size_t count) {
         to[i] = (uint32_t)from[i] << 16;
 }
 
+/* Codecs: see shardline/codecs/quantizing. Values are float32. */
+
+enum { CODE_TOP = 127 };
+
+/* Scales of blocks, then codes. Returns 0 where a value is not finite. */
+static int int8_encode(void *payload, const void *values, size_t count, size_t block) {
+    f32 *scales = payload;
+    signed char *codes = (signed char *)(scales + (count + block - 1) / block);
+    for (size_t at = 0; at < count; at += block) {
+        size_t size = SMALLER(block, count - at);
+        const f32 *from = (const f32 *)values + at;
+        int32_t most = most32((const u32 *)from, size);
+        if (most >= 0x7f800000)
+            return 0;
+        float scale = (float)of32(most) / CODE_TOP, divisor = scale == 0 ? 1 : scale;
+        *scales++ = scale;
+        EACH for (size_t i = 0; i < size; i++) {
+            float code = from[i] / divisor;
+            code = code > CODE_TOP ? CODE_TOP : code;
+            code = code < -CODE_TOP ? -CODE_TOP : code;
+            /* A sum of this size has no bits for a fraction: rounded to nearest even. */
+            codes[at + i] = (signed char)(int)(code + 0x1.8p23f - 0x1.8p23f);
+        }
+    }
+    return 1;
+}
+
+/* Returns 0 for a payload that int8_encode does not make. */
+static int int8_decode(void *target, const void *payload, size_t count, size_t block) {
+    const f32 *scales = payload;
+    const signed char *codes = (const signed char *)(scales + (count + block - 1) / block);
+    signed char least = 0;
+    for (size_t at = 0; at < count; at += block) {
+        size_t size = SMALLER(block, count - at);
+        f32 *to = (f32 *)target + at;
+        const signed char *from = codes + at;
+        float scale = *scales++;
+        if (!(scale >= 0 && scale <= FLT_MAX))
+            return 0;
+        for (size_t i = 0; i < size; i++)
+            least = from[i] < least ? from[i] : least;
+        EACH for (size_t i = 0; i < size; i++)
+            to[i] = (float)from[i] * scale;
+    }
+    return least >= -CODE_TOP;
+}
+
+/* Codes of fewer than 8 bits without gaps: eight of them, a byte each, as one number that is folded three times. */
+
+#define EVERY_8 UINT64_C(0x00ff00ff00ff00ff)
+#define EVERY_16 UINT64_C(0x0000ffff0000ffff)
+#define EVERY_32 UINT64_C(0x00000000ffffffff)
+
+enum { WORDS = BLOCK / 8 };
+
+static void pack(void *target, const void *codes, size_t count, size_t bits) {
+    uint64_t words[WORDS];
+    unsigned char *to = target;
+    for (size_t at = 0; at < count; at += BLOCK) {
+        size_t size = SMALLER((size_t)BLOCK, count - at), used = (size + 7) / 8;
+        words[used - 1] = 0;
+        memcpy(words, (const unsigned char *)codes + at, size);
+        for (size_t i = 0; i < used; i++) {
+            uint64_t word = words[i];
+            word = (word & EVERY_8) | (word >> 8 & EVERY_8) << bits;
+            word = (word & EVERY_16) | (word >> 16 & EVERY_16) << 2 * bits;
+            words[i] = (word & EVERY_32) | (word >> 32) << 4 * bits;
+        }
+        /* Each moves down to where the one before ends; what it overwrites has been moved. */
+        unsigned char *packed = (unsigned char *)words;
+        for (size_t i = 1; i < used; i++) {
+            uint64_t word = words[i];
+            memcpy(packed + i * bits, &word, sizeof word);
+        }
+        memcpy(to, packed, (size * bits + 7) / 8);
+        to += WORDS * bits;
+    }
+}
+
+static void unpack(void *codes, const void *payload, size_t count, size_t bits) {
+    const uint64_t of4 = (UINT64_C(1) << 4 * bits) - 1;
+    const uint64_t of2 = ((UINT64_C(1) << 2 * bits) - 1) * UINT64_C(0x100000001);
+    const uint64_t of1 = ((UINT64_C(1) << bits) - 1) * UINT64_C(0x1000100010001);
+    const unsigned char *from = payload;
+    for (size_t at = 0; at < count; at += BLOCK, from += WORDS * bits) {
+        uint64_t words[WORDS];
+        unsigned char packed[BLOCK];
+        size_t size = SMALLER((size_t)BLOCK, count - at), used = (size + 7) / 8;
+        memcpy(packed, from, (size * bits + 7) / 8);
+        for (size_t i = 0; i < used; i++)
+            memcpy(words + i, packed + i * bits, sizeof *words);
+        for (size_t i = 0; i < used; i++) {
+            uint64_t word = words[i];
+            word = (word & of4) | (word >> 4 * bits & of4) << 32;
+            word = (word & of2) | (word >> 2 * bits & of2) << 16;
+            words[i] = (word & of1) | (word >> bits & of1) << 8;
+        }
+        memcpy((unsigned char *)codes + at, words, size);
+    }
+}
+
+/* Sums in lanes, as shardline/codecs/quantizing/sums.py has them. */
+
+enum { LANES = 128 };
+
+static double lanes_sum(double *lanes) {
+    for (size_t half = LANES / 2; half; half /= 2)
+        for (size_t i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+#define BELOW(value) ((value) < 0 ? (double)(value) : 0)
+#define ABOVE(value) ((value) < 0 ? 0 : (double)(value)) /* and NaN */
+
+/* Codes: 1 = negative. sums: of the negatives and of the others, not finite where a value is not. Returns the number
+ * of negatives. */
+static size_t signs(void *codes, double *sums, const void *values, size_t count) {
+    double below[LANES] = {0}, above[LANES] = {0};
+    const f32 *from = values;
+    unsigned char *to = codes;
+    size_t negative = 0;
+    for (size_t at = 0; at < count; at += LANES, from += LANES, to += LANES) {
+        size_t size = SMALLER((size_t)LANES, count - at);
+        unsigned char some = 0;
+        if (at % (4 * LANES) == 0 && count - at >= 4 * LANES) { /* four rows while a lane is in a register */
+            const f32 *b = from + LANES, *c = b + LANES, *d = c + LANES;
+            EACH for (size_t i = 0; i < LANES; i++) {
+                below[i] = below[i] + BELOW(from[i]) + BELOW(b[i]) + BELOW(c[i]) + BELOW(d[i]);
+                above[i] = above[i] + ABOVE(from[i]) + ABOVE(b[i]) + ABOVE(c[i]) + ABOVE(d[i]);
+            }
+        } else if (at >= count / (4 * LANES) * (4 * LANES))
+            for (size_t i = 0; i < size; i++) {
+                below[i] += BELOW(from[i]);
+                above[i] += ABOVE(from[i]);
+            }
+        EACH for (size_t i = 0; i < size; i++) {
+            to[i] = from[i] < 0;
+            some += to[i];
+        }
+        negative += some;
+    }
+    sums[0] = lanes_sum(below);
+    sums[1] = lanes_sum(above);
+    return negative;
+}
+
+/* One of two values for each code, 1 or 0. */
+static void either(void *target, const void *codes, float one, float zero, size_t count) {
+    f32 *to = target;
+    const unsigned char *from = codes;
+    EACH for (size_t i = 0; i < count; i++)
+        to[i] = from[i] ? one : zero;
+}
+
+static void without(void *target, const void *values, const void *codes, float one, float zero, size_t count) {
+    f32 *to = target;
+    const f32 *all = values;
+    const unsigned char *from = codes;
+    EACH for (size_t i = 0; i < count; i++)
+        to[i] = all[i] - (from[i] ? one : zero);
+}
+
+/* Largest magnitude and l2 norm of each block, float32. They return 0 where one is not finite. */
+
+static int tops(void *target, const void *values, size_t count, size_t block) {
+    f32 *to = target;
+    for (size_t at = 0; at < count; at += block) {
+        int32_t most = most32((const u32 *)values + at, SMALLER(block, count - at));
+        if (most >= 0x7f800000)
+            return 0;
+        *to++ = (float)of32(most);
+    }
+    return 1;
+}
+
+static int norms(void *target, const void *values, size_t count, size_t block) {
+    f32 *to = target;
+    for (size_t at = 0; at < count; at += block) {
+        double lanes[LANES] = {0};
+        for (size_t row = at, end = at + SMALLER(block, count - at); row < end; row += LANES) {
+            const f32 *from = (const f32 *)values + row;
+            EACH for (size_t i = 0, size = SMALLER((size_t)LANES, end - row); i < size; i++)
+                lanes[i] += (double)from[i] * from[i];
+        }
+        float norm = (float)__builtin_sqrt(lanes_sum(lanes));
+        if (!(norm <= FLT_MAX))
+            return 0;
+        *to++ = norm;
+    }
+    return 1;
+}
+
+/* Random numbers in [0, 1), two of each of SplitMix64's: see shardline/codecs/random.py */
+static void uniforms(float *to, uint64_t seed, size_t at, size_t count) {
+    EACH for (size_t i = 0; i < (count + 1) / 2; i++) {
+        uint64_t z = seed + (at / 2 + i + 1) * UINT64_C(0x9e3779b97f4a7c15);
+        z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+        z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
+        z ^= z >> 31;
+        to[2 * i] = (float)(int32_t)((uint32_t)z >> 8) * 0x1p-24f;
+        to[2 * i + 1] = (float)(int32_t)(z >> 40) * 0x1p-24f;
+    }
+}
+
+/* Values by their block's divisor, rounded up or down at random to at most `top`, and moved up by `base`. */
+static void rounded(void *codes, const void *values, const void *divisors, size_t count, size_t block, int top,
+                    int base, uint64_t seed) {
+    float draws[BLOCK];
+    for (size_t at = 0; at < count;) {
+        if (at % BLOCK == 0)
+            uniforms(draws, seed, at, SMALLER((size_t)BLOCK, count - at));
+        size_t row = at / block, room = at % BLOCK, end = SMALLER((row + 1) * block, at - room + BLOCK);
+        size_t size = SMALLER(end, count) - at;
+        float divisor = ((const f32 *)divisors)[row];
+        const f32 *from = (const f32 *)values + at;
+        unsigned char *to = (unsigned char *)codes + at;
+        EACH for (size_t i = 0; i < size; i++) {
+            float value = from[i] / divisor + draws[room + i];
+            int code = (int)value - ((float)(int)value > value);
+            code = code > top ? top : code < -top ? -top : code;
+            to[i] = (unsigned char)(code + base);
+        }
+        at += size;
+    }
+}
+
+/* 1 or 2 (of a negative) with the probability |x| / scale, else 0. */
+static void ternary(void *codes, const void *values, float scale, size_t count, uint64_t seed) {
+    float draws[BLOCK];
+    for (size_t at = 0; at < count; at += BLOCK) {
+        size_t size = SMALLER((size_t)BLOCK, count - at);
+        const f32 *from = (const f32 *)values + at;
+        unsigned char *to = (unsigned char *)codes + at;
+        uniforms(draws, seed, at, size);
+        EACH for (size_t i = 0; i < size; i++) {
+            int some = draws[i] * scale < __builtin_fabsf(from[i]), minus = from[i] < 0;
+            to[i] = (unsigned char)(some + (some & minus));
+        }
+    }
+}
+
+/* The bin with the rank-th largest number, which becomes the rank within it. */
+static uint32_t at_rank(const uint32_t *bins, uint32_t bin, size_t *rank) {
+    for (; bins[bin] < *rank; bin--)
+        *rank -= bins[bin];
+    return bin;
+}
+
+/* Ascending indices of the `wanted` largest magnitudes, of equal ones the first: 1 to count. indices: room for count. */
+static void largest(void *indices, const void *values, size_t count, size_t wanted) {
+    uint32_t bins[1 << 11] = {0};
+    const u32 *from = values;
+    u32 *to = indices;
+    size_t found = 0, kept = 0, rank = wanted;
+    for (size_t i = 0; i < count; i++)
+        bins[SIZE(32, from[i]) >> 20]++;
+    uint32_t least = at_rank(bins, (1 << 11) - 1, &rank);
+    for (size_t i = 0; i < count; i++) {
+        to[found] = (uint32_t)i;
+        found += (uint32_t)SIZE(32, from[i]) >> 20 >= least;
+    }
+    for (int shift = 10; shift >= 0; shift -= 10) {
+        memset(bins, 0, sizeof bins);
+        for (size_t i = 0; i < found; i++) {
+            uint32_t size = (uint32_t)SIZE(32, from[to[i]]);
+            if (size >> (shift + 10) == least)
+                bins[size >> shift & 1023]++;
+        }
+        least = least << 10 | at_rank(bins, 1023, &rank);
+    }
+    for (size_t i = 0; i < found; i++) {
+        uint32_t index = to[i], size = (uint32_t)SIZE(32, from[index]);
+        int equal = size == least && rank;
+        rank -= equal;
+        to[kept] = index;
+        kept += equal || size > least;
+    }
+}
+
 #define TABLE_(level) kernels_##level
 #define TABLE(level) TABLE_(level)
 
@@ -244,10 +533,25 @@ const struct kernels TABLE(LEVEL) = {
     .copy32 = copy32,
     .copy64 = copy64,
     .fingerprint = fingerprint,
+    .digest_begin = digest_begin,
+    .digest_more = digest_more,
+    .digest_end = digest_end,
     .sum32 = sum32,
     .sum64 = sum64,
     .sgd32 = sgd32,
     .sgd64 = sgd64,
     .to_bf16 = to_bf16,
     .from_bf16 = from_bf16,
+    .int8_encode = int8_encode,
+    .int8_decode = int8_decode,
+    .pack = pack,
+    .unpack = unpack,
+    .signs = signs,
+    .either = either,
+    .without = without,
+    .tops = tops,
+    .norms = norms,
+    .rounded = rounded,
+    .ternary = ternary,
+    .largest = largest,
 };

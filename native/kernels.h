@@ -37,6 +37,10 @@ struct kernels {
     double (*copy64)(void *target, const void *source, size_t count);
     /* Of a sample of at least 64 KiB, never 0. */
     uint64_t (*fingerprint)(const void *data, size_t size);
+    /* xxh3-64 of bytes that come in parts, never 0. state: an XXH3_state_t. */
+    void (*digest_begin)(void *state);
+    void (*digest_more)(void *state, const void *data, size_t size);
+    uint64_t (*digest_end)(const void *state);
     /* out may be one of two values, and of more than two none. */
     void (*sum32)(void *out, const void *const *values, size_t replicas, size_t count);
     void (*sum64)(void *out, const void *const *values, size_t replicas, size_t count);
@@ -46,6 +50,21 @@ struct kernels {
                   const struct sgd_step *step);
     void (*to_bf16)(void *target, const void *source, size_t count);
     void (*from_bf16)(void *target, const void *source, size_t count);
+    /* Parts of gradients as codecs write them. Payloads may lie at any address; nothing overlaps. */
+    int (*int8_encode)(void *payload, const void *values, size_t count, size_t block);
+    int (*int8_decode)(void *target, const void *payload, size_t count, size_t block);
+    /* Codes are a byte each; bits: 1 to 7. */
+    void (*pack)(void *target, const void *codes, size_t count, size_t bits);
+    void (*unpack)(void *codes, const void *payload, size_t count, size_t bits);
+    size_t (*signs)(void *codes, double *sums, const void *values, size_t count);
+    void (*either)(void *target, const void *codes, float one, float zero, size_t count);
+    void (*without)(void *target, const void *values, const void *codes, float one, float zero, size_t count);
+    int (*tops)(void *target, const void *values, size_t count, size_t block);
+    int (*norms)(void *target, const void *values, size_t count, size_t block);
+    void (*rounded)(void *codes, const void *values, const void *divisors, size_t count, size_t block, int top, int base,
+                    uint64_t seed);
+    void (*ternary)(void *codes, const void *values, float scale, size_t count, uint64_t seed);
+    void (*largest)(void *indices, const void *values, size_t count, size_t wanted);
 };
 
 #endif

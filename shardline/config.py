@@ -41,6 +41,8 @@ class RoleConfig:
     exit_with_job: bool = False
     """End with the job's exit code if the chief ends a failed job; otherwise with 0, having followed orders."""
     chief_trains: bool = False
+    replay: Path | None = None
+    """Output folder of the run to repeat."""
     inexact: bool = False
     """Allow machines with differently rounded gradients in one synchronous job."""
     overrides: tuple[tuple[str, str], ...] = ()

@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
-from shardline import cadence, consistency
-from shardline.core.spec import JobSpec
+from dataclasses import replace
+
+from shardline import cadence, codecs, consistency
+from shardline.cadence import Cadence
+from shardline.codecs.base import Codec, Memory
+from shardline.consistency import Clock, Consistency
+from shardline.core.settings import EXACT
+from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec
 from shardline.errors import JobError
-from shardline.update import chosen
+from shardline.update import chosen, rule
+from shardline.update.arguments import momentum
 from shardline.update.base import Need, Takes
+
+
+def divide(job: JobSpec) -> JobSpec:
+    """The job with its optimizer where the cadence runs it; unchanged if that is on the servers.
+
+    If the cadence trains locally, the job's optimizer, schedule and clipping become JobSpec.inner, and `rule` the SGD
+    that the servers run, with the same parameter groups; tensors get their fragments. Raises JobError naming what can't
+    be run on workers.
+    """
+    found = cadence.of(job)
+    if found.outer_rule is None:
+        return job
+    if not chosen(job.rule).runs_optimizer:
+        raise JobError(
+            f"update rule {job.rule.method} changes gradients on the servers, but cadence {found} runs the optimizer "
+            "on the workers; choose rule='torch', or another cadence"
+        )
+    if job.consistency.nan_policy == "skip":
+        raise JobError(
+            f"nan_policy 'skip' would leave a NaN in the optimizer that cadence {found} runs on each worker; choose "
+            "'stop', or another cadence"
+        )
+    mode = consistency.of(job.consistency)
+    if mode.clock is Clock.VERSION and job.schedule != ScheduleSpec():
+        raise JobError(
+            f"the {job.schedule.kind} schedule counts updates in consistency {mode}, but the optimizer that cadence "
+            f"{found} runs on each worker knows only its own rounds; leave the schedule out, or choose "
+            "consistency='sync'"
+        )
+    return replace(
+        job,
+        tensors=found.fragmented(job.tensors),
+        rule=rule("SGD", [found.outer_rule] * len(job.rule.groups)),
+        schedule=ScheduleSpec(),
+        consistency=replace(job.consistency, clip_norm=0.0),
+        inner=InnerSpec(rule=job.rule, schedule=job.schedule, clip_norm=job.consistency.clip_norm),
+    )
 
 
 def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
@@ -14,22 +58,154 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
 
     standbys: planned number per shard.
     """
-    rule, mode = chosen(job.rule), consistency.of(job.consistency)
+    rule, mode, pace = chosen(job.rule), consistency.of(job.consistency), cadence.of(job)
+    # Raises if too few replicas are left to make a step.
+    mode.needed(job.replicas)
+    if mode.drops_late:
+        _check_dropping(job, mode)
     needs = sorted(need.value for need in rule.needs)
-    if (needs or rule.looks_ahead) and not mode.whole_pushes:
+    single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
+    if (needs or rule.looks_ahead) and not single:
         # Updates are sums of several workers' pushes, so there is no single push for the rule.
         wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
         raise JobError(
             f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
             "one update; choose consistency='async', or another rule"
         )
-    if rule.takes is Takes.DELTA and not cadence.of(job).sends_deltas:
+    if pace.common_steps and mode.clock is Clock.VERSION:
+        raise JobError(
+            f"steps of cadence {pace} differ from each other, but in consistency {mode} workers have no common steps; "
+            "choose consistency='sync', or another cadence"
+        )
+    if pace.keeps_copies and mode.sums_pushes:
+        raise JobError(
+            f"cadence {pace} moves a replica and the servers' parameters by equal amounts, but consistency {mode} "
+            "divides what several replicas send; choose consistency='sync' or 'async', or another cadence"
+        )
+    if rule.takes is Takes.DELTA and not pace.sends_deltas:
         raise JobError(
             f"update rule {rule} takes parameter deltas, but cadence {job.cadence} sends gradients; choose "
             "another rule or cadence"
         )
+    _check_down(job, mode, standbys=standbys)
+    _check_undecided(job, mode)
+    if job.error_memory == EXACT:
+        _check_exact(job, mode, pace)
+    _check_votes(job, pace)
+    adding = next((one for one in codecs.of(job).ups if one.has_momentum), None)
+    if adding is not None:
+        _check_momentum(adding, job, pace)
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
             "choose another rule"
         )
+
+
+def _check_exact(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
+    """Refuse error_memory='exact' where the bits would depend on deaths all the same."""
+    if not mode.consistent_cuts:
+        raise JobError(
+            f"error_memory 'exact' goes back to a checkpoint of one step, but consistency {mode} has none; choose "
+            "error_memory='reset', or consistency='sync'"
+        )
+    if not codecs.of(job).remembers:
+        return
+    if pace.keeps_state or pace.keeps_copies:
+        raise JobError(
+            f"error_memory 'exact' doesn't cover what cadence {pace} keeps on each worker, so the bits would depend on "
+            "deaths all the same; choose error_memory='reset', or cadence='every-step'"
+        )
+
+
+def _check_undecided(job: JobSpec, mode: Consistency) -> None:
+    """Refuse a choice that the chief can't make: it has to measure steps, and to start over with its choice."""
+    found = codecs.of(job)
+    undecided = next((one for one in (*found.ups, *found.downs) if one.undecided), None)
+    if undecided is None:
+        return
+    if not found.undecided or any(one.undecided for one in found.ups[1:]):
+        raise JobError(
+            f"codec {undecided} chooses for all tensors and both directions: give it as `codec` alone, without "
+            "codec_up, codec_down and codec_tensors"
+        )
+    if not mode.consistent_cuts or job.script:
+        where = "a script" if job.script else f"consistency {mode}"
+        raise JobError(
+            f"codec {undecided} measures some steps and starts the job over with its choice, which {where} can't; "
+            "choose a codec: shardline bench codecs and shardline advise show what they save"
+        )
+
+
+def _check_down(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
+    """Refuse changes of parameters from step to step where there are no such steps, or where the bits would change."""
+    for codec in codecs.of(job).downs:
+        _check_changes(codec, job, mode, standbys=standbys)
+
+
+def _check_changes(codec: Codec, job: JobSpec, mode: Consistency, *, standbys: int) -> None:
+    if codec.shares_memory and not mode.pulls_by_step:
+        raise JobError(
+            f"codec {codec} sends how the parameters changed from step to step, but in consistency {mode} workers have "
+            "no common steps; choose another codec_down, or consistency='sync'"
+        )
+    if codec.exact_every and job.checkpoint_every % codec.exact_every:
+        raise JobError(
+            f"codec {codec} sends whole parameters every {codec.exact_every} steps, but checkpoint_every is "
+            f"{job.checkpoint_every}; make that a multiple, so that a job that goes back to a checkpoint ends in the "
+            "same bits"
+        )
+    if codec.shares_memory and standbys:
+        raise JobError(
+            f"codec {codec} remembers what receivers have, which standbys do not; leave out --standbys, or choose "
+            "another codec_down"
+        )
+
+
+def _check_dropping(job: JobSpec, mode: Consistency) -> None:
+    """Refuse methods that keep something on a worker, which would go on as if a dropped gradient counted."""
+    if cadence.of(job).keeps_state:
+        raise JobError(
+            f"consistency {mode} drops what comes too late, but cadence {job.cadence} runs an optimizer on every "
+            "worker, whose state would include it; choose another cadence, or consistency='sync' without spares"
+        )
+    keeping = next((one for one in codecs.of(job).ups if one.memory is not Memory.NONE), None)
+    if keeping is not None:
+        raise JobError(
+            f"consistency {mode} drops what comes too late, but codec {keeping} remembers on each worker what it has "
+            "sent, and would count it; choose another codec, or consistency='sync' without spares"
+        )
+
+
+def _check_votes(job: JobSpec, pace: Cadence) -> None:
+    """Refuse what has no meaning where only the signs of gradients count."""
+    voting = next((one for one in codecs.of(job).ups if one.votes), None)
+    if voting is None:
+        return
+    clip = job.consistency.clip_norm or (job.inner.clip_norm if job.inner is not None else 0.0)
+    if clip:
+        raise JobError(
+            f"codec {voting} applies signs, whatever the size of gradients, so clip_norm={clip:g} would change "
+            "nothing; leave it out, or choose another codec"
+        )
+    if pace.sends_deltas:
+        raise JobError(
+            f"codec {voting} applies signs, but cadence {pace} sends how far the parameters moved; choose "
+            "cadence='every-step', or another codec"
+        )
+
+
+def _check_momentum(codec: Codec, job: JobSpec, pace: Cadence) -> None:
+    """Refuse methods that would add momentum to what a codec has already added it to."""
+    if pace.sends_deltas:
+        raise JobError(
+            f"codec {codec} adds momentum to gradients on each worker, but cadence {pace} sends how far the "
+            "parameters moved; choose cadence='every-step', or another codec"
+        )
+    for number, group in enumerate(job.rule.groups):
+        if momentum(group):
+            raise JobError(
+                f"codec {codec} adds momentum to gradients on each worker, and optimizer {job.rule.name} has "
+                f"momentum {momentum(group):g} in parameter group {number} on the servers; set that to 0 (the first of "
+                "Adam's betas), or choose another codec"
+            )

@@ -33,14 +33,15 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardline import methods
-from shardline.codecs import keep_whole
+from shardline.codecs import assigned, keep_whole
+from shardline.codecs import of as codecs_of
 from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError
-from shardline.fit import check_fit
+from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
 from shardline.schedule import complete, constant
@@ -49,8 +50,6 @@ from shardline.update import check_rule, check_tensors, rule, rule_from_optimize
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
-CHOICES = ("consistency", "rule", "codec", "cadence", "topology")
-"""Fields that select a method of a seam, as text or as an object; stored as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
@@ -87,6 +86,13 @@ class Job(Settings):
     """How the servers change the parameters; "torch": by the optimizer itself."""
     codec: str | Resident = "raw"  # type: ignore[assignment]
     """Encoding of gradients and parameters: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
+    codec_up: str | Resident = ""  # type: ignore[assignment]
+    """Encoding of gradients alone; "" = that of `codec`."""
+    codec_down: str | Resident = ""  # type: ignore[assignment]
+    """Encoding of parameters alone; "" = that of `codec`."""
+    codec_tensors: Mapping[str, Any] = field(default_factory=dict)
+    """Encoding of single tensors, both ways, by pattern of their names: {"*.bias": "raw", "embed*": "bf16"}. The first
+    pattern that matches counts."""
     cadence: str | Resident = "every-step"  # type: ignore[assignment]
     """When a worker exchanges with the servers, and what it sends."""
     topology: str | Resident = "flat"  # type: ignore[assignment]
@@ -113,8 +119,12 @@ class Job(Settings):
         for name in ("evaluate", "param_groups", "collate"):
             value = getattr(self, name)
             _require(value is None or callable(value), name, value, "give a function, or None")
-        for seam in CHOICES:
-            object.__setattr__(self, seam, methods.table(seam).canonical(getattr(self, seam)))
+        for name in methods.FIELDS:
+            # As text or as an object; stored as text.
+            object.__setattr__(self, name, methods.canonical(name, getattr(self, name)))
+        _require(isinstance(self.codec_tensors, Mapping), "codec_tensors", self.codec_tensors, "give a dict")
+        chosen = {str(pattern): methods.canonical("codec", codec) for pattern, codec in self.codec_tensors.items()}
+        object.__setattr__(self, "codec_tensors", chosen)
         check_settings(self)
         _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
@@ -129,7 +139,7 @@ class Job(Settings):
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
-        self.consistency_spec()
+        consistency_of(self.consistency_spec()).needed(self.replicas)
         _check_dataset(self.dataset)
         # Reports a wrong class or argument at the job file's line, before any process starts.
         check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
@@ -229,7 +239,8 @@ class Job(Settings):
         """
         optimizer = self.build_optimizer(model)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        tensors = keep_whole(str(self.codec), model_tensors(model, optimizer.param_groups, rule=found))
+        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
+        tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
         if self.samples:
             self.data_order()
@@ -244,6 +255,7 @@ class Job(Settings):
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
         )
+        spec = divide(spec)
         check_fit(spec)
         return spec
 
@@ -331,7 +343,7 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
 _OVERRIDES: Mapping[str, type] = {
     **{name: kind_of(name) for name in known()},
     "clip_norm": float,
-    **dict.fromkeys((*CHOICES, "nan_policy", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys((*methods.FIELDS, "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that the command line can set, and the types to parse."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardline.seams import Table
+from shardline.seams import Resident, Table
 
 if TYPE_CHECKING:
     from shardline.core.spec import JobSpec
@@ -29,6 +29,10 @@ SEAMS: Mapping[str, tuple[str, str, str]] = {
     "topology": ("shardline.topology", "TOPOLOGIES", "Which tasks a worker exchanges with."),
 }
 """By the name of the job's field: module and name of the table, and what it decides."""
+PARTS: Mapping[str, str] = {"codec_up": "codec", "codec_down": "codec"}
+"""Job fields that choose from the table of another field, for a part of what it decides; empty = the same choice."""
+FIELDS = (*SEAMS, *PARTS)
+"""Every field of a job that chooses a method."""
 WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 """The same as text, for --help: importing the tables would import torch."""
 
@@ -40,10 +44,18 @@ def table(seam: str) -> Table[Any]:
     return found
 
 
+def canonical(field: str, choice: str | Resident) -> str:
+    """The canonical text of a job's choice. Raises JobError for one that does not exist."""
+    if field in PARTS and choice == "":
+        return ""
+    return table(PARTS.get(field, field)).canonical(choice)
+
+
 def chosen(job: JobSpec) -> dict[str, str]:
     """A job's choices by seam, as text."""
     texts = {"consistency": job.consistency.mode, "rule": job.rule.method}
-    return {seam: table(seam).canonical(texts.get(seam) or getattr(job, seam)) for seam in SEAMS}
+    found = {field: canonical(field, texts.get(field) or getattr(job, field)) for field in FIELDS}
+    return {field: choice for field, choice in found.items() if choice or field in SEAMS}
 
 
 def described() -> dict[str, list[tuple[str, str]]]:

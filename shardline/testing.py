@@ -3,15 +3,16 @@
     result = reference(job)
     assert result.sha256 == summary["sha256"]
 
-Synchronous: the R logical replicas run one after another, their gradients are added along the canonical tree, and a
-torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another. Under an
-update rule other than the optimizer's own, the rule itself updates the parameters, like one server with one worker.
+Synchronous: the R logical replicas, or those chosen for the step, run one after another, their gradients are added
+along the canonical tree, and a torch.optim object steps on the model's own parameters. Asynchronous: one worker's
+batches, one after another. Under an update rule other than the optimizer's own, the rule itself updates the parameters,
+like one server with one worker.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline import consistency
+from shardline import cadence, consistency
 from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, padded
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import NonFiniteError
+from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
 from shardline.schedule import complete, factor
@@ -61,17 +62,25 @@ class ReferenceResult:
         return params_sha256(self.params)
 
 
-def reference(job: Job, steps: int | None = None, *, start: ReferenceResult | None = None) -> ReferenceResult:
+def reference(
+    job: Job,
+    steps: int | None = None,
+    *,
+    start: ReferenceResult | None = None,
+    choices: Sequence[Collection[int]] = (),
+) -> ReferenceResult:
     """Train in this process, alone, up to `steps` (default: the job's) and return the result.
 
     start: continue from an earlier result, like a resumed job; `steps` still counts from the job's first step.
+    choices: the replicas that make each step, from step 0 on, as a run with spares has journaled them; () = all of
+    them in every step.
     Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, on one machine class. With
     `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, like a parameter server's
     buckets: for other lengths, fused kernels round the last few elements of a tensor differently. Raises NonFiniteError
     under the policy "stop", naming tensor, replica and step.
     """
     with _threads(job.threads):
-        run = _Run(job)
+        run = _Run(job, choices)
         if start is not None:
             run.load(start)
         losses = [run.step() for _ in range(run.at, job.steps if steps is None else steps)]
@@ -91,10 +100,13 @@ def _threads(threads: int) -> Iterator[None]:
 class _Run:
     """One training in progress."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, choices: Sequence[Collection[int]]) -> None:
         self.job = job
+        self.choices = choices
         self.model = job.build_model()
         self.spec: JobSpec = job.spec(self.model)
+        if cadence.of(self.spec).ticks != 1 or self.spec.inner is not None:
+            raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
         self.plan: Plan = make_plan(self.spec.tensors, 1)
         values = named_values(self.model)
         kinds = {tensor.name: tensor.kind for tensor in self.spec.tensors}
@@ -111,20 +123,21 @@ class _Run:
         self.skipped: list[int] = []
 
     def step(self) -> float:
-        """One step; returns the mean loss over the replicas."""
+        """One step; returns the mean loss over its replicas."""
+        replicas = sorted(self.choices[self.at]) if self.choices else range(self.spec.replicas)
         before = _copies(self.buffers)
         after = before
         contributions: list[Gradients] = []
         losses = []
-        for replica in range(self.spec.replicas):
+        for replica in replicas:
             _assign(self.buffers, before)
             loss, _ = replica_gradients(self.model, self.job, self.source, self.at, replica)
             losses.append(loss)
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
-            if replica == 0:
+            if replica == replicas[0]:
                 after = _copies(self.buffers)
-        bad = _non_finite(contributions, losses)
+        bad = _non_finite(replicas, contributions, losses)
         if bad and self.spec.consistency.nan_policy == "stop":
             raise NonFiniteError(f"{bad} in step {self.at}")
         if bad:
@@ -145,7 +158,7 @@ class _Run:
         gradients: Gradients = {}
         for name in self.trained:
             total = tree_sum([one[name] for one in contributions])
-            gradients[name] = None if total is None else mean_(total, self.spec.replicas)
+            gradients[name] = None if total is None else mean_(total, len(contributions))
         if self.spec.consistency.clip_norm > 0.0:
             scale = clip_scale(self._norm(gradients), self.spec.consistency.clip_norm)
             if scale < 1.0:
@@ -350,9 +363,9 @@ def _assign(values: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor])
             value.copy_(new[name])
 
 
-def _non_finite(contributions: list[Gradients], losses: list[float]) -> str:
+def _non_finite(replicas: Sequence[int], contributions: list[Gradients], losses: list[float]) -> str:
     """What is NaN or infinite, as the start of a sentence; "" if all is finite."""
-    for replica, (gradients, loss) in enumerate(zip(contributions, losses, strict=True)):
+    for replica, gradients, loss in zip(replicas, contributions, losses, strict=True):
         if not math.isfinite(loss):
             return f"the loss of replica {replica} is {loss}"
         for name, gradient in gradients.items():

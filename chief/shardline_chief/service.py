@@ -26,6 +26,7 @@ from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
 from shardline_chief.io.journal import Journal
 from shardline_chief.io.places_servicer import PLACES, register_places
+from shardline_chief.io.replayed import run_to_replay
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
 from shardline_chief.io.training_process import TrainingProcess
@@ -54,6 +55,9 @@ def run(config: RoleConfig) -> int:
     held = RunLock(config.lock_fd) if config.lock_fd is not None else None
     with Journal(out / "chief", held) as journal:
         settings = settings_of(config)
+        if settings.replayed is not None and spec is not None:
+            # Before the other tasks have joined.
+            settings.replayed.check(spec)
         known = replay(journal.read())
         remembered = unfinished_job(config, out, known, spec, settings)
         if done_already(known, spec, settings):
@@ -145,6 +149,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         max_workers=config.max_workers,
         inexact=config.inexact,
         standbys=config.standbys,
+        replayed=run_to_replay(config.replay) if config.replay is not None else None,
         timeouts=config.timeouts,
     )
 

@@ -222,6 +222,17 @@ PANELS: tuple[Row | Panel, ...] = (
         queries=[("{{task}} {{codec}} {{way}}", one("shardline:compression:ratio"))],
     ),
     Panel(
+        title="Error of codecs",
+        unit="percentunit",
+        text="Norm of what encoding changed, over that of the values; error memory makes up for it later.",
+        queries=[("{{task}} {{codec}} {{way}}", one("shardline_codec_error_ratio"))],
+    ),
+    Panel(
+        title="Error memory",
+        text="Norm of what the codec of gradients has yet to send.",
+        queries=[("{{task}} {{codec}}", one("shardline_codec_memory_norm"))],
+    ),
+    Panel(
         title="Use of the line",
         unit="percentunit",
         text="All tasks of a host together, each way; where its rate is known (see SHARDLINE_LINK_MBIT).",

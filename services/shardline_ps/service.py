@@ -140,12 +140,12 @@ def _publish(
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of shared-memory replies made for one worker each: in asynchronous mode, or with a codec.
+    """Bytes of shared-memory replies made for one worker each: in asynchronous mode, with spares, or with a codec.
 
     One per replica; a ps doesn't know how many workers an asynchronous job has, so there it counts one.
     """
-    by_step = consistency.of(configuration.consistency).pulls_by_step
-    if by_step and configuration.coding.pull.codec.is_view:
+    lends = consistency.of(configuration.consistency).lends_values
+    if lends and configuration.coding.pull.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 

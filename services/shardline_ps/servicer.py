@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from shardline.codecs import CODECS
+from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
@@ -339,9 +340,12 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Release(
         self, request: parameter_server_pb2.ReleaseRequest, context: Any
     ) -> parameter_server_pb2.ReleaseReply:
-        """Drop the cuts up to a step."""
+        """Drop the cuts up to a step, and the choices that the chief has noted."""
         self._obey(request.term)
         released = sum(shard.cuts.release(request.step) for shard in self._store.shards.values())
+        for shard in self._store.shards.values():
+            if shard.mode.choices is not None:
+                shard.mode.choices.noted(request.noted)
         return parameter_server_pb2.ReleaseReply(released=released)
 
     @rpc_errors.unary
@@ -375,6 +379,16 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             )
         if 0 not in self._store.shards or len(request.quantum) != len(request.square_sum):
             raise ProtocolError("this ps is not the lead, or the vote has different numbers of quanta and sums")
+        if request.asks:
+            choice = await self._voters.choice_here(request.timeline, request.step)
+            return parameter_server_pb2.VerdictReply(
+                outcome=common_pb2.OUTCOME_WAITING if choice is None else common_pb2.OUTCOME_APPLIED,
+                step=request.step,
+                choice=choice_to_bytes(choice or 0),
+            )
+        if request.HasField("told"):
+            self._voters.hear(request.timeline, request.shard, request.step, choice_from_bytes(request.told))
+            return parameter_server_pb2.VerdictReply(outcome=common_pb2.OUTCOME_APPLIED, step=request.step)
         if request.HasField("decided"):
             verdict: Verdict | None = self._voters.adopt(request.timeline, verdict_from_proto(request.decided))
             return _verdict_reply(request.step, verdict)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
-from shardline import consistency
-from shardline.codecs import CODECS
+from shardline import codecs, consistency
 from shardline.codecs.coding import JobCoding
 from shardline.consistency.server import Observers
 from shardline.core.identity import Identity
@@ -22,6 +22,7 @@ from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
+from shardline.host.loop_posts import post
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.server.buffers import Buffers
 from shardline.server.signals import Signal
@@ -56,6 +57,50 @@ class TrafficTally:
     push_wire: int = 0
     pull_raw: int = 0
     pull_wire: int = 0
+
+
+class PoolWork(asyncio.Future[T]):
+    """The result of work in the pool. Cancelled before it has begun, it never begins, and after() is called."""
+
+    def __init__(self, after: Callable[[], None], *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._after = after
+        self.begun: Future[None] | None = None
+
+    def cancel(self, msg: object = None) -> bool:
+        """Wait no longer."""
+        # False once it has begun.
+        if not self.done() and self.begun is not None and self.begun.cancel():
+            self._after()
+        self._let_go()
+        return super().cancel(msg)
+
+    def never_began(self) -> None:
+        """End without a result: the pool has ended."""
+        if not self.done():
+            self._after()
+            self._let_go()
+            super().cancel()
+
+    def succeed(self, result: T) -> None:
+        """End with a result, unless nobody waits any more."""
+        self._let_go()
+        if not self.done():
+            self.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, unless nobody waits any more."""
+        self._let_go()
+        if not self.done():
+            self.set_exception(error)
+
+    def _let_go(self) -> None:
+        """Refer to nothing: what the work used must be freed with its last user."""
+        self.begun, self._after = None, _nothing
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class ParameterStore:
@@ -136,35 +181,32 @@ class ParameterStore:
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool. It must never wait for other work in the pool."""
+        return await self.work_whole(functools.partial(function, *args), _nothing)
 
-        def whole() -> T:
-            try:
-                return function(*args)
-            finally:
-                self.heap_trimmer.look()
-
-        return await asyncio.get_running_loop().run_in_executor(self.pool, whole)
-
-    async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
+    def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> asyncio.Future[T]:
         """Like work(), but completes even if its caller is cancelled, once it has begun.
 
         after() is called, from any thread, once the work has ended or will never begin; keep what it uses until then.
         """
+        loop = asyncio.get_running_loop()
+        done: PoolWork[T] = PoolWork(after, loop=loop)
 
-        def whole() -> T:
+        def whole() -> None:
             try:
-                return function()
-            finally:
-                after()
-                self.heap_trimmer.look()
+                try:
+                    result = function()
+                finally:
+                    after()
+                    self.heap_trimmer.look()
+            except BaseException as error:
+                post(loop, functools.partial(done.fail, error))
+            else:
+                post(loop, functools.partial(done.succeed, result))
 
-        future = self.pool.submit(whole)
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            # cancel() is False once it has begun.
-            if future.cancel():
-                after()
+        done.begun = self.pool.submit(whole)
+        # The end of the pool cancels what it has not begun.
+        done.begun.add_done_callback(lambda begun: post(loop, done.never_began) if begun.cancelled() else None)
+        return done
 
     def configure(
         self,
@@ -219,7 +261,7 @@ class ParameterStore:
                 raise ProtocolError(f"Configure places shard {number} here, but the plan has {len(plan.shards)} shards")
         if configuration.replicas < 1:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
-        CODECS.parse(configuration.codec)
+        JobCoding(codecs.of(configuration), plan)
         check_tensors(configuration.rule, plan.tensors)
         self._check_memory(configuration)
         return Reconfiguration(configuration, kept, frozenset(keep_standbys))
@@ -250,20 +292,24 @@ class ParameterStore:
     def make(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> None:
         """Create the new shards of a checked configuration, without values; let_go() has come before."""
         configuration, kept = change.configuration, change.kept
-        plan = configuration.plan
         settings = ShardSettings(
-            plan=plan,
+            plan=configuration.plan,
             rule=configuration.rule,
             schedule=configuration.schedule,
             consistency=configuration.consistency,
             replicas=consistency.of(configuration.consistency).contributors(configuration.replicas),
             cut_every=configuration.cut_every,
+            replayed=configuration.replayed,
+            coding=configuration.coding.push,
             device=self.device,
         )
         shards = {
             number: kept[number] if number in kept else self._make_shard(number, settings, self._observers(number))
             for number in configuration.shards
         }
+        for shard in kept.values():
+            # A timeline begins without members, for these too.
+            shard.mode.members_changed(())
         self._settings = settings
         self._coding = configuration.coding
         self.signals = {
@@ -276,14 +322,14 @@ class ParameterStore:
         self.authority.configured = True
         self.authority.active = False
         self.authority.job = configuration.job
-        self.authority.plan_id = plan.plan_id
+        self.authority.plan_id = configuration.plan.plan_id
         self.authority.timeline = configuration.timeline
         log.info(
             "has shards %s of %d: %d buckets, %.1f MB of parameters, %s",
             list(configuration.shards),
-            len(plan.shards),
+            len(configuration.plan.shards),
             len(self.signals),
-            sum(plan.shards[number].nbytes for number in configuration.shards) / 1e6,
+            sum(configuration.plan.shards[number].nbytes for number in configuration.shards) / 1e6,
             configuration.rule.name,
         )
         log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing, Ticks
+from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Ticks
+from shardline.cadence.diloco import DiLoCo
+from shardline.cadence.easgd import EASGD
 from shardline.cadence.every_step import EveryStep
+from shardline.cadence.local_sgd import LocalSGD
+from shardline.cadence.post_local_sgd import PostLocalSGD
+from shardline.cadence.slowmo import SlowMo
+from shardline.cadence.streaming_diloco import StreamingDiLoCo
 from shardline.core.spec import JobSpec
 from shardline.seams import Table
 
-CADENCES: Table[Cadence] = Table("cadence", EveryStep)
+CADENCES: Table[Cadence] = Table("cadence", EveryStep, LocalSGD, PostLocalSGD, EASGD, SlowMo, DiLoCo, StreamingDiLoCo)
 
 
 def of(job: JobSpec) -> Cadence:
@@ -15,4 +21,20 @@ def of(job: JobSpec) -> Cadence:
     return CADENCES.parse(job.cadence)
 
 
-__all__ = ["CADENCES", "Cadence", "EveryStep", "Held", "LocalTraining", "Outgoing", "Ticks", "of"]
+__all__ = [
+    "CADENCES",
+    "EASGD",
+    "Cadence",
+    "DiLoCo",
+    "EveryStep",
+    "Held",
+    "InnerOptimizer",
+    "LocalSGD",
+    "LocalTraining",
+    "Outgoing",
+    "PostLocalSGD",
+    "SlowMo",
+    "StreamingDiLoCo",
+    "Ticks",
+    "of",
+]

@@ -12,10 +12,8 @@ optimizer.step(). A cadence says how many ticks make a step. The worker calls, i
 began() is called again, possibly with a lower step than before, whenever a step starts over: a server was lost and the
 job went back, replicas were moved, the process resumed. A cadence then drops everything of the unfinished step.
 
-How known methods fit: accumulation over H steps adds up in take() and returns the mean at the last tick; local SGD and
-DiLoCo keep one copy of the parameters (and the state of an inner optimizer) per replica, train it in take(), and return
-Held.pulled minus that copy at the last tick; Streaming DiLoCo returns only the tensors of the fragment that is due, and
-merges the new values in began(). See docs/cadences.md. Pure.
+How a method that does not exist yet would use it: accumulation over H steps adds up in take() and returns the mean at
+the last tick. See docs/cadences.md. Pure.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from shardline.core.spec import TensorSpec
+from shardline.core.spec import Argument, TensorSpec
 from shardline.seams import Resident
 
 Values = Mapping[str, torch.Tensor]
@@ -47,8 +46,27 @@ class Outgoing:
     """Number of training samples."""
     hyper: Hyper = field(default_factory=dict)
     loss: float | None = None
+    drift: float = 0.0
+    """L2 norm of how far the replica has moved, if it trained locally."""
     keep: bool = False
     """The values are not written to until the step is closed, so they need not be copied."""
+
+
+class InnerOptimizer(Protocol):
+    """The job's optimizer on a worker: it changes the model's tensors, and keeps a state per replica."""
+
+    def began(self, step: int) -> None:
+        """Start a step, maybe again: every replica has the state that it had at this step's beginning."""
+
+    def update(self, replica: int, gradients: Values, hyper: Hyper, *, last: bool) -> None:
+        """Take one optimizer step on the model's parameters, for a replica. last: it is the replica's last of the step.
+
+        gradients: by name; a missing one leaves its parameter and state as they are. They are not changed.
+        """
+
+    @property
+    def rates(self) -> Mapping[int, float]:
+        """The learning rates of the last update, by parameter group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +79,12 @@ class Held:
     """Tensors written by pulls. The same objects as `model`, unless Cadence.copies."""
     specs: Sequence[TensorSpec]
     """Kind, shape and parameter group of each, in plan order."""
+    inner: InnerOptimizer | None = None
+    """The job's optimizer over `model`, if the cadence has an outer_rule."""
+    replicas: int = 1
+    """Of the job."""
+    contributors: int = 1
+    """Replicas whose mean makes one update; see Consistency.contributors()."""
 
 
 class LocalTraining(abc.ABC):
@@ -95,6 +119,33 @@ class Cadence(Resident, abc.ABC):
         return 1
 
     @property
+    def uniform(self) -> bool:
+        """Whether all steps have `ticks` passes."""
+        return True
+
+    @property
+    def common_steps(self) -> bool:
+        """Whether all workers have to take the same steps, because these differ from each other."""
+        return not self.uniform
+
+    @property
+    def fragments(self) -> int:
+        """Number of parts of the model: step t exchanges only parameters of the fragment t modulo their number."""
+        return 1
+
+    def fragmented(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """The tensors with their fragments, a function of these alone. Raises JobError for a model with too few."""
+        return tuple(tensors)
+
+    def ticks_in(self, step: int) -> int:
+        """Number of passes of this step; at least 1."""
+        return self.ticks
+
+    def ticks_before(self, step: int) -> int:
+        """Number of passes of all earlier steps."""
+        return step * self.ticks
+
+    @property
     def sends_deltas(self) -> bool:
         """Whether old parameters minus new ones are sent instead of a gradient; update rules have to accept that."""
         return False
@@ -112,6 +163,27 @@ class Cadence(Resident, abc.ABC):
         """Whether pulls write to separate tensors, because the cadence changes the model's own."""
         return False
 
+    @property
+    def outer_rule(self) -> Mapping[str, Argument] | None:
+        """Arguments of the SGD that the servers run, if the workers run the job's optimizer (see Held.inner).
+
+        None: the servers run the job's optimizer.
+        """
+        return None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether workers keep state from step to step: an inner optimizer's, unless it has none.
+
+        It is lost when its process ends or the replica moves, so the final bits then depend on who died. Derived.
+        """
+        return self.outer_rule is not None
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether replicas have parameters of their own from step to step, which are lost in the same way."""
+        return False
+
     @abc.abstractmethod
     def local(self, held: Held) -> LocalTraining:
         """The cadence's state for a worker, made once per worker process."""
@@ -121,18 +193,19 @@ class Ticks:
     """A worker's position within the open step. Used by one thread."""
 
     def __init__(self, cadence: Cadence) -> None:
-        self._each = cadence.ticks
+        self._cadence = cadence
+        self._in_step = cadence.ticks_in(0)
         self.tick = 0
         """Number of the open tick within the step."""
 
     @property
     def last(self) -> bool:
         """Whether the open tick ends the step."""
-        return self.tick + 1 >= self._each
+        return self.tick + 1 >= self._in_step
 
     def number(self, step: int) -> int:
         """Number of the open tick among all ticks of the job, given the open step (or leased batch)."""
-        return step * self._each + self.tick
+        return self._cadence.ticks_before(step) + self.tick
 
     def advance(self) -> bool:
         """End the open tick; returns whether this ends the step."""
@@ -140,6 +213,7 @@ class Ticks:
         self.tick = 0 if ended else self.tick + 1
         return ended
 
-    def restart(self) -> None:
-        """Start the step over."""
+    def begin(self, step: int) -> None:
+        """Start this step, maybe again."""
+        self._in_step = self._cadence.ticks_in(step)
         self.tick = 0

@@ -39,7 +39,8 @@ def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
     return {
         path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
-        if before.get(path, "absent") != after.get(path, "absent")
+        # Fragments follow from the cadence.
+        if before.get(path, "absent") != after.get(path, "absent") and not path.endswith(".fragment")
     }
 
 
@@ -87,7 +88,8 @@ def _states(job: JobSpec) -> str:
         # Arguments that the rule does not accept are reported elsewhere.
         with contextlib.suppress(JobError, LookupError, TypeError, ValueError):
             kinds = chosen(job.rule).states(job.rule, group, torch.float32, torch.device("cpu"))
-            found.append(", ".join(kinds) or "nothing")
+            # A momentum of gradients is none of what replicas have moved in a round.
+            found.append((", ".join(kinds) + " of deltas" * (job.inner is not None)) if kinds else "nothing")
     return "; ".join(dict.fromkeys(found))
 
 

@@ -76,6 +76,7 @@ class LaunchOptions:
     chief_trains: bool = False
     min_workers: int = 1
     standbys: int = 0
+    replay: Path | None = None
     inexact: bool = False
     script: bool = False
     script_args: tuple[str, ...] = ()
@@ -152,6 +153,8 @@ def task_command(
         command.append("--chief-trains")
     if role == "chief":
         command += ["--page", options.page] if options.page is not None else ["--no-page"]
+    if role == "chief" and options.replay is not None:
+        command += ["--replay", str(options.replay.absolute())]
     if role == "chief" and options.inexact:
         command.append("--inexact")
     for name, value in options.overrides if reads(role, "settings") else ():

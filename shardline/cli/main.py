@@ -18,6 +18,7 @@ from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.roles import COMMANDS
+from shardline.cli.simulate import advise, simulate
 from shardline.cli.top import top
 from shardline.cli.train import train
 from shardline.host.printable import printable_lines
@@ -66,7 +67,7 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, *COMMANDS, top, status, stop, export, certs, health, bench):
+for command in (train, simulate, advise, *COMMANDS, top, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

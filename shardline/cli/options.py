@@ -18,6 +18,7 @@ import click
 from shardline import methods, plugins
 from shardline.cluster import TaskPlace, locate, own_address, parse_address, parse_task, read_spec, wants_place
 from shardline.config import RoleConfig
+from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.lanes import AUTO, CHOICES
@@ -86,6 +87,9 @@ def check_settings(
     return tuple(pairs)
 
 
+METHOD = "NAME[:KEY=VALUE,...]"
+
+
 class MethodOption(click.Option):
     """A choice from a seam's table; --help lists the built-in ones, the job checks the value."""
 
@@ -98,7 +102,13 @@ class MethodOption(click.Option):
 
 def method(seam: str) -> Callable[[F], F]:
     """The flag for a seam."""
-    return option(f"--{seam}", cls=MethodOption, metavar="NAME[:KEY=VALUE,...]")
+    return option(f"--{seam}", cls=MethodOption, metavar=METHOD)
+
+
+def method_part(field: str) -> Callable[[F], F]:
+    """The flag for a job field that chooses for a part of what a seam decides."""
+    text = known()[field].metadata["doc"]
+    return option(f"--{field.replace('_', '-')}", metavar=METHOD, help=f"Overrides the job's. {text}")
 
 
 def add_plugins(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -121,6 +131,7 @@ job_fields = together(
     option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."),
     option("--seed", type=click.IntRange(min=0), help="Override the seed of the job."),
     *(method(seam) for seam in methods.SEAMS),
+    *(method_part(field) for field in methods.PARTS),
     click.option(
         "--set",
         "settings",
@@ -167,6 +178,12 @@ standbys = option(
     type=int,
     default=0,
     help="1 = another ps keeps an identical copy of each shard and takes over if its server dies; no step is repeated.",
+)
+replay = option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Repeat the synchronous run in this --out folder to the bit; with spares, with the gradients that it used.",
 )
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
@@ -260,7 +277,7 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
     return security(flags)
 
 
-JOB_FIELDS = ("steps", "seed", *methods.SEAMS)
+JOB_FIELDS = ("steps", "seed", *methods.FIELDS)
 """Fields of the job that have a flag of their own."""
 
 
@@ -273,6 +290,14 @@ def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         if fields.count(field) > 1:
             raise UsageError(f"job field {field!r} is set {fields.count(field)} times; set it once")
     return pairs
+
+
+def write_file(path: Path, content: str) -> None:
+    """Write what the user asked for. Raises UsageError if it can't be written."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} can't be written: {error.strerror}; choose another file") from None
 
 
 def existing_job(path: Path | None) -> Path | None:
@@ -336,6 +361,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         min_workers=flags["min_workers"],
         max_workers=flags["max_workers"],
         standbys=flags["standbys"],
+        replay=flags["replay"],
         inexact=flags["inexact"],
         overrides=overrides(flags),
         ready_fd=flags["ready_fd"],

@@ -42,7 +42,9 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "overlap": ("worker", "chief"),
     "exit_with_job": ("ps", "worker", "evaluator"),
     "admin_token_file": ("ps", "chief"),
-    **dict.fromkeys(("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact"), ("chief",)),
+    **dict.fromkeys(
+        ("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact", "replay"), ("chief",)
+    ),
     **dict.fromkeys(("page", "no_page"), ("chief",)),
 }
 """Roles that read a setting, if not all do. Lanes and overlap are for a chief that trains."""
@@ -89,6 +91,7 @@ role_options = options.together(
     options.max_workers,
     options.standbys,
     options.inexact,
+    options.replay,
     options.job_fields,
     options.plugin,
     options.lanes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, JustifyMethod, OverflowMethod
@@ -29,3 +30,15 @@ class PlainConsole(Console):
     def say(self, sentence: str) -> None:
         """Print a line of any length."""
         self.print(sentence, soft_wrap=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, texts: int) -> list[str]:
+    """Lines whose columns are aligned: the first `texts` of them to the left, those of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in rows
+    ]

@@ -295,6 +295,7 @@ COLUMNS: Sequence[Column] = (
     ("stale", "right", 80, lambda task, glyphs: glyphs.none if task.staleness is None else f"{task.staleness:.1f}"),
     ("compute", "right", 100, lambda task, glyphs: _milliseconds(task.compute_s, glyphs)),
     ("exchange", "right", 100, lambda task, glyphs: _milliseconds(task.exchange_s, glyphs)),
+    ("blocked", "right", 120, lambda task, glyphs: _milliseconds(task.blocked_s, glyphs)),
     ("address", "left", 120, lambda task, glyphs: printable(task.address)),
 )
 

@@ -70,6 +70,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.min_workers
 @options.standbys
 @options.inexact
+@options.replay
 @options.lanes
 @options.page
 @options.secured
@@ -142,6 +143,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         min_workers=flags["min_workers"],
         standbys=flags["standbys"],
         inexact=flags["inexact"],
+        replay=flags["replay"],
         script=flags["script"],
         script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
         restart=flags["restart"],
@@ -525,6 +527,11 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
         at = f" at step {scored['step']}" if "step" in scored else ""
         lines.append(f"evaluation{at}: {', '.join(shown)}")
+    late = {task: counts["dropped"] for task, counts in found.get("contributions", {}).items() if counts["dropped"]}
+    if late:
+        lines.append(
+            f"too late:    {', '.join(f'{count} gradients of {task}' for task, count in sorted(late.items()))}"
+        )
     if unscored := found.get("unscored"):
         step = found.get("checkpoint_step")
         what = f"step {step} was not scored" if metrics else "no checkpoint was scored"

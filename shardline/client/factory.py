@@ -9,6 +9,7 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
+from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
@@ -17,12 +18,12 @@ from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
-from shardline.client.step.zero_copy import ZeroCopy, check_shareable
 from shardline.codecs import coding_of
 from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
 from shardline.core.timeouts import Timeouts
+from shardline.errors import UsageError
 from shardline.lanes.base import Lane
 from shardline.topology import Route
 
@@ -34,7 +35,7 @@ class Wishes:
     overlap: bool = False
     """Gradients may leave during the backward pass, see Trainer.expect()."""
     zero_copy: bool = False
-    """Tensors may be in shared memory, see zero_copy."""
+    """Gradients may be computed in shared memory, see in_place."""
     credit_bytes: int = 0
     """See SendQueue; 0 = derived from the buckets."""
 
@@ -56,12 +57,20 @@ class Ties:
 def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wishes) -> Trainer:
     """Make a trainer for the plan and timeline of `view`. Raises UsageError if zero_copy is not possible."""
     plan, job = view.plan, view.job
+    unshareable = why_not_shareable(job, methods)
+    if not unshareable and not methods.mode.lends_values:
+        unshareable = (
+            f"zero_copy needs parameters that stay where they are while a worker uses them; in consistency "
+            f"{methods.mode} the servers go on without a slow worker"
+        )
+    if wishes.zero_copy and unshareable:
+        raise UsageError(unshareable)
+    places = Places({}, {}) if unshareable else place(plan, methods.held.pulled, ties.lanes)
     layout = ModelLayout(plan, methods.held.pulled)
     residence: Residence = PRIVATE
-    if wishes.zero_copy:
-        check_shareable(job, methods)
-        residence = ZeroCopy(plan, layout, ties.lanes)
-    weights = Weights(plan, layout, coding_of(job.codec, plan), residence)
+    if places.regions or wishes.zero_copy:
+        residence = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
+    weights = Weights(plan, layout, coding_of(job, plan), residence)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:

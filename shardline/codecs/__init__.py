@@ -2,32 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fnmatch
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from shardline.codecs.base import Codec
+from shardline.codecs.auto import Auto
+from shardline.codecs.base import Codec, Direction
 from shardline.codecs.cast import Bf16, Fp16
-from shardline.codecs.coding import JobCoding
+from shardline.codecs.coding import JobCodec, JobCoding, pulled, pushed
+from shardline.codecs.delta import Delta
+from shardline.codecs.lossless import Lossless
+from shardline.codecs.quantizing.fp8 import FP8
+from shardline.codecs.quantizing.int8 import Int8
+from shardline.codecs.quantizing.onebit import EFSign, OneBit
+from shardline.codecs.quantizing.qsgd import QSGD
+from shardline.codecs.quantizing.sign_vote import SignVote
+from shardline.codecs.quantizing.ternary import TernGrad, TwoBit
 from shardline.codecs.raw import Raw
+from shardline.codecs.sparse.dgc import DGC
+from shardline.codecs.sparse.randomk import RandomK
+from shardline.codecs.sparse.topk import TopK
 from shardline.core.plan import Plan
-from shardline.core.spec import TensorSpec
+from shardline.core.settings import Settings
+from shardline.core.spec import JobSpec, TensorKind, TensorSpec
+from shardline.errors import JobError
 from shardline.seams import Table
 
-CODECS: Table[Codec] = Table("codec", Raw, Bf16, Fp16)
+CODECS: Table[Codec] = Table(
+    "codec",
+    Raw,
+    Auto,
+    Bf16,
+    Fp16,
+    Delta,
+    Lossless,
+    Int8,
+    FP8,
+    QSGD,
+    TernGrad,
+    TwoBit,
+    OneBit,
+    EFSign,
+    SignVote,
+    TopK,
+    RandomK,
+    DGC,
+)
 
 
-def coding_of(choice: str | Codec, plan: Plan) -> JobCoding:
-    """A job's codec for its plan. Raises JobError for an unknown codec."""
-    return JobCoding(CODECS.parse(choice), plan)
+def of(job: Settings) -> JobCodec:
+    """A job's codecs, with those of its tensors if it has any.
 
-
-def keep_whole(choice: str | Codec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A job's tensors, with those marked whole that its codec can't encode in pieces. Raises JobError."""
-    codec = CODECS.parse(choice)
-    return tuple(
-        replace(tensor, whole=True) if codec.takes(tensor) and codec.wants_whole(tensor.shape) else tensor
-        for tensor in tensors
+    Raises JobError for one that does not exist, or not in its direction.
+    """
+    found = {}
+    for field, other in (("codec_up", Direction.PULL), ("codec_down", Direction.PUSH)):
+        text = getattr(job, field)
+        codec = CODECS.parse(text or job.codec)
+        if text and codec.direction is other:
+            fitting = ", ".join(kind.name for kind in CODECS if kind.direction is not other)
+            what = {"codec_up": "gradients", "codec_down": "parameters"}[field]
+            raise JobError(f"{field} is {text!r}, which does not encode {what}; choose from {fitting}")
+        found[field] = codec
+    texts = {tensor.codec for tensor in job.tensors} - {""} if isinstance(job, JobSpec) else ()
+    others = [CODECS.parse(text) for text in sorted(texts)]
+    return JobCodec(
+        ups=(pushed(found["codec_up"]), *map(pushed, others)), downs=(pulled(found["codec_down"]), *map(pulled, others))
     )
 
 
-__all__ = ["CODECS", "Codec", "coding_of", "keep_whole"]
+def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+    """Tensors with the codecs that a job chooses for them, by pattern of their names; the first that matches counts.
+
+    Raises JobError for a pattern that matches no trained tensor.
+    """
+    found = tuple(tensors)
+    trained = [tensor.name for tensor in found if tensor.kind is TensorKind.PARAM]
+    for pattern in choices:
+        if not fnmatch.filter(trained, pattern):
+            raise JobError(
+                f"codec_tensors has the pattern {pattern!r}, which matches none of the {len(trained)} trained tensors: "
+                f"{', '.join(trained[:5])}{', ...' if len(trained) > 5 else ''}"
+            )
+
+    def choice(tensor: TensorSpec) -> str:
+        chosen = (codec for pattern, codec in choices.items() if fnmatch.fnmatchcase(tensor.name, pattern))
+        return next(chosen, "") if tensor.kind is TensorKind.PARAM else ""
+
+    return tuple(replace(tensor, codec=choice(tensor)) for tensor in found)
+
+
+def coding_of(choice: str | Codec | Settings, plan: Plan) -> JobCoding:
+    """A job's codecs for its plan, or one codec for both directions. Raises JobError for one that does not exist."""
+    return JobCoding(of(choice) if isinstance(choice, Settings) else CODECS.parse(choice), plan)
+
+
+def keep_whole(codecs: JobCodec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """A job's tensors, with those marked whole that its codecs can't encode in pieces."""
+    return tuple(replace(tensor, whole=True) if codecs.wants_whole(tensor) else tensor for tensor in tensors)
+
+
+__all__ = ["CODECS", "Codec", "JobCodec", "assigned", "coding_of", "keep_whole", "of"]

@@ -12,7 +12,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from types import MappingProxyType
+from typing import ClassVar, Protocol, cast
 
 import torch
 
@@ -49,7 +50,7 @@ class Memory(enum.Enum):
 
     Memory of pushes is kept per (replica, tensor), or (worker, tensor) if workers push for themselves; memory of pulls
     per (receiving task, tensor). It changes when a push counts, not when it is encoded. If a replica moves to another
-    worker (after a death) or to a new process (a resume), it starts from zero.
+    worker (after a death) or to a new process (a resume), it starts from zero; see also Turn.whole.
     """
 
     NONE = enum.auto()
@@ -76,6 +77,11 @@ class Part:
     def end(self) -> int:
         """Offset of the first element after it."""
         return self.offset + self.elements
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensor."""
+        return DTYPES[self.tensor.dtype]
 
     @property
     def is_whole(self) -> bool:
@@ -130,6 +136,11 @@ class Turn:
     """Task that pulls."""
     base: int | None = None
     """Step of the values that the pull's receiver already has, None = none: deltas are relative to these."""
+    changed: int = 0
+    """For a pull: the step that last changed the bucket. Up to the next one its values stay what they are."""
+    whole: bool = False
+    """For a push by a codec with memory: send the values and all that is owed, as the bucket's own bytes, and clear
+    the memory."""
     memory: MutableMapping[MemoryKey, torch.Tensor] = field(default_factory=dict)
     """Tensors left by the previous turn; those put here are available in the next. They are never written to."""
 
@@ -137,15 +148,19 @@ class Turn:
         """Whether a slice has a gradient."""
         return not self.present or self.present[piece]
 
-    def generator(self, part: Part) -> torch.Generator:
-        """Random numbers that depend only on (seed, step, replica, tensor, first row)."""
+    def seed_of(self, part: Part) -> int:
+        """64 bits that depend only on (seed, step, replica, tensor, first row)."""
         text = f"{self.seed},{self.step},{self.replica},{part.first_row},{part.tensor.name}"
-        state = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(state, "little", signed=True))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def generator(self, part: Part) -> torch.Generator:
+        """Random numbers that depend only on the same."""
+        seed = self.seed_of(part)
+        return torch.Generator().manual_seed(seed - (1 << 64) if seed >> 63 else seed)
 
 
-PLAIN_TURN = Turn()
-"""For codecs that don't use a turn. Its memory stays empty."""
+PLAIN_TURN = Turn(memory=cast(MutableMapping[MemoryKey, torch.Tensor], MappingProxyType({})))
+"""For codecs that don't use a turn. It has no memory."""
 
 
 class Encoder(Protocol):
@@ -180,6 +195,41 @@ class Codec(Resident, ABC):
     """A payload is the bucket's own memory: it may be read and written in place. Implies `exact`."""
     fixed_size: ClassVar[bool] = True
     """Every payload of a bucket has exactly max_bytes() bytes."""
+
+    shares_memory: ClassVar[bool] = False
+    """All receivers of a pull share one memory, so that each of them has to pull every step."""
+
+    sender_copies: ClassVar[int] = 0
+    """Most memory of the sender of pulls, in sizes of the buckets."""
+
+    @property
+    def exact_every(self) -> int:
+        """Steps between two pulls that depend on no memory, where a job may go back to; 0 = all are such, or none."""
+        return 0
+
+    @property
+    def votes(self) -> bool:
+        """Whether servers apply something else than the mean of what they decode: see combined()."""
+        return False
+
+    def combined(self, mean: torch.Tensor) -> torch.Tensor:
+        """What servers apply for the mean of the decoded gradients, flat; a new tensor, or `mean` itself."""
+        return mean
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the chief is to choose another codec in its place."""
+        return False
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether it adds momentum to gradients on each worker, so that no other part of the job may."""
+        return False
+
+    def keeps(self, base: int | None, step: int) -> bool:
+        """Whether a receiver with the values of `base`, which have not changed since, has what `step` would bring."""
+        every = self.exact_every
+        return base is not None and (not every or base // every == step // every)
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether it encodes this tensor; other tensors are not encoded, even in the same bucket."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Scope
+from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Scope, Turn
 from shardline.codecs.raw import Raw
 from shardline.core.plan import Plan
+from shardline.core.spec import TensorSpec
+from shardline.core.tensor_bytes import Buffer
 from shardline.errors import JobError, ProtocolError
 
+MEASURED_EVERY = 50
+"""Steps between two measurements of what encoding changes: each decodes a whole contribution once more."""
 PLAIN: Codec = Raw()
 """The codec of initial values, and of tensors that the job's codec doesn't encode."""
 
@@ -28,6 +33,8 @@ class BucketCoding:
     layout: Layout
     encoder: Encoder
     decoder: Decoder
+    usual_bytes: int
+    """Upper bound of a payload that is not whole, see Turn.whole."""
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:
@@ -38,14 +45,42 @@ class BucketCoding:
 
 
 class Coding:
-    """One codec applied to a plan. Buckets' codings are cached; any thread may use it."""
+    """One direction's codec applied to a plan, and those of single tensors. Any thread may use it.
 
-    def __init__(self, codec: Codec, plan: Plan) -> None:
+    turned: what the codec of a single tensor is in this direction; None = `codec` is for all tensors. Buckets' codings
+    are cached.
+    """
+
+    def __init__(self, codec: Codec, plan: Plan, turned: Callable[[Codec], Codec] | None = None) -> None:
         self.codec = codec
+        self._others: dict[str, Codec] = {}
+        if turned is not None:
+            self._others = {text: turned(parsed(text)) for text in {tensor.codec for tensor in plan.tensors} - {""}}
         self.plan = plan
         self.name = str(codec)
         self._buckets: dict[tuple[int, int], BucketCoding] = {}
         self._memories: dict[tuple[int, int, str], dict[MemoryKey, torch.Tensor]] = {}
+        self._errors: dict[tuple[int, int], tuple[int, float, float]] = {}
+        """By shard and bucket: the step last measured, and the squared norms of its error and of its values."""
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The job's own, and those of single tensors."""
+        return (self.codec, *self._others.values())
+
+    @property
+    def exact(self) -> bool:
+        """See Codec.exact: of all buckets."""
+        return all(codec.exact for codec in self.codecs)
+
+    @property
+    def is_view(self) -> bool:
+        """See Codec.is_view: of all buckets."""
+        return all(codec.is_view for codec in self.codecs)
+
+    def codec_of(self, tensor: TensorSpec) -> Codec:
+        """The codec of a tensor, if it takes it."""
+        return self._others.get(tensor.codec, self.codec)
 
     def bucket(self, shard: int, number: int) -> BucketCoding:
         """The coding of one bucket. Raises JobError if the plan cuts a tensor that the codec needs whole."""
@@ -57,28 +92,89 @@ class Coding:
     def _make(self, shard: int, number: int) -> BucketCoding:
         spec = self.plan.shards[shard].buckets[number]
         layout = Layout(bucket=spec, tensors=self.plan.tensors)
-        taken = [part for part in layout.parts(Scope.TENSOR) if self.codec.takes(part.tensor)]
-        cut = next((part for part in taken if not part.is_whole and self.codec.wants_whole(part.tensor.shape)), None)
+        # A bucket has tensors of one codec.
+        own = self.codec_of(self.plan.tensors[spec.slices[0].tensor])
+        taken = [part for part in layout.parts(Scope.TENSOR) if own.takes(part.tensor)]
+        cut = next((part for part in taken if not part.is_whole and own.wants_whole(part.tensor.shape)), None)
         if cut is not None:
-            raise JobError(f"codec {self.name} needs whole tensors, but the plan cuts {cut.tensor.name!r}")
-        codec = self.codec if taken else PLAIN
-        return BucketCoding(
-            codec, str(codec), layout, codec.encoder(layout), codec.decoder(layout), codec.max_bytes(layout)
-        )
+            raise JobError(f"codec {own} needs whole tensors, but the plan cuts {cut.tensor.name!r}")
+        codec = own if taken else PLAIN
+        usual = codec.max_bytes(layout)
+        # What is owed may be sent at any time, see Turn.whole.
+        most = spec.nbytes if codec.memory is not Memory.NONE else usual
+        return BucketCoding(codec, str(codec), layout, codec.encoder(layout), codec.decoder(layout), usual, most)
+
+    def measure(self, shard: int, number: int, values: torch.Tensor, data: Buffer, turn: Turn) -> bool:
+        """In every MEASURED_EVERYth step: note how far the encoded values are from the values. Returns whether it did.
+
+        turn: as after encoding.
+        """
+        before = self._errors.get((shard, number))
+        due = turn.step % MEASURED_EVERY == 0 and (before is None or before[0] != turn.step)
+        if not due or self.bucket(shard, number).codec.exact:
+            return False
+        # A decoder may keep the bytes, and change its memory.
+        found = self.bucket(shard, number).decoder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))
+        self._errors[shard, number] = (turn.step, _square(values - found), _square(values))
+        return True
+
+    @property
+    def relative_error(self) -> float | None:
+        """L2 norm of what encoding changed, over that of the values, when it was last measured; None if it wasn't."""
+        measured = list(self._errors.values())
+        norm = sum(values for _, _, values in measured)
+        return math.sqrt(sum(error for _, error, _ in measured) / norm) if norm > 0.0 else None
 
     def memory(self, shard: int, number: int, receiver: str) -> MutableMapping[MemoryKey, torch.Tensor]:
         """Memory of a bucket's pulls by one receiver: at a server what it sent, at a worker what it received."""
-        if self.codec.memory is Memory.NONE:
+        codec = self.bucket(shard, number).codec
+        if codec.memory is Memory.NONE:
             return {}
-        return self._memories.setdefault((shard, number, receiver), {})
+        return self._memories.setdefault((shard, number, "" if codec.shares_memory else receiver), {})
+
+
+@dataclass(frozen=True)
+class JobCodec:
+    """A job's codecs: of each direction its own, and those of single tensors."""
+
+    ups: tuple[Codec, ...]
+    """Of gradients; the job's own is the first."""
+    downs: tuple[Codec, ...]
+    """Of parameters; the job's own is the first."""
+
+    @classmethod
+    def both(cls, codec: Codec) -> JobCodec:
+        """One codec in both directions."""
+        return cls((pushed(codec),), (pulled(codec),))
+
+    def __str__(self) -> str:
+        up, down = self.ups[0], self.downs[0]
+        own = str(up) if up == down else f"{up} up, {down} down"
+        return f"{own}, others for single tensors" if len(self.ups) > 1 else own
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the chief is to choose both."""
+        return self.ups[0].undecided and self.downs[0].undecided
+
+    @property
+    def remembers(self) -> bool:
+        """Whether workers keep an error memory for their replicas."""
+        return any(codec.memory is not Memory.NONE for codec in self.ups)
+
+    def wants_whole(self, tensor: TensorSpec) -> bool:
+        """Whether a codec of this tensor can't encode pieces of it."""
+        own = JobCodec.both(parsed(tensor.codec)) if tensor.codec else self
+        return any(codec.takes(tensor) and codec.wants_whole(tensor.shape) for codec in (own.ups[0], own.downs[0]))
 
 
 class JobCoding:
-    """A job's codec in both directions."""
+    """A job's codecs for its plan, or one codec for both directions."""
 
-    def __init__(self, codec: Codec, plan: Plan) -> None:
-        self.push = Coding(pushed(codec), plan)
-        self.pull = Coding(pulled(codec), plan)
+    def __init__(self, codec: Codec | JobCodec, plan: Plan) -> None:
+        both = codec if isinstance(codec, JobCodec) else JobCodec.both(codec)
+        self.push = Coding(both.ups[0], plan, pushed)
+        self.pull = Coding(both.downs[0], plan, pulled)
         self._plan = plan
 
     @functools.cached_property
@@ -95,11 +191,23 @@ class JobCoding:
         return self._named(name, self.pull, "pulled")
 
     def _named(self, name: str, ours: Coding, what: str) -> Coding:
-        if name == ours.name:
+        if name == ours.name or name in map(str, ours.codecs):
             return ours
         if name in ("", PLAIN.name):
             return self.plain
         raise ProtocolError(f"{what} with codec {name[:100]!r}; the job uses {ours.name!r}")
+
+
+def parsed(text: str) -> Codec:
+    """The codec with this text. Raises JobError if it does not exist."""
+    # The table imports the codecs, which import this module.
+    from shardline.codecs import CODECS
+
+    return CODECS.parse(text)
+
+
+def _square(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def pushed(codec: Codec) -> Codec:

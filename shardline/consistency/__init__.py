@@ -7,14 +7,16 @@ import functools
 from shardline.consistency.asynchronous import Asynchronous
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.eager import Eager
+from shardline.consistency.softsync import SoftSync
+from shardline.consistency.ssp import SSP
 from shardline.consistency.voted import Voted
 from shardline.core.spec import ConsistencySpec
 from shardline.seams import Table
 
-__all__ = ["CONSISTENCIES", "RESIDENTS", "Asynchronous", "Clock", "Consistency", "Eager", "of"]
+__all__ = ["CONSISTENCIES", "RESIDENTS", "SSP", "Asynchronous", "Clock", "Consistency", "Eager", "SoftSync", "of"]
 
-CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous)
-RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous)
+CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous, SoftSync, SSP)
+RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous, SoftSync, SSP)
 """All modes of the library: other settings of a job turn eager steps into voted ones."""
 
 

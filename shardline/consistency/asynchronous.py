@@ -8,6 +8,7 @@ from typing import ClassVar
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
+from shardline.core.outcome import Outcome
 from shardline.core.push_context import PushContext
 
 
@@ -34,7 +35,7 @@ class Asynchronous(Consistency):
 class AsynchronousPushes(NumberedPushes):
     """Every push that counts is an update."""
 
-    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
+    def take(self, totals: Totals, context: PushContext, *, outcome: Outcome, scale: float, record: int | None) -> None:
         """Apply the push to every bucket."""
         for bucket, total in totals:
             self.storage.apply_now(bucket, total, scale=scale, context=context, record=record)

@@ -3,18 +3,6 @@
 A resident is the choice and its traits: what the rest of the system has to know about a mode, as properties with a
 meaning. Code outside this package never asks for a mode's name or class.
 
-How modes that do not exist yet would use it:
-
-* Backup workers (Chen et al. 2016): a subclass of ReplicaSteps with `waits_for_verdict`. ready() returns True for N of
-  N + b contributions, divisor is N, and admit() answers LATE_DROPPED once the set of a step is closed.
-* n-softsync (Zhang et al. 2016): a subclass of NumberedPushes. take() sums pushes and applies the sum, divided by c, at
-  every c-th push; the PushContext has each push's staleness, for a weight of 1 / staleness.
-* Stale synchronous parallel (Ho et al. 2013): a subclass of NumberedPushes without `replies_with_push`. A worker's
-  clock is the number of its last push. serve() answers WAITING to a worker that is too far ahead of the slowest one;
-  members_changed() removes workers that left from the minimum, and waiting pulls are checked again.
-* Local SGD and DiLoCo: a subclass of EagerSteps, where a step is a round and deltas are averaged. The update rule turns
-  the mean delta into an outer gradient.
-
 A mode is one file with two classes: the resident, and its server half. CONSISTENCIES.add() lists it.
 """
 
@@ -52,10 +40,16 @@ class Consistency(Resident):
     whole_pushes: ClassVar[bool] = False
     """A push is numbered, kept until its commit and counted in all buckets at once, with one outcome. False: it names
     its step and its block of replicas, and each of its buckets counts as soon as it is complete."""
+    sums_pushes: ClassVar[bool] = False
+    """Whole pushes are added up, and one update has several of them: it comes from no single worker."""
+    holds_back: ClassVar[bool] = False
+    """A pull waits for workers that are behind, so a worker that has nothing to push for a while must say so."""
     sums_in_tree: ClassVar[bool] = False
     """Contributions of replicas are added in the canonical tree, so that a worker may add up a whole block first."""
     waits_for_verdict: ClassVar[bool] = False
     """A complete step is applied after the lead's decision for all shards."""
+    drops_late: ClassVar[bool] = False
+    """A step closes once enough replicas have contributed, at the lead's choice; what comes later is dropped."""
     pulls_by_step: ClassVar[bool] = False
     """A pull asks for the values of one step, and gets exactly those or none."""
     replies_with_push: ClassVar[bool] = False
@@ -69,7 +63,8 @@ class Consistency(Resident):
     """The chief leases batches one by one, and again if a worker dies. False: it assigns replicas, and a replica's
     batches follow from the step."""
     bit_exact: ClassVar[bool] = False
-    """The final parameters do not depend on the number of workers or on which of them died."""
+    """The final parameters do not depend on the number of workers or on which of them died; with `drops_late`, they
+    follow from the choices, which the journal has."""
     clips_at_worker: ClassVar[bool] = False
     """A worker clips its own gradient and decides itself to skip one that is not finite."""
 
@@ -78,9 +73,20 @@ class Consistency(Resident):
         """Whether the chief assigns replicas to workers."""
         return not self.leases_batches
 
+    @property
+    def lends_values(self) -> bool:
+        """Whether a pull may be answered with the published memory itself: nothing is written to what somebody reads,
+        since an update that overwrites it needs the reader's contribution.
+        """
+        return self.pulls_by_step and not self.drops_late
+
     def contributors(self, replicas: int) -> int:
-        """Number of replicas that make one update, for a job with `replicas`."""
+        """Number of replicas that may contribute to one update, for a job with `replicas`."""
         return replicas
+
+    def needed(self, replicas: int) -> int:
+        """Number of contributions that make one update. Raises JobError if the mode can't train `replicas`."""
+        return self.contributors(replicas)
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode for this choice with a job's other settings, such as clipping."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
+from shardline.consistency.spares import Spares, check_spares
 from shardline.consistency.voted import Voted
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import nonfinite_names
@@ -18,7 +19,10 @@ from shardline.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class Eager(Consistency):
-    """Synchronous: each step is one update from the gradients of all replicas."""
+    """Synchronous: each step is one update from the gradients of all replicas, or of the first ones.
+
+    spares: number of replicas that a step does not wait for. quorum: the same as a fraction, which it does wait for.
+    """
 
     name: ClassVar[str] = "sync"
     clock: ClassVar[Clock] = Clock.STEP
@@ -28,9 +32,16 @@ class Eager(Consistency):
     publishes_after_standby: ClassVar[bool] = True
     consistent_cuts: ClassVar[bool] = True
     bit_exact: ClassVar[bool] = True
+    spares: int = 0
+    quorum: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_spares(self.spares, self.quorum)
 
     def under(self, spec: ConsistencySpec) -> Consistency:
-        """Clipping by the global norm and skipping a step require one decision for all shards."""
+        """Clipping by the global norm, skipping a step and spares require one decision for all shards."""
+        if self.spares or self.quorum < 1.0:
+            return Spares(self.spares, self.quorum)
         return Voted() if spec.clip_norm > 0.0 or spec.nan_policy == "skip" else self
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:

@@ -43,6 +43,8 @@ def staleness(version: int, base_version: int) -> int:
     return max(0, version - base_version)
 
 
+COUNTED = (Outcome.APPLIED, Outcome.COUNTED, Outcome.SKIPPED)
+"""Outcomes of pushes that have used up their number."""
 Totals = Sequence[tuple[BucketView, Partial]]
 """Each bucket's part of a push."""
 
@@ -57,14 +59,18 @@ class NumberedPushes(ServerHalf):
 
     # Decided by subclasses
 
-    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
+    def take(self, totals: Totals, context: PushContext, *, outcome: Outcome, scale: float, record: int | None) -> None:
         """Take a push that counts; also at a standby, where totals may lack buckets that are not copied yet.
 
         Call with `order` held.
 
-        scale: factor still to be applied to its gradients. record: for Storage.apply_now().
+        outcome: as decided by admit(), here or at the primary. scale: factor still to be applied to its gradients.
+        record: for Storage.apply_now().
         """
         raise NotImplementedError
+
+    def counted(self, push: Push) -> None:
+        """Note a push that has used up its number: it is taken, or skipped. Call with `order` held."""
 
     # Contributions
 
@@ -89,8 +95,8 @@ class NumberedPushes(ServerHalf):
             last = self._last(push.task, push.incarnation)
             decision = self.admit(push, last, skip=skip)
             lag = last.staleness
-            if decision.outcome in (Outcome.APPLIED, Outcome.SKIPPED):
-                applied = decision.outcome is Outcome.APPLIED
+            if decision.outcome in COUNTED:
+                applied = decision.outcome is not Outcome.SKIPPED
                 if applied:
                     lag = staleness(storage.version, push.base_version)
                     with storage.lock:
@@ -100,14 +106,19 @@ class NumberedPushes(ServerHalf):
                 totals = self._totals(gradients, hyper or {}) if applied else ()
                 record = storage.record(totals, scale=push.scale, push=last)
                 if applied:
-                    self.take(totals, _context(last, push.base_version), scale=push.scale, record=record)
+                    context = _context(last, push.base_version)
+                    self.take(totals, context, outcome=last.outcome, scale=push.scale, record=record)
+                self.counted(push)
             then()
         for bucket in storage.buckets:
             storage.observers.on_publish(bucket.number)
         return decision, lag
 
     def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
-        """Whether a push counts. last: the previous one. Call with `order` held."""
+        """Whether a push counts: APPLIED, COUNTED (applied with a later one) or SKIPPED. last: the previous one.
+
+        Call with `order` held.
+        """
         stop = self.storage.stop_step
         if stop is not None and self.storage.buckets[0].step >= stop:
             return Decision(Outcome.STOPPED, f"the job stops at version {stop}")
@@ -199,11 +210,11 @@ class NumberedPushes(ServerHalf):
         push = record.push
         if push is None:
             return
-        applied = push.outcome is Outcome.APPLIED
+        applied = push.outcome is not Outcome.SKIPPED
         with self.storage.order:
             if applied:
-                base_version = self.storage.version - push.staleness
-                self.take(self._recorded(record), _context(push, base_version), scale=record.scale, record=None)
+                context = _context(push, self.storage.version - push.staleness)
+                self.take(self.recorded(record), context, outcome=push.outcome, scale=record.scale, record=None)
             if not whole:
                 return
             self.pushes[push.task] = push
@@ -211,7 +222,7 @@ class NumberedPushes(ServerHalf):
             with self.storage.lock:
                 self.storage.tally.applied(push.staleness)
 
-    def _recorded(self, record: Record) -> Totals:
+    def recorded(self, record: Record) -> Totals:
         """Each copied bucket's part of a recorded push; sets the bucket's hyper-parameters. Call with `order` held."""
         totals = []
         for part in record.parts:

@@ -13,6 +13,8 @@ from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, S
 from shardline.core.gradients import Gradient, check_gradient, on_device
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block, is_node
+from shardline.core.spec import TensorKind
+from shardline.errors import TensorError
 
 
 def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step: int, replicas: int) -> Decision:
@@ -61,6 +63,8 @@ class ReplicaSteps(ServerHalf):
 
     outcome: ClassVar[Outcome] = Outcome.COUNTED
     """The outcome of a contribution that counts."""
+    one_brings_buffers: ClassVar[bool] = True
+    """Only replica 0 may contribute to buffers."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         super().__init__(storage, terms)
@@ -91,8 +95,10 @@ class ReplicaSteps(ServerHalf):
         """Divisor of the sum of a step's contributions."""
         return self.terms.contributors
 
-    def counted(self, step: int, nonfinite: Collection[str]) -> None:
-        """A contribution was counted and may make the step complete. Called with the bucket's lock held."""
+    def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
+        """A contribution to a bucket's open step was counted and may make it complete. Call with its lock held."""
+        if block.first == 0:
+            bucket.hyper = (hyper or {}).get(bucket.group)
 
     def complete(self, bucket: BucketView) -> None:
         """A bucket has all contributions of its step. Called with its lock held."""
@@ -125,6 +131,9 @@ class ReplicaSteps(ServerHalf):
             block=block,
             refuse_nonfinite=self.terms.nan_policy == "stop",
         )
+        brought = to.spec.kind is TensorKind.BUFFER and gradient.values is not None
+        if brought and block.first and self.one_brings_buffers:
+            raise TensorError(f"buffer {to.names[0]!r} comes from replica 0, not from replicas {block}")
         storage.check_hyper(to, hyper)
         with to.lock:
             decision = guard() or self.admit(to, step, block)
@@ -135,9 +144,7 @@ class ReplicaSteps(ServerHalf):
             if decision.outcome is not Outcome.COUNTED:
                 return decision
             self._add(to, block, gradient, bound)
-            if block.first == 0:
-                to.hyper = (hyper or {}).get(to.group)
-            self.counted(step, nonfinite)
+            self.counted(to, block, nonfinite, hyper)
             ready = self.ready(to)
             if ready:
                 self.complete(to)
@@ -161,7 +168,7 @@ class ReplicaSteps(ServerHalf):
         now_s = time.monotonic()
         if self._opened_s is None or not bucket.contributions.counted:
             self._opened_s = now_s
-        if len(bucket.contributions.counted) + block.count == self.terms.contributors:
+        if len(bucket.contributions.counted) + block.count == self.divisor:
             self.storage.observers.on_barrier(now_s - self._opened_s)
 
     def _mismatch(self, bucket: BucketView, step: int, block: Block) -> Decision:

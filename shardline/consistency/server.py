@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from shardline.consistency.choosing import StepChoices
+from shardline.core.choices import Choices
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.gradients import Gradient
 from shardline.core.image import WorkerSequence
@@ -41,6 +43,10 @@ class Terms:
     contributors: int
     """Replicas that make one update; see Consistency.contributors()."""
     nan_policy: str
+    share: Callable[[int], float] = lambda staleness: 1.0
+    """Factor for a push of this staleness in a sum of several; see UpdateRule.share()."""
+    replayed: Choices = field(default_factory=Choices)
+    """The choices of another run, which the lead repeats."""
 
 
 @dataclass
@@ -151,8 +157,13 @@ class Storage(Protocol):
     def apply_together(self, update: ShardUpdate) -> None:
         """The same for all buckets as one; takes `order` and their locks."""
 
-    def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
-        """Record a push for the standby; returns the record's number, None without a standby. `order` held."""
+    def record(
+        self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float = 1.0, push: AppliedPush | None = None
+    ) -> int | None:
+        """Record a push for the standby; returns the record's number, None without a standby. `order` held.
+
+        push: None for a decision about these buckets that no push has caused; see ServerHalf.settle().
+        """
 
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
@@ -170,6 +181,8 @@ class Push:
     """Its number at this shard; the first of an incarnation is 1."""
     base_version: int
     """Lowest version of the values that it was computed from."""
+    clock: int = 0
+    """The worker's clock after it, in modes with `holds_back`."""
     scale: float = 1.0
     """Factor for the gradient from clipping at the worker."""
     skip: bool = False
@@ -278,6 +291,13 @@ class ServerHalf:
         """Replicas missing in the lowest open step."""
         return []
 
+    def slowest(self) -> list[str]:
+        """Workers whose pushes the pulls of others wait for; empty if none waits."""
+        return []
+
+    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
+        """A worker has asked for its position. begins: it computes from now on; False: it pushes nothing until then."""
+
     # Votes, if a step waits for a verdict
 
     last_verdict: Applied | None = None
@@ -297,6 +317,9 @@ class ServerHalf:
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """Apply or skip a step in every bucket; does nothing if the shard was restored since the vote."""
 
+    choices: StepChoices | None = None
+    """Whose gradients make each step, if a step closes before all replicas have contributed."""
+
     # Timelines
 
     def members_changed(self, tasks: Collection[str]) -> None:
@@ -314,11 +337,10 @@ class ServerHalf:
 
     # Standby
 
-    def settle(self, bucket: BucketView) -> None:
-        """Close everything in this bucket that a later record would build on, before it is copied to a standby.
+    def settle(self) -> None:
+        """Apply everything that is counted but not applied, before a bucket is copied for a cut or a standby.
 
-        Contributions need not be closed: workers resend them after a failover. Call with `order` and the bucket's lock
-        held.
+        Contributions to steps need not be applied: workers resend them. Call with `order` held, and no bucket's lock.
         """
 
     def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:

@@ -8,12 +8,13 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.replica_steps import ReplicaSteps
-from shardline.consistency.server import BucketView, ServerHalf, ShardVote, Staged, Storage, Terms
+from shardline.consistency.server import BucketView, Hyper, ServerHalf, ShardVote, Staged, Storage, Terms
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import norm_parts
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.core.records import Applied
+from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 
 
@@ -53,11 +54,12 @@ class VotedSteps(ReplicaSteps):
 
     # Until the step is complete
 
-    def counted(self, step: int, nonfinite: Collection[str]) -> None:
+    def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
         """Record names for the vote, before the step can be seen complete, so that the vote never misses them."""
+        super().counted(bucket, block, nonfinite, hyper)
         if nonfinite:
             with self.storage.lock:
-                self._nonfinite.setdefault(step, set()).update(nonfinite)
+                self._nonfinite.setdefault(bucket.step, set()).update(nonfinite)
 
     def complete(self, bucket: BucketView) -> None:
         """Does nothing: the step waits for the other buckets."""
@@ -82,7 +84,7 @@ class VotedSteps(ReplicaSteps):
         None where the contributions were dropped since the step was complete (a restore).
         """
         with self.storage.lock:
-            nonfinite = set(self._nonfinite.pop(step, set()))
+            nonfinite = self.take_names(step)
             epoch = self._epoch
         sums: list[tuple[int, float]] = []
         totals: list[Partial] = []
@@ -91,7 +93,7 @@ class VotedSteps(ReplicaSteps):
                 if bucket.step != step or not self.ready(bucket):
                     self.storage.hold(-sum(total.held_bytes for total in totals))
                     return None
-                total = bucket.contributions.take()
+                total = self.take_sum(bucket)
             if bucket.spec.kind is TensorKind.PARAM:
                 total = mean(total, self.divisor)
                 found, names = norm_parts(self.terms.plan, bucket.spec, total)
@@ -109,6 +111,14 @@ class VotedSteps(ReplicaSteps):
             return None
         return vote, staged
 
+    def take_names(self, step: int) -> set[str]:
+        """Tensors that workers reported as not finite. Call with the storage's lock held."""
+        return self._nonfinite.pop(step, set())
+
+    def take_sum(self, bucket: BucketView) -> Partial:
+        """The sum of a bucket's open step. Call with its lock held."""
+        return bucket.contributions.take()
+
     def waits_for(self, staged: Staged) -> bool:
         """See ServerHalf."""
         return self._staged is staged
@@ -122,7 +132,10 @@ class VotedSteps(ReplicaSteps):
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """See ServerHalf."""
-        verdict = Applied(step=staged.step, scale=scale, skip=skip)
+        self.apply(staged, Applied(step=staged.step, scale=scale, skip=skip))
+
+    def apply(self, staged: Staged, verdict: Applied) -> None:
+        """Apply a verdict in every bucket that still waits for it."""
         self.storage.apply_together(_StagedUpdate(self, staged, verdict))
 
     def open_for(self, bucket: BucketView, staged: Staged) -> bool:

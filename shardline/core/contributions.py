@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardline.core.plan import BucketSpec
-from shardline.core.reduce import Block, mean_, sibling
+from shardline.core.reduce import Block, mean_, sibling, split
 
 Present = tuple[bool, ...]
 
@@ -101,12 +101,21 @@ class Contributions:
     """The counted replicas of the open step, and their partial sums. Guarded by the bucket's lock."""
 
     def __init__(
-        self, bucket: BucketSpec, replicas: int, *, on_held: Callable[[int], None] = lambda difference: None
+        self,
+        bucket: BucketSpec,
+        replicas: int,
+        *,
+        on_held: Callable[[int], None] = lambda difference: None,
+        in_tree: bool = True,
     ) -> None:
-        """on_held(difference in bytes) is called when held_bytes changes."""
+        """on_held(difference in bytes) is called when held_bytes changes.
+
+        in_tree: neighbours are added at once, for take(). False: each is kept, for take_of().
+        """
         self._bucket = bucket
         self._on_held = on_held
         self._replicas = replicas
+        self._in_tree = in_tree
         self._partials: dict[Block, Partial] = {}
         self._fingerprints: dict[Block, int] = {}
         self.counted: set[int] = set()
@@ -133,18 +142,19 @@ class Contributions:
         self.counted.update(range(block.first, block.end))
         self.mask |= ((1 << block.count) - 1) << block.first
         self._fingerprints[block] = fingerprint
-        partial = Partial(values, present, borrowed, bound)
+        partial, freed = Partial(values, present, borrowed, bound), 0
         # Climb while the sibling is there: the order of arrival never changes the order of additions.
-        while (family := sibling(block, self._replicas)) is not None:
+        while self._in_tree and (family := sibling(block, self._replicas)) is not None:
             parent, left, right = family
             other = right if block == left else left
             if other not in self._partials:
                 break
             partner = self._partials.pop(other)
+            freed += partner.held_bytes
             partial = merge(partial, partner, self._bucket) if block == left else merge(partner, partial, self._bucket)
             block = parent
         self._partials[block] = partial
-        self._measure()
+        self._hold(partial.held_bytes - freed)
 
     def bits_differ(self, block: Block, fingerprint: int) -> bool:
         """Whether a repeated contribution of this block has other bits than the one that was counted."""
@@ -170,6 +180,23 @@ class Contributions:
         self._measure()
         return total
 
+    def take_of(self, replicas: Sequence[int]) -> Partial:
+        """The sum over these replicas, in the canonical tree of their number; the others' contributions are dropped.
+
+        All of them stay counted until clear().
+        """
+        parts = [self._partials[Block(replica, 1)] for replica in replicas]
+        self._partials.clear()
+        total = self._sum(parts, Block(0, len(parts)))
+        self._hold(-self.held_bytes)
+        return total
+
+    def _sum(self, parts: Sequence[Partial], node: Block) -> Partial:
+        if node.count == 1:
+            return parts[node.first]
+        left, right = split(node)
+        return merge(self._sum(parts, left), self._sum(parts, right), self._bucket)
+
     def clear(self) -> None:
         """Forget everything."""
         self._partials.clear()
@@ -179,9 +206,12 @@ class Contributions:
         self._measure()
 
     def _measure(self) -> None:
-        before, self.held_bytes = self.held_bytes, sum(partial.held_bytes for partial in self._partials.values())
-        if self.held_bytes != before:
-            self._on_held(self.held_bytes - before)
+        self._hold(sum(partial.held_bytes for partial in self._partials.values()) - self.held_bytes)
+
+    def _hold(self, difference: int) -> None:
+        if difference:
+            self.held_bytes += difference
+            self._on_held(difference)
 
 
 def none_present(bucket: BucketSpec) -> Present:

@@ -103,6 +103,8 @@ class Contribution:
     init: bool = False
     base_min: int = 0
     base_max: int = 0
+    clock: int = 0
+    """Bounded staleness: the worker's clock after this push."""
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     codec: str = ""
     """Of the payloads; "" = not encoded."""
@@ -139,8 +141,15 @@ class Arrival:
     """shm: offset in bytes from the start of the area."""
 
 
-ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
-"""Outcomes of a push that counts, or counted before."""
+ACCEPTED = (
+    Outcome.COUNTED,
+    Outcome.STAGED,
+    Outcome.APPLIED,
+    Outcome.DUPLICATE,
+    Outcome.LATE_DROPPED,
+    Outcome.SKIPPED,
+)
+"""Outcomes of a push that needs no repetition: it counts, counted before, or came too late for its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +168,7 @@ class Ack:
 
     @property
     def accepted(self) -> bool:
-        """Whether the push counts, or counted before."""
+        """Whether the push needs no repetition."""
         return self.outcome in ACCEPTED
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from shardline.core.contributions import Partial, Present
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
-from shardline.core.spec import TensorKind
+from shardline.core.spec import DTYPES, TensorKind
 from shardline.errors import NonFiniteError, TensorError
 
 
@@ -96,8 +96,6 @@ def check_gradient(
     if bucket.kind is TensorKind.FROZEN:
         raise TensorError(f"{names[0]!r} is frozen (requires_grad is False) and can't have a gradient")
     if bucket.kind is TensorKind.BUFFER:
-        if block.first != 0:
-            raise TensorError(f"buffer {names[0]!r} comes from replica 0, not from replicas {block}")
         return math.inf
     if not refuse_nonfinite:
         return math.inf
@@ -108,3 +106,15 @@ def check_gradient(
             "NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
         )
     return bound
+
+
+def flat_bucket(plan: Plan, bucket: BucketSpec, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A bucket of tensors by name, zero where one is missing; shape [elements]."""
+    found = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
+    for piece in bucket.slices:
+        tensor = plan.tensors[piece.tensor]
+        value = values.get(tensor.name)
+        if value is not None:
+            start = piece.first_row * tensor.row_elements
+            found[piece.offset : piece.end] = value.detach().reshape(-1)[start : start + piece.elements]
+    return found

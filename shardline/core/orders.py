@@ -83,7 +83,12 @@ class StepReport:
     samples: int
     compute_s: float = 0.0
     exchange_s: float = 0.0
+    """Seconds of push, waiting and pull."""
     staleness: int = 0
+    blocked_s: float = 0.0
+    """The part of exchange_s in which the servers waited for other workers."""
+    drift: float = 0.0
+    """L2 norm of how far the replica moved, in a cadence that trains locally."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
     plan = make_plan(tensors, num_shards=2)
 
 A tensor is cut only at multiples of its quantum (about 16,384 elements of whole rows). Slices are packed into buckets
-of one dtype, kind and parameter group, and start at multiples of 64 elements, padded with zeros: then element-wise
-rules, including fused kernels, give the same bits wherever a tensor is cut. PROTOCOL 1.1.
+of one dtype, kind, parameter group, fragment and codec, and start at multiples of 64 elements, padded with zeros: then
+element-wise rules, including fused kernels, give the same bits wherever a tensor is cut. PROTOCOL 1.1.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Plan:
     def plan_id(self) -> str:
         """Digest in every data message, so that differently cut tensors are never mixed."""
         form = [
+            # Without fragments and codecs: they matter to the buckets alone.
             [[t.name, list(t.shape), t.dtype, t.kind.value, t.group, t.whole, list(t.aliases)] for t in self.tensors],
             [
                 [
@@ -141,6 +142,10 @@ def padded(elements: int) -> int:
     return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
+_Alike = tuple[str, str, int, int, str]
+"""(kind, dtype, group, fragment, codec)."""
+
+
 @dataclass
 class _Piece:
     tensor: int
@@ -173,7 +178,8 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
 def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int | None = None) -> Plan:
     """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
 
-    bucket_bytes: None = according to the size of a shard.
+    bucket_bytes: None = according to the size of a shard. Every fragment is balanced by itself, because fragments are
+    exchanged one at a time: what follows is said of a model in one fragment, and holds for each of several.
 
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean if tensors can be cut
@@ -195,20 +201,25 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
                 raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
             seen[name] = tensor.name
 
-    # Pieces small enough for balanced greedy placement: at most a bucket, and at most 1/12 of a shard's fair share
-    # (without the padding, 1/10 would be enough for a balance of 1.1).
+    # Pieces small enough for balanced greedy placement: at most a bucket, and at most 1/12 of a shard's fair share of a
+    # fragment (without the padding, 1/10 would be enough for a balance of 1.1).
     total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
     if bucket_bytes is None:
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
-    target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, total // (12 * num_shards)))
+    parts = {tensor.fragment: [0] * num_shards for tensor in tensors}
+    target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, total // (12 * num_shards * len(parts))))
     pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
 
-    # Largest first onto the least loaded shard; ties by plan order, so the result is a function of the inputs alone.
+    # Largest first onto the shard that has the least of its fragment, then the least of all; ties by plan order, so the
+    # result is a function of the inputs alone.
     loads = [0] * num_shards
     placed: list[list[_Piece]] = [[] for _ in range(num_shards)]
     for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.tensor, p.first_row)):
-        shard = min(range(num_shards), key=lambda s: (loads[s], s))
-        loads[shard] += padded(piece.elements) * itemsize(tensors[piece.tensor].dtype)
+        part = parts[tensors[piece.tensor].fragment]
+        _, _, shard = min(zip(part, loads, range(num_shards), strict=True))
+        room = padded(piece.elements) * itemsize(tensors[piece.tensor].dtype)
+        part[shard] += room
+        loads[shard] += room
         placed[shard].append(piece)
 
     shards = []
@@ -220,22 +231,22 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
 
 
 def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[BucketSpec]:
-    """Buckets of one shard: pieces of one (kind, dtype, group) in tensor order, so the first layers come first."""
-    open_: dict[tuple[str, str, int], list[Slice]] = {}
-    sizes: dict[tuple[str, str, int], int] = {}
+    """Buckets of one shard: pieces that are _Alike, in tensor order, so the first layers come first."""
+    open_: dict[_Alike, list[Slice]] = {}
+    sizes: dict[_Alike, int] = {}
     done: list[tuple[int, BucketSpec]] = []
 
-    def close(key: tuple[str, str, int]) -> None:
+    def close(key: _Alike) -> None:
         slices = open_.pop(key, [])
         if slices:
-            kind, dtype, _ = key
+            kind, dtype, *_ = key
             spec = BucketSpec(dtype=dtype, kind=TensorKind(kind), elements=sizes[key], slices=tuple(slices))
             done.append((slices[0].tensor, spec))
         sizes[key] = 0
 
     for piece in held:
         tensor = tensors[piece.tensor]
-        key = (tensor.kind.value, tensor.dtype, tensor.group)
+        key = (tensor.kind.value, tensor.dtype, tensor.group, tensor.fragment, tensor.codec)
         room = padded(piece.elements)
         if open_.get(key) and (sizes[key] + room) * itemsize(tensor.dtype) > bucket_bytes:
             close(key)
@@ -259,7 +270,8 @@ def check_plan(plan: Plan) -> None:
     """Raise ProtocolError unless a received plan has every element exactly once, cut as make_plan does.
 
     Checked: names and dtypes; slices in order, aligned, within their bucket and tensor, cut at quanta only; buckets of
-    one dtype, kind and group, as large as their slices; no empty shard; every row of every tensor in exactly one slice.
+    one dtype, kind, group, fragment and codec, as large as their slices; no empty shard; every row of every tensor in
+    exactly one slice.
     """
     _check_tensors(plan.tensors)
     covered: list[list[tuple[int, int]]] = [[] for _ in plan.tensors]
@@ -302,7 +314,8 @@ def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
 
 
 def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str) -> None:
-    end, group = 0, None
+    end = 0
+    first: TensorSpec | None = None
     if not bucket.slices:
         raise ProtocolError(f"{where} contains no tensor")
     for piece in bucket.slices:
@@ -314,8 +327,15 @@ def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str)
                 f"{where} mixes {tensor.name!r} ({tensor.dtype}, {tensor.kind.value}) into a bucket of"
                 f" {bucket.dtype}, {bucket.kind.value}"
             )
-        if group not in (None, tensor.group):
-            raise ProtocolError(f"{where} mixes {tensor.name!r} of group {tensor.group} into group {group}")
+        first = first or tensor
+        if tensor.group != first.group:
+            raise ProtocolError(f"{where} mixes {tensor.name!r} of group {tensor.group} into group {first.group}")
+        if tensor.fragment != first.fragment:
+            raise ProtocolError(
+                f"{where} mixes {tensor.name!r} of fragment {tensor.fragment} into fragment {first.fragment}"
+            )
+        if tensor.codec != first.codec:
+            raise ProtocolError(f"{where} mixes {tensor.name!r} of codec {tensor.codec!r} into codec {first.codec!r}")
         if piece.offset % ALIGNMENT_ELEMENTS or piece.offset < end or piece.end > bucket.elements:
             raise ProtocolError(
                 f"{where}: slice of {tensor.name!r} at elements {piece.offset} to {piece.end} of {bucket.elements}"
@@ -331,7 +351,7 @@ def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str)
             raise ProtocolError(
                 f"{where}: {tensor.name!r} is cut at rows {piece.first_row} to {last}, not at multiples of {step}"
             )
-        end, group = piece.end, tensor.group
+        end = piece.end
     if bucket.elements != padded(end):
         raise ProtocolError(f"{where} has {bucket.elements} elements; its slices take {padded(end)}")
 

@@ -6,10 +6,11 @@ rpc.messages.records encodes them for the wire. PROTOCOL 1.8.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from shardline.core.choices import Choices
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
@@ -23,6 +24,8 @@ class Applied:
     scale: float
     skip: bool
     norm: float = 0.0
+    choice: int = 0
+    """Replicas whose gradients it was, see shardline.core.choices; 0 in modes without a choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,7 @@ class Mark:
     number: int
     pushes: tuple[AppliedPush, ...] = ()
     verdict: Applied | None = None
+    choices: Choices = field(default_factory=Choices)
 
 
 @dataclass(frozen=True, kw_only=True)

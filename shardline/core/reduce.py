@@ -6,6 +6,7 @@ contributions, sum(first 2^k) + sum(rest), 2^k the largest power of two below n,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,9 @@ import torch
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
 from shardline.native import kernels
+
+NODES = 4096
+"""Answers about the tree that are kept: every contribution to every bucket asks for those of its block."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +53,7 @@ def nodes(block: Block) -> Iterator[Block]:
         yield from nodes(right)
 
 
+@functools.lru_cache(maxsize=NODES)
 def is_node(block: Block, replicas: int) -> bool:
     """Whether `block` is a node of the tree over [0, replicas): only such blocks may be summed in advance."""
     node = Block(0, replicas)
@@ -77,6 +82,7 @@ def cover(owned: Iterable[int], replicas: int) -> list[Block]:
     return list(walk(Block(0, replicas)))
 
 
+@functools.lru_cache(maxsize=NODES)
 def sibling(block: Block, replicas: int) -> tuple[Block, Block, Block] | None:
     """(parent, left, right) of a node; None for the root."""
     node = Block(0, replicas)

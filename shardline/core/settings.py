@@ -7,20 +7,25 @@ when a task joins, and is stored in checkpoints. Nothing else has to change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardline.errors import JobError
+
+RESET, EXACT = "reset", "exact"
+"""Values of Settings.error_memory."""
 
 Setting = bool | int | float | str
 """Types of a setting."""
 MAX_WHOLE = 2**63
 
 
-def setting(default: Any = dataclasses.MISSING, *, lowest: int | None = None, doc: str = "") -> Any:
-    """A field of Settings. lowest: the smallest allowed whole number."""
-    return dataclasses.field(default=default, metadata={"lowest": lowest, "doc": doc})
+def setting(
+    default: Any = dataclasses.MISSING, *, lowest: int | None = None, choices: Sequence[str] = (), doc: str = ""
+) -> Any:
+    """A field of Settings. lowest: the smallest allowed whole number. choices: the allowed texts, if not all are."""
+    return dataclasses.field(default=default, metadata={"lowest": lowest, "choices": tuple(choices), "doc": doc})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,14 @@ class Settings:
     checkpoint_keep: int = setting(3, lowest=0, doc="Number of checkpoints to keep on disk; 0 = all.")
     threads: int = setting(1, lowest=1, doc="Intra-op threads per replica; the last bits of gradients depend on it.")
     codec: str = setting("raw", doc="How gradients and parameters are encoded on the wire.")
+    codec_up: str = setting("", doc="The codec of gradients; empty = that of `codec`.")
+    codec_down: str = setting("", doc="The codec of parameters; empty = that of `codec`.")
+    error_memory: str = setting(
+        RESET,
+        choices=(RESET, EXACT),
+        doc="What becomes of a codec's error memory when its worker is lost: reset = it is dropped; exact = every "
+        "checkpoint is complete without it, and the job goes back to one.",
+    )
     cadence: str = setting("every-step", doc="When a worker exchanges with the servers, and what it sends.")
     topology: str = setting("flat", doc="Which tasks a worker exchanges with.")
 
@@ -69,6 +82,8 @@ def check(holder: Settings, where: str = "Job") -> None:
                 raise JobError(f"{where}.{name} is {_short(value)}; give a whole number >= {lowest}")
         elif not isinstance(value, kind):
             raise JobError(f"{where}.{name} is {_short(value)}; give a {kind.__name__}")
+        elif item.metadata["choices"] and value not in item.metadata["choices"]:
+            raise JobError(f"{where}.{name} is {_short(value)}; it must be {' or '.join(item.metadata['choices'])}")
 
 
 def read(name: str, text: str, kind: type) -> Setting:

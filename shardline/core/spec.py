@@ -81,6 +81,10 @@ class TensorSpec:
     """True if the rule needs the whole tensor, so it is never cut."""
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage (tied weights)."""
+    fragment: int = 0
+    """Part of the model that is exchanged at a time, see Cadence.fragments; 0 for buffers and frozen parameters."""
+    codec: str = ""
+    """The codec of its gradients and parameters; "" = the job's."""
 
     @property
     def elements(self) -> int:
@@ -145,6 +149,21 @@ class ConsistencySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InnerSpec:
+    """The optimizer that each worker runs by itself, under a cadence that trains locally."""
+
+    rule: RuleSpec
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    """Learning-rate factor over steps of the job, which are rounds of local training."""
+    clip_norm: float = 0.0
+    """Global norm above which a replica's gradient is scaled down before its local step; 0 = off."""
+
+    def __post_init__(self) -> None:
+        if not (self.clip_norm >= 0.0 and self.clip_norm < float("inf")):
+            raise JobError(f"clip_norm is {self.clip_norm}; it must be a finite number >= 0 (0 = no clipping)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSpec(Settings):
     """A job's identity: two tasks train the same job if these are equal.
 
@@ -154,8 +173,11 @@ class JobSpec(Settings):
     name: str
     tensors: tuple[TensorSpec, ...]
     rule: RuleSpec
+    """What the servers run."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
+    inner: InnerSpec | None = None
+    """What the workers run; None unless the cadence trains locally. See shardline.fit.divide()."""
     best_metric: str = ""
     best_is_lowest: bool = False
     samples: int = 0
@@ -181,10 +203,10 @@ def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
         out[path] = value.value if isinstance(value, enum.Enum) else value
 
 
-def differences(ours: JobSpec, theirs: JobSpec, *, limit: int = 5) -> list[str]:
+def differences(ours: JobSpec, theirs: JobSpec, *, where: str = "in the job", limit: int = 5) -> list[str]:
     """Differences of two jobs, one short phrase each: "tensors[fc1.weight].shape: (10, 4) here, (10, 8) in the job".
 
-    `ours` is the joining task's, `theirs` the cluster's. At most `limit` phrases, then a count.
+    `ours` is the joining task's, `theirs` the cluster's, or that of `where`. At most `limit` phrases, then a count.
     """
     mine: dict[str, Any] = {}
     other: dict[str, Any] = {}
@@ -194,7 +216,7 @@ def differences(ours: JobSpec, theirs: JobSpec, *, limit: int = 5) -> list[str]:
     for path in [*mine, *(path for path in other if path not in mine)]:
         here, there = mine.get(path, "absent"), other.get(path, "absent")
         if here != there:
-            phrases.append(f"{path}: {here} here, {there} in the job")
+            phrases.append(f"{path}: {here} here, {there} {where}")
     if len(phrases) > limit:
         phrases[limit:] = [f"and {len(phrases) - limit} more"]
     return phrases

@@ -11,6 +11,7 @@ import enum
 import functools
 import math
 import sys
+import types
 import typing
 from typing import Any
 
@@ -76,6 +77,9 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
     if hint == Argument:
         return _decode_argument(value, path)
     origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        (present,) = [item for item in typing.get_args(hint) if item is not types.NoneType]
+        return None if value is None else _decode(present, value, path)
     if origin is tuple:
         if not isinstance(value, list):
             raise JobError(f"{path} is {value!r}; it must be a list")

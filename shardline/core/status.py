@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardline.core.choices import Choices
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -74,6 +76,8 @@ class ShardStatus:
     """The last record that it has acknowledged."""
     standby_silent_s: float = 0.0
     standby_problem: str = ""
+    choices: Choices = field(default_factory=Choices)
+    """Of the closed steps that the chief may not have noted yet; only the lead reports them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,10 @@ class TaskStatus:
     """Mean seconds of computing per step, over its last steps."""
     exchange_s: float = 0.0
     """The same for push, barrier wait and pull."""
+    blocked_s: float = 0.0
+    """The part of it in which the servers waited for other workers."""
+    drift: float = 0.0
+    """Mean L2 norm of how far its replicas moved in a step, in a cadence that trains locally."""
 
 
 @dataclass(frozen=True, kw_only=True)

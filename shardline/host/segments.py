@@ -26,13 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.errors import ProtocolError
+from shardline.host.addresses import MADV_POPULATE_READ, address_of, advise, map_file, pages_of, reserve
 
 ALIGNMENT_BYTES = 64
 """Offsets within a segment are multiples of a cache line."""
 SEAL_FUTURE_WRITE = 0x0010
 """F_SEAL_FUTURE_WRITE in linux/fcntl.h, Linux 5.1; missing from Python's fcntl."""
-MADV_POPULATE_READ = 22
-"""In linux/mman.h, Linux 5.14; missing from Python's mmap."""
 PAGE_PRESENT, PAGE_SWAPPED, PAGE_OF_FILE = 1 << 63, 1 << 62, 1 << 61
 """Bits of /proc/PID/pagemap, see the kernel's admin-guide/mm/pagemap."""
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
@@ -61,26 +60,23 @@ class SegmentError(Exception):
 class Segment:
     """One mapped piece of shared memory. It lives as long as this object or any view of `memory`."""
 
-    def __init__(self, fd: int, nbytes: int, mapped: mmap.mmap) -> None:
-        self.nbytes = nbytes
+    def __init__(self, fd: int, memory: memoryview, *, private: bool = False) -> None:
+        self.nbytes = len(memory)
         self._fd = fd
-        self._mapped = mapped
-        self.memory = memoryview(mapped)
+        self.memory = memory
         """Writable if created here or adopted privately, else read-only."""
+        self.address = address_of(memory)
+        """Of the mapping in this process; a multiple of HUGE_BYTES if it is private."""
+        self.private = private
+        """What is written to it stays in this process."""
         self._at_end: list[Callable[[], None]] = []
-        _LIVE[id(mapped)] = self
+        _LIVE[id(memory.obj)] = self
 
     @staticmethod
     def of(view: memoryview) -> Segment | None:
         """The segment that this memory belongs to; None for other memory."""
         segment = _LIVE.get(id(view.obj))
-        return segment if segment is not None and segment._mapped is view.obj else None
-
-    @property
-    def address(self) -> int:
-        """Address of the mapping in this process."""
-        # A temporary view: memory with exported views can't be unmapped.
-        return np.frombuffer(self._mapped, np.uint8).ctypes.data
+        return segment if segment is not None and segment.memory.obj is view.obj else None
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Call this when the object is no longer referenced, while its memory is still mapped. It must not raise."""
@@ -118,7 +114,7 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
             raise SegmentError(f"can't make a shared segment of {nbytes:,} bytes: {error}") from error
-        return cls(fd, nbytes, mapped)
+        return cls(fd, memoryview(mapped))
 
     @classmethod
     def adopt(cls, fd: int, nbytes: int, *, private: bool = False) -> Segment:
@@ -130,9 +126,9 @@ class Segment:
         """
         try:
             _check(fd, nbytes)
-            mapped = _private(fd, nbytes) if private else None
-            if mapped is None:
-                mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            own = _private(fd, nbytes) if private else None
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = memoryview(mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ)) if own is None else own
         except (OSError, ValueError) as error:
             os.close(fd)
             raise SegmentError(f"can't map a segment of {nbytes:,} bytes: {error}") from error
@@ -140,17 +136,17 @@ class Segment:
             os.close(fd)
             raise
         os.close(fd)
-        return cls(-1, nbytes, mapped)
+        return cls(-1, memory, private=own is not None)
 
     def forget_writes(self) -> int:
         """Show the other process's bytes again wherever this one has written; returns the number of pages.
 
         For a segment adopted privately. Costs about 1 ms for 64 MB that nobody has written to.
         """
-        written = np.flatnonzero(_is_copied(self.address, len(self._mapped)))
+        written = np.flatnonzero(_is_copied(self.address, self.nbytes))
         for run in np.split(written, np.flatnonzero(np.diff(written) > 1) + 1) if len(written) else ():
-            start = int(run[0]) * mmap.PAGESIZE
-            self._mapped.madvise(mmap.MADV_DONTNEED, start, min(len(run) * mmap.PAGESIZE, len(self._mapped) - start))
+            start = self.address + int(run[0]) * mmap.PAGESIZE
+            advise(start, len(run) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
         return len(written)
 
     def __del__(self) -> None:
@@ -162,23 +158,24 @@ class Segment:
             call()
 
 
-def _private(fd: int, nbytes: int) -> mmap.mmap | None:
+def _private(fd: int, nbytes: int) -> memoryview | None:
     """A mapping whose pages are copied when they are written to; None where the system doesn't promise the memory."""
     try:
-        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = reserve(nbytes)
+        map_file(memory, fd)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         return None
     # An older kernel maps the pages as they are read. MAP_POPULATE would copy them all.
     with contextlib.suppress(OSError):
-        mapped.madvise(MADV_POPULATE_READ)
-    return mapped
+        advise(address_of(memory), len(memory), MADV_POPULATE_READ)
+    return memory[:nbytes]
 
 
 def _is_copied(address: int, nbytes: int) -> NDArray[np.bool_]:
     """For each page of a private mapping, whether it is this process's own copy; True where that can't be seen."""
-    pages = -(-nbytes // mmap.PAGESIZE)
+    pages = pages_of(nbytes)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * pages, address // mmap.PAGESIZE * 8), np.uint64)

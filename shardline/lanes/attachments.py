@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answer
 from shardline.storage.publication import Publication
+from shardline.storage.writes import Intact
 
 log = logging.getLogger("shardline.lanes")
 MAX_ATTACHMENTS = 4096
@@ -60,6 +61,11 @@ class Ticket(Protocol):
         """Whether all bytes have arrived, or never will: then wait() raises."""
         ...
 
+    @property
+    def matches(self) -> bool | None:
+        """When done, whether the bytes have the expected digest; None = nobody has looked."""
+        ...
+
     async def wait(self) -> None:
         """Wait until all bytes have arrived. Raises UnreachableError if the attachment broke or is late."""
         ...
@@ -75,8 +81,11 @@ class Attachment(Protocol):
     window: int
     """Maximum number of buckets of a push to expect at once."""
 
-    def expect(self, offset: int, nbytes: int) -> Ticket:
-        """Expect the next referred bucket of a push. Raises ProtocolError if its place is invalid."""
+    def expect(self, offset: int, nbytes: int, digest: int) -> Ticket:
+        """Expect the next referred bucket of a push. Raises ProtocolError if its place is invalid.
+
+        digest: of its bytes, as the sender computed it; 0 = not sent.
+        """
         ...
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
@@ -90,11 +99,11 @@ class Attachment(Protocol):
         """
         ...
 
-    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+    async def send(self, payload: Buffer, intact: Intact | None) -> None:
         """Queue bytes for sending; returns when the queue is short enough.
 
-        intact() is called when they have been sent: False = they were overwritten meanwhile, and the attachment is
-        broken so that nobody uses them.
+        intact: looked at when they have been sent; if they were overwritten meanwhile, the attachment is broken so that
+        nobody uses them. None = they can't change.
         """
         ...
 

@@ -31,10 +31,6 @@ class SharedMemory(Protocol):
         """The shard's publications of even (0) or odd (1) steps; what is written there stays in this process."""
         ...
 
-    def forget_writes(self, number: int) -> None:
-        """Show the shard's bytes in an area again, wherever this process has written to it."""
-        ...
-
 
 class Lane(Protocol):
     """One task's connection to one shard. Used by one thread at a time; any thread may call cancel()."""
@@ -54,7 +50,10 @@ class Lane(Protocol):
         ...
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """The shard's standing on some replicas; one call, no retry. Raises UnreachableError."""
+        """The shard's standing on some replicas; one call, no retry. Raises UnreachableError.
+
+        In a mode with `holds_back`, naming a replica says that the sender computes, naming none that it rests.
+        """
         ...
 
     def cancel(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 from shardline.errors import ProtocolError
 from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind, failure, frame
 from shardline.lanes.socket_thread import NOT_READY
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.errors import drop_frames, status_of
 from shardline.wire.protobuf import RequestView, read_request
 
@@ -170,12 +170,19 @@ class CallServer:
         """Read the socket unless its call has requests enough, or the worker has replies enough to read."""
         if self._sock is None:
             return
-        if (self._call is not None and self._call.full) or (self._call is None and len(self._out) > QUEUED_BYTES):
+        if self._full:
             self._stop_reading(self._sock)
             return
         if not self._reading:
             self._reading = True
             self._loop.add_reader(self._sock.fileno(), self._readable)
+            if _pending(self._sock):
+                self._loop.call_soon(self._readable)
+
+    @property
+    def _full(self) -> bool:
+        """Whether no more should be read for now."""
+        return self._call.full if self._call is not None else len(self._out) > QUEUED_BYTES
 
     def _stop_reading(self, sock: socket.socket) -> None:
         if self._reading:
@@ -184,7 +191,7 @@ class CallServer:
 
     def _readable(self) -> None:
         sock = self._sock
-        if sock is None:
+        if sock is None or self._full:
             return
         try:
             while True:
@@ -194,8 +201,7 @@ class CallServer:
                     return
                 for kind, body in self._reader.feed(data):
                     self._take(kind, body)
-                # What TLS has decrypted doesn't make the socket readable.
-                if not isinstance(sock, ssl.SSLSocket) or not sock.pending():
+                if self._full or not _pending(sock):
                     break
         except NOT_READY:
             pass
@@ -277,6 +283,11 @@ class CallServer:
             else:
                 self._loop.remove_writer(sock.fileno())
                 self.read_on()
+
+
+def _pending(sock: socket.socket) -> bool:
+    """Whether there may be more to read although the socket is not readable: bytes that have arrived at TLS."""
+    return isinstance(sock, TlsSocket) and bool(sock.pending())
 
 
 def _nobody(reason: str) -> None:

@@ -87,7 +87,8 @@ class NegotiatedLane:
     def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
         """Whether the shard answers calls and is still wanted: then the lane is broken, not the shard."""
         try:
-            lane.progress(sender, (), timeout_s=min(timeout_s, 5.0))
+            # With a replica: without one it would say that this worker rests.
+            lane.progress(sender, (0,), timeout_s=min(timeout_s, 5.0))
         except UnreachableError:
             return False
         return not self._cancelled.is_set()

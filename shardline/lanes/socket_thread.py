@@ -114,7 +114,7 @@ class SocketThread:
                     self._call(key.data)
                 # Before taking the actions: anything posted from now on signals again.
                 self._rung = False
-                while self._acts:
+                for _ in range(len(self._acts)):
                     self._call(self._acts.popleft())
                 self._look()
         finally:
@@ -140,9 +140,6 @@ class SocketThread:
 
 
 def shut(sock: socket.socket) -> None:
-    """End a socket that another thread may be using: its calls return at once. May be called twice.
-
-    Calls the plain socket's method, since that of an SSLSocket would remove the session that the other thread is using.
-    """
+    """End a socket that another thread may be using: its calls return at once. May be called twice."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)

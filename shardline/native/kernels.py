@@ -32,17 +32,21 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 _SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
 
 
-def _takes(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a tensor is plain memory, of the other's length and dtype."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is plain memory."""
     return (
         type(tensor) in _ORDINARY
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         # A single element may be half of a conjugated number, whose sign is not in memory.
-        and tensor.numel() == like.numel() != 1
-        and tensor.dtype is like.dtype
+        and tensor.numel() != 1
     )
+
+
+def _takes(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is plain memory, of the other's length and dtype."""
+    return tensor.numel() == like.numel() and tensor.dtype is like.dtype and is_plain(tensor)
 
 
 def magnitude(values: Tensor) -> float | None:

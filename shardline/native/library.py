@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 1
+ABI = 4
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
 
 _ADDRESS, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_double
+_PARTS = (_ADDRESS, _ADDRESS, _COUNT, _COUNT)
 
 
 class SgdStep(ctypes.Structure):
@@ -42,9 +43,23 @@ class _Table(ctypes.Structure):
         *((f"magnitude{kind}", _function(_NUMBER, _ADDRESS, _COUNT)) for kind in ("_fp16", "_bf16", 32, 64)),
         *((f"copy{bits}", _function(_NUMBER, _ADDRESS, _ADDRESS, _COUNT)) for bits in (32, 64)),
         ("fingerprint", _function(ctypes.c_uint64, _ADDRESS, _COUNT)),
+        ("digest_begin", _function(None, _ADDRESS)),
+        ("digest_more", _function(None, _ADDRESS, _ADDRESS, _COUNT)),
+        ("digest_end", _function(ctypes.c_uint64, _ADDRESS)),
         *((f"sum{bits}", _function(None, _ADDRESS, _ADDRESS, _COUNT, _COUNT)) for bits in (32, 64)),
         *((f"sgd{bits}", _function(None, *(_ADDRESS,) * 4, _COUNT, _ADDRESS)) for bits in (32, 64)),
         *((name, _function(None, _ADDRESS, _ADDRESS, _COUNT)) for name in ("to_bf16", "from_bf16")),
+        *((f"int8_{way}", _function(ctypes.c_int, *_PARTS)) for way in ("encode", "decode")),
+        *((name, _function(None, *_PARTS)) for name in ("pack", "unpack")),
+        ("signs", _function(_COUNT, *(_ADDRESS,) * 3, _COUNT)),
+        *(
+            (name, _function(None, *(_ADDRESS,) * arrays, ctypes.c_float, ctypes.c_float, _COUNT))
+            for name, arrays in (("either", 2), ("without", 3))
+        ),
+        *((name, _function(ctypes.c_int, *_PARTS)) for name in ("tops", "norms")),
+        ("rounded", _function(None, *(_ADDRESS,) * 3, _COUNT, _COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_uint64)),
+        ("ternary", _function(None, _ADDRESS, _ADDRESS, ctypes.c_float, _COUNT, ctypes.c_uint64)),
+        ("largest", _function(None, *_PARTS)),
     )
 
 
@@ -57,6 +72,8 @@ class Level:
     """Products can be added with one rounding."""
     call: dict[str, Any]
     """The kernels by name: `struct kernels` of native/kernels.h says what they take."""
+    table: int
+    """Address of the `struct kernels`."""
 
 
 @dataclass
@@ -66,6 +83,7 @@ class _State:
     reason: str
     """Why there is none."""
     level: Level | None = None
+    library: ctypes.CDLL | None = None
 
 
 def _load(path: Path) -> _State:
@@ -85,8 +103,8 @@ def _load(path: Path) -> _State:
         table = library.shardline_kernels(number).contents
         name = library.shardline_name(number).decode()
         call = {field[0]: getattr(table, field[0]) for field in _Table._fields_ if field[0] != "fma"}
-        levels[name] = Level(name, bool(table.fma), call)
-    return _State(levels, "")
+        levels[name] = Level(name, bool(table.fma), call, ctypes.addressof(table))
+    return _State(levels, "", library=library)
 
 
 def _choose(state: _State, wanted: str) -> None:
@@ -108,6 +126,11 @@ _choose(_state, _wanted)
 def level() -> Level | None:
     """The level in use; None = torch computes."""
     return _state.level
+
+
+def functions() -> ctypes.CDLL | None:
+    """The library itself, for what is alike at every level; None if it is not in use."""
+    return _state.library if _state.level is not None else None
 
 
 def levels() -> tuple[str, ...]:

@@ -100,6 +100,10 @@ class TaskView:
     """Mean seconds of computation per recent step."""
     exchange_s: float | None
     """Mean seconds of push, barrier wait and pull per recent step."""
+    blocked_s: float | None
+    """The part of it in which the servers waited for other workers."""
+    drift: float | None
+    """Mean L2 norm of how far its replicas moved in a recent step; None without local training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +312,8 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         staleness=_finite(task.staleness) if stepped else None,
         compute_s=_finite(task.compute_s) if stepped else None,
         exchange_s=_finite(task.exchange_s) if stepped else None,
+        blocked_s=_finite(task.blocked_s) if stepped else None,
+        drift=_finite(task.drift) if task.drift > 0 else None,
     )
 
 

@@ -218,9 +218,9 @@ class PsControl:
                 error, peer=str(self.peer), what=f"Restore of shard {shard}", waited_s=waited_s
             ) from error
 
-    def release(self, timeline: int, step: int) -> None:
-        """Drop a cut."""
-        request = parameter_server_pb2.ReleaseRequest(term=self._term, timeline=timeline, step=step)
+    def release(self, timeline: int, step: int, *, noted: int = 0) -> None:
+        """Drop a cut. noted: the chief's journal has the choices of all steps before this one."""
+        request = parameter_server_pb2.ReleaseRequest(term=self._term, timeline=timeline, step=step, noted=noted)
         self.peer.call(self._stub.Release, request, what="Release")
 
     def stop(self, reason: str) -> None:

@@ -6,6 +6,7 @@ server's event loop answers calls, and a thread pool does the tensor work.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -128,6 +129,14 @@ class HostedShard(Protocol):
         """Replicas missing in the open step."""
         ...
 
+    def slowest(self) -> list[str]:
+        """Workers whose pushes the pulls of others wait for."""
+        ...
+
+    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
+        """Note that a worker begins to compute, or rests; see consistency.server.ServerHalf.asked()."""
+        ...
+
     def progress(self, replica: int) -> int:
         """The step that a replica has to work on."""
         ...
@@ -189,7 +198,7 @@ class Backend(Protocol):
         """Run tensor work in the pool; it must never wait for another task."""
         ...
 
-    async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
+    def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> asyncio.Future[T]:
         """work() that continues if its caller is cancelled. Then calls after(), even if the work never began."""
         ...
 

@@ -153,6 +153,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         known = shard.replicas
         if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
             raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
+        shard.asked(request.data.task, request.data.incarnation, begins=bool(request.replicas))
         for replica in request.replicas:
             step = await backend.work(shard.progress, replica)
             reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
@@ -167,7 +168,7 @@ def hosted(backend: Backend, number: int) -> Hosted:
     return Hosted(
         shard=number,
         publication=shard.publication,
-        by_reference=shard.consistency.pulls_by_step and backend.coding.pull.codec.is_view,
+        by_reference=shard.consistency.lends_values and backend.coding.pull.is_view,
         pushes=shard.replicas,
     )
 

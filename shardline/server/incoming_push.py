@@ -51,7 +51,7 @@ class IncomingPush:
     done: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
     staged: dict[int, Gradient] = field(default_factory=dict)
-    running: list[asyncio.Task[None]] = field(default_factory=list)
+    running: list[asyncio.Future[None]] = field(default_factory=list)
     raw_bytes: int = 0
     wire_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
@@ -85,6 +85,11 @@ def by_bucket(push: IncomingPush) -> bool:
 def in_tree(push: IncomingPush) -> bool:
     """Whether the push carries parts of sums; initial values are set bucket by bucket and wait for nobody."""
     return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
+
+
+def repeatable(push: IncomingPush) -> bool:
+    """Whether another worker may be asked to compute a contribution again."""
+    return gradient_kind(push.header) and by_bucket(push) and push.shard.replicas > 1
 
 
 def held_bytes(push: IncomingPush, number: int) -> int:

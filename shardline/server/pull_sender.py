@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from shardline.codecs.base import PLAIN_TURN, Turn
+from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
 from shardline.consistency.server import StepWanted
 from shardline.core.exchange import CHUNK_BYTES
@@ -22,6 +22,7 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.storage.base import ParameterBlock
+from shardline.storage.writes import Intact
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 
 STATES_PER_FRAME = 16
@@ -43,8 +44,8 @@ class Encoded:
     state: data_pb2.BucketState
     payload: Buffer
     raw_bytes: int
-    intact: Callable[[], bool] = lambda: True
-    """Whether the payload, which may be a view of published parameters, has not been overwritten."""
+    intact: Intact | None = None
+    """Whether the payload, a view of published parameters, has not been overwritten; None = it is a copy."""
 
 
 def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
@@ -88,11 +89,11 @@ def refer_bucket(
     if not bucket.initialized:
         return Outcome.NOT_CONFIGURED
     assert want.step is not None
+    intact = bucket.writes.intact(want.step)
     # The step is written last when a step is applied, so everything that it says is published is complete.
     outcome = shard.serve(number, want)
     if outcome is not Outcome.SERVED:
         return outcome
-    restored = bucket.restored
     if want.step <= bucket.overwritten:
         return Outcome.OVERTAKEN
     changed_step = bucket.changed_step
@@ -105,22 +106,16 @@ def refer_bucket(
     if place is not None:
         state.area, state.offset = place
         return Encoded(state, b"", bucket.spec.nbytes)
-    payload = coding.bucket(shard.number, number).encoder.encode(bucket.values_at(want.step), PLAIN_TURN)
-    return Encoded(
-        state,
-        payload,
-        bucket.spec.nbytes,
-        lambda: state.step > bucket.overwritten and bucket.restored == restored,
-    )
+    return Encoded(state, bucket.bytes_at(want.step), bucket.spec.nbytes, intact)
 
 
 def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
     """Whether refer_bucket may be used: an exact step of parameters in host memory, not encoded."""
     return (
-        shard.consistency.pulls_by_step
+        shard.consistency.lends_values
         and want.step is not None
         and not want.at_least
-        and coding.codec.is_view
+        and coding.is_view
         and shard.on_host
     )
 
@@ -152,16 +147,26 @@ def encode_bucket(
         if outcome is not Outcome.SERVED:
             return outcome
         step = bucket.step if want.step is None or want.at_least else want.step
+        if step <= bucket.overwritten:
+            # The step after the next one is being published.
+            return Outcome.OVERTAKEN
         state = bucket_state(bucket, step)
-        if want.have is not None and bucket.changed_step <= want.have <= step:
+        written = coding.bucket(shard.number, number)
+        stands = want.have is not None and bucket.changed_step <= want.have <= step
+        if stands and not written.codec.shares_memory:
             state.unchanged = True
             return Encoded(state, b"", 0)
-        written = coding.bucket(shard.number, number)
         memory = coding.memory(shard.number, number, want.task)
-        turn = Turn(step, receiver=want.task, base=want.have, memory=memory)
+        turn = Turn(step, receiver=want.task, base=want.have, changed=bucket.changed_step, memory=memory)
         values = bucket.answer(step, want.task)
         # The only copy is made under the lock, so no reader sees a torn bucket.
-        payload = memoryview(written.encoder.encode(values.cpu(), turn))
+        values = values.cpu()
+        payload = memoryview(written.encoder.encode(values, turn))
+        if stands and written.codec.keeps(want.have, step):
+            # The step is in the memory all the same, which all receivers share.
+            state.unchanged = True
+            return Encoded(state, b"", 0)
+        coding.measure(shard.number, number, values, payload, turn)
         size = len(payload)
         slot = into(number, size) if size else None
         if slot is None:
@@ -323,10 +328,10 @@ def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) ->
 
 
 def _lacks(shard: HostedShard, want: StepWanted) -> str:
-    missing = shard.waiting_for()
+    missing, slowest = shard.waiting_for(), shard.slowest()
     what = f"step {want.step}" if want.step is not None else "a pull"
-    whom = f"replicas {numbers(missing)}" if missing else "pushes of other workers"
-    return f"{what} is waiting for {whom}"
+    whom = f"pushes of {', '.join(slowest[:8])}" if slowest else "pushes of other workers"
+    return f"{what} is waiting for {f'replicas {numbers(missing)}' if missing else whom}"
 
 
 async def _published(backend: Backend, shard: HostedShard, number: int, want: StepWanted) -> None:
@@ -384,7 +389,7 @@ class PullReply:
                 if end is not None and frame is made[-1]:
                     frame.end = end()
                 message = write_pull(frame, outer=self._outer)
-                if not encoded.intact():
+                if encoded.intact is not None and not encoded.intact():
                     raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is no longer available")
                 yield message
             return

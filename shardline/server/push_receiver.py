@@ -26,7 +26,15 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.calls import all_ended
-from shardline.server.incoming_push import IncomingPush, PushResult, by_bucket, gradient_kind, held_bytes, in_tree
+from shardline.server.incoming_push import (
+    IncomingPush,
+    PushResult,
+    by_bucket,
+    gradient_kind,
+    held_bytes,
+    in_tree,
+    repeatable,
+)
 from shardline.server.inline_apply import applies_inline, release_all
 from shardline.server.slots import Slot, opened
 from shardline.server.staging import AsyncPush, StagingLease, worker_index
@@ -307,7 +315,7 @@ class PushReceiver:
                 except TimeoutError:
                     break
                 push.referred.popleft()
-                slot.ticket = attachment.expect(slot.offset, slot.size)
+                slot.ticket = attachment.expect(slot.offset, slot.size, slot.digest)
                 coming.append(slot)
             if not coming:
                 if push.committed:
@@ -330,7 +338,7 @@ class PushReceiver:
             slot = coming.popleft()
             assert slot.ticket is not None
             await slot.ticket.wait()
-            slot.memory = slot.ticket.memory
+            slot.memory, slot.matches = slot.ticket.memory, slot.ticket.matches
             arrived.append(slot)
         return arrived
 
@@ -347,13 +355,13 @@ class PushReceiver:
         threads = min(len(slots), self._backend.pool_threads)
         for part in (slots[first::threads] for first in range(threads)):
             counting = self._backend.work_whole(partial(self._count_all, push, part), partial(release_all, part))
-            push.running.append(asyncio.create_task(counting))
+            push.running.append(counting)
 
     def _count_all(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                gradient = opened(slot, self._backend.buffers.take)
+                gradient = opened(slot, self._backend.buffers.take, repeated=repeatable(push))
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:
@@ -362,7 +370,7 @@ class PushReceiver:
     async def _stage(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         def stage() -> None:
             for slot in slots:
-                push.staged[slot.number] = opened(slot, self._backend.buffers.take)
+                push.staged[slot.number] = opened(slot, self._backend.buffers.take, repeated=False)
 
         await self._backend.work(stage)
 
@@ -455,14 +463,7 @@ class PushReceiver:
 
         def apply() -> tuple[Decision, int]:
             return shard.push(
-                Push(
-                    task=header.data.task,
-                    incarnation=header.data.incarnation,
-                    seq=header.seq,
-                    base_version=header.base_min,
-                    scale=scale,
-                    skip=commit.skip,
-                ),
+                _push_of(header, scale=scale, skip=commit.skip),
                 staged,
                 hyper=push.hyper,
                 guard=lambda: self._outdated(push),
@@ -531,3 +532,16 @@ class PushReceiver:
         # A task's error references its frames, and those reference the push.
         push.draining = None
         push.running.clear()
+
+
+def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:
+    """A whole push. scale, skip: from its commit."""
+    return Push(
+        task=header.data.task,
+        incarnation=header.data.incarnation,
+        seq=header.seq,
+        base_version=header.base_min,
+        clock=header.clock,
+        scale=scale,
+        skip=skip,
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+
+from shardline.host.loop_posts import post
 
 
 class Signal:
@@ -18,9 +19,7 @@ class Signal:
         if not self._waiters:
             # A waiter that arms after this sees the change itself.
             return
-        # The loop may close between a check and the call, so checking is_closed() first would not help.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._wake)
+        post(self._loop, self._wake)
 
     @property
     def waiters(self) -> int:

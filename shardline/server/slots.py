@@ -39,6 +39,8 @@ class Slot:
     """Offset of a referred bucket in its segment."""
     moved: bool = True
     """Whether the bytes were transferred; bytes that stayed in place can't be damaged."""
+    matches: bool | None = None
+    """Whether the bytes have the digest; None = nobody has looked yet."""
     size: int = 0
     """Bytes of the announced payload."""
     filled: int = 0
@@ -95,8 +97,10 @@ def kept(payload: Buffer) -> Buffer:
     return bytes(view) if message - view.nbytes > view.nbytes // SLACK else payload
 
 
-def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
+def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> Gradient:
     """The gradient of a complete slot. take: memory for payloads in several chunks. Runs in the pool.
+
+    repeated: another worker may be asked to compute it again, so that its fingerprint is needed.
 
     Raises ProtocolError if the digest differs, or if the push has ended and released the slot.
     """
@@ -104,10 +108,10 @@ def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
     memory = _joined(slot, take)
     if len(memory) != slot.size:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
-    if slot.digest and slot.moved and slot.digest != digest(memory):
+    if slot.digest and slot.moved and not (slot.digest == digest(memory) if slot.matches is None else slot.matches):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     # For bytes in place this would be a pass over cold memory, while the sender has them in its cache.
-    mark = slot.fingerprint or (fingerprint(memory) if slot.moved else 0)
+    mark = slot.fingerprint or (fingerprint(memory) if repeated and slot.moved else 0)
     turn = Turn(present=slot.present)
     if not slot.coding.codec.is_view:
         # The decoded values may be larger than the payload that was checked.

@@ -35,7 +35,6 @@ No new push begins while one that has begun waits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import functools
 import time
@@ -45,6 +44,7 @@ from dataclasses import dataclass, replace
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block, sibling, split
 from shardline.core.spec import TensorKind
+from shardline.host.loop_posts import post
 
 SPARE_BYTES = 64 << 20
 """Part of the default limit that is left for contributions out of tree order."""
@@ -464,8 +464,7 @@ class Staging:
             function()
             return
         # At the end of a process the loop closes while threads are still finishing.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(function)
+        post(loop, function)
 
     def returned(self, ledger: Ledger, entry: Entry) -> None:
         """Take back an ended lease. On the loop."""

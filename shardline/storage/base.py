@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 
 from shardline.core.plan import BucketSpec
+from shardline.storage.writes import WriteCounts
 
 
 class ParameterBlock(Protocol):
     """Parameters that are pushed, updated and pulled as one, such as a dense bucket.
 
     To read values that must not change meanwhile, hold `lock`. To send published values in place, no lock is needed;
-    check afterwards: they were intact if `overwritten` is below their step and `restored` is unchanged.
+    check afterwards, with what `writes.intact(step)` returned before.
     """
 
     lock: threading.Lock
@@ -31,12 +32,16 @@ class ParameterBlock(Protocol):
     """Lowest step since which the values are unchanged: a client with this or a later step needs no bytes."""
     overwritten: int
     """Highest step whose values may have been overwritten."""
-    restored: int
-    """How many times all values were replaced."""
+    writes: WriteCounts
+    """Counts each step's values as they begin to be replaced, after `overwritten` says so."""
     initialized: bool
 
     def values_at(self, step: int) -> torch.Tensor:
         """Flat values of a step that is still available, in the spec's dtype, on the shard's device."""
+        ...
+
+    def bytes_at(self, step: int) -> memoryview:
+        """The bytes of values_at(), not copied; of a shard in host memory."""
         ...
 
     def answer(self, step: int, task: str) -> torch.Tensor:

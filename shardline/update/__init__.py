@@ -11,6 +11,14 @@ from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.seams import Table
 from shardline.update.arguments import ALLOWED, REFUSED, hyper_numbers, rule, rule_from_optimizer
 from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
+from shardline.update.dana import DANA
+from shardline.update.dc_asgd import DCASGD
+from shardline.update.gap_aware import GapAware
+from shardline.update.lwp import LWP
+from shardline.update.multi_asgd import MultiASGD
+from shardline.update.nag_asgd import NAGASGD
+from shardline.update.smega2 import SMEGA2
+from shardline.update.staleness_aware import StalenessAware
 from shardline.update.torch_optim.rule import Torch
 
 __all__ = [
@@ -35,7 +43,7 @@ __all__ = [
     "wants_whole",
 ]
 
-RULES: Table[UpdateRule] = Table("rule", Torch)
+RULES: Table[UpdateRule] = Table("rule", Torch, StalenessAware, GapAware, DCASGD, NAGASGD, MultiASGD, LWP, DANA, SMEGA2)
 """The choices for a job's `rule` and --rule."""
 
 

@@ -130,6 +130,13 @@ def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def momentum(group: Mapping[str, Argument]) -> float:
+    """The momentum of a canonical group, the first of the betas in Adam's family; 0 if there is none."""
+    betas = group.get("betas", (0.0,))
+    assert isinstance(betas, tuple)
+    return float(cast(float, group.get("momentum", 0.0))) or float(betas[0])
+
+
 def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, float]) -> dict[str, Argument]:
     """A canonical group with some numbers replaced.
 

@@ -111,11 +111,25 @@ class UpdateRule(Resident, ABC):
     """
 
     takes: ClassVar[Takes] = Takes.GRADIENT
-    needs: ClassVar[frozenset[Need]] = frozenset()
     runs_optimizer: ClassVar[bool] = False
     """Whether each update has the bits of the job's optimizer on the uncut tensors, with no further state."""
-    looks_ahead: ClassVar[bool] = False
-    """Whether a worker's pull gets BucketRule.answer() instead of the parameters."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the rule needs besides the gradient. A class variable where it doesn't depend on the settings."""
+        return frozenset()
+
+    def share(self, spec: RuleSpec, staleness: int) -> float | None:
+        """Factor for a push that is summed with others, where that is all that the rule needs its lag for.
+
+        None: the rule can't update from such sums, unless it needs nothing.
+        """
+        return None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a worker's pull gets BucketRule.answer() instead of the parameters. May be a class variable too."""
+        return False
 
     def label(self, spec: RuleSpec) -> str:
         """Name of the rule with its optimizer in errors."""

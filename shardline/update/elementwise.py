@@ -82,6 +82,8 @@ class States:
         """declared: names from owner.states that are kept here."""
         self._owner = owner
         self._declared = frozenset(declared)
+        bucket = owner.site.bucket
+        self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
         self._tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, list[float]] = {}
 
@@ -112,9 +114,48 @@ class States:
             for key in [key for key in held if parse_state_key(key)[1] == worker]:
                 del held[key]
 
-    def all_numbers(self) -> list[list[float]]:
-        """Numbers that have to be equal for slices to be updated in one run."""
-        return list(self._numbers.values())
+    def numbers_of_all(self, name: str) -> list[list[float]]:
+        """Each worker's numbers under this name."""
+        return [numbers for key, numbers in self._numbers.items() if parse_state_key(key)[0] == name]
+
+    def runs(
+        self,
+        values: Tensor,
+        *,
+        gradient: Tensor | None = None,
+        present: Sequence[bool] | None = None,
+        worker: str = "",
+    ) -> list[Run]:
+        """Longest runs of neighbours that are present (None: all) and have equal numbers.
+
+        values, gradient: the bucket's, flat. worker: whose states per worker the runs give.
+        """
+        return [
+            Run(
+                self,
+                slices,
+                slice(self._owner.site.bucket.slices[slices.start].offset, self._ends[slices.stop - 1]),
+                values,
+                values[:0] if gradient is None else gradient,
+                worker,
+            )
+            for slices in list(self._neighbours(present))
+        ]
+
+    def _neighbours(self, present: Sequence[bool] | None) -> Iterator[range]:
+        start: int | None = None
+        key: tuple[float, ...] = ()
+        held = list(self._numbers.values())
+        for number in range(len(self._ends)):
+            here = tuple(numbers[number] for numbers in held)
+            there = present is None or present[number]
+            if start is not None and (not there or here != key):
+                yield range(start, number)
+                start = None
+            if there and start is None:
+                start, key = number, here
+        if start is not None:
+            yield range(start, len(self._ends))
 
     def owns(self, key: str) -> bool:
         """Whether a key of an image belongs here."""
@@ -147,33 +188,38 @@ class States:
 
 
 class Run:
-    """Neighbouring slices that are updated in one call: all have a gradient, and equal numbers.
+    """Neighbouring slices that are handled in one call: all have a gradient, and equal numbers.
 
-    values: the parameters, to be changed in place. gradient: not to be changed. Both flat, padding included.
+    slices: their numbers. span: their elements in the bucket, padding included; values and gradient are those. The
+    gradient is not to be changed, and empty where nothing is pushed.
     """
 
     def __init__(
         self, states: States, slices: range, span: slice, values: Tensor, gradient: Tensor, worker: str
     ) -> None:
         self._states = states
-        self._slices = slices
-        self._span = span
         self._worker = worker
+        self.slices = slices
+        self.span = span
         self.values = values[span]
         self.gradient = gradient[span]
 
     def state(self, name: str) -> Tensor:
         """The run's part of a state, to be changed in place; for a state per worker, the pusher's."""
-        return self._states.tensor(name, self._worker)[self._span]
+        return self._states.tensor(name, self._worker)[self.span]
 
     def number(self, name: str) -> float:
-        """The number shared by all slices of the run."""
-        return self._states.numbers(name, self._worker)[self._slices.start]
+        """The number shared by all slices of the run; for a number per worker, the pusher's."""
+        return self._states.numbers(name, self._worker)[self.slices.start]
 
     def set_number(self, name: str, value: float) -> None:
         """Replace the number."""
         numbers = self._states.numbers(name, self._worker)
-        numbers[self._slices.start : self._slices.stop] = [value] * len(self._slices)
+        numbers[self.slices.start : self.slices.stop] = [value] * len(self.slices)
+
+    def workers_with(self, name: str) -> int:
+        """How many workers have a number other than 0 under this name."""
+        return sum(numbers[self.slices.start] != 0 for numbers in self._states.numbers_of_all(name))
 
 
 class ElementwiseBucketRule(BucketRule):
@@ -184,7 +230,6 @@ class ElementwiseBucketRule(BucketRule):
         self.kept = States(self, tuple(self.states))
         self._begun = [False] * len(site.bucket.slices)
         self._padding = padding_positions(site.bucket, site.device)
-        self._ends = [min(piece.offset + padded(piece.elements), site.bucket.elements) for piece in site.bucket.slices]
 
     @abstractmethod
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
@@ -196,29 +241,20 @@ class ElementwiseBucketRule(BucketRule):
         if update.source is not None:
             values.copy_(update.source)
         with torch.no_grad():
-            for slices in list(self._runs(update.present)):
-                span = slice(self.site.bucket.slices[slices.start].offset, self._ends[slices.stop - 1])
-                run = Run(self.kept, slices, span, values, update.gradient, context.task)
+            for run in self.kept.runs(values, gradient=update.gradient, present=update.present, worker=context.task):
                 self.update(run, update.arguments, context)
-                self._begun[slices.start : slices.stop] = [True] * len(slices)
+                self._begun[run.slices.start : run.slices.stop] = [True] * len(run.slices)
+        self.clear_padding(values)
+
+    def clear_padding(self, values: Tensor) -> None:
+        """Set the padding of the bucket's values to zeros."""
         if self._padding.numel():
             values.index_fill_(0, self._padding, 0)
 
-    def _runs(self, present: Sequence[bool] | None) -> Iterator[range]:
-        """Longest runs of neighbours that are present and have equal numbers."""
-        start: int | None = None
-        key: tuple[float, ...] = ()
-        held = self.kept.all_numbers()
-        for number in range(len(self.site.bucket.slices)):
-            here = tuple(numbers[number] for numbers in held)
-            there = present is None or present[number]
-            if start is not None and (not there or here != key):
-                yield range(start, number)
-                start = None
-            if there and start is None:
-                start, key = number, here
-        if start is not None:
-            yield range(start, len(self.site.bucket.slices))
+    @property
+    def begun(self) -> bool:
+        """Whether any slice has had a gradient."""
+        return any(self._begun)
 
     @property
     def workers(self) -> frozenset[str]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardline.core.push_context import PushContext
-from shardline.core.spec import Argument, RuleSpec, TensorSpec
+from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
+from shardline.errors import JobError
 from shardline.update.base import (
     BucketRule,
     RuleState,
@@ -23,10 +24,17 @@ from shardline.update.base import (
     padding_positions,
     without_values,
 )
-from shardline.update.elementwise import States
+from shardline.update.elementwise import Run, States
 from shardline.update.torch_optim.rule import Torch
 
 _TORCH = Torch()
+
+
+def require_real(rule: UpdateRule, tensors: Sequence[TensorSpec]) -> None:
+    """Raise JobError for a complex parameter."""
+    for tensor in tensors:
+        if tensor.kind is TensorKind.PARAM and DTYPES[tensor.dtype].is_complex:
+            raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {rule} updates real tensors only")
 
 
 @dataclass(frozen=True)
@@ -66,19 +74,36 @@ class WrappingBucketRule(BucketRule):
         self._padding = padding_positions(site.bucket, torch.device("cpu"))
 
     @abstractmethod
-    def changed(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
-        """The gradient for the optimizer: a new tensor, or `gradient` itself if nothing changes.
+    def changed(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
+        """The run's gradient for the optimizer: a new tensor, or run.gradient itself if nothing changes.
 
-        values: the parameters before the update. Both are flat and must not be changed; slices without a gradient
-        contain arbitrary finite values.
+        run.values: the parameters before the update, not to be changed. Only the rule's own states and numbers are
+        found in the run.
         """
 
     def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        values = update.values if update.source is None else update.source
         with torch.no_grad():
-            gradient = self.changed(values, update.gradient, update.arguments, update.context)
+            gradient = self._changed(update)
         self.inner.carry_out(replace(update, gradient=gradient))
+
+    def _changed(self, update: Update) -> Tensor:
+        values = update.values if update.source is None else update.source
+        found = update.gradient
+        for run in self.runs_of(update, values):
+            part = self.changed(run, update.arguments, update.context)
+            if part is run.gradient:
+                continue
+            if part.numel() == found.numel():
+                return part
+            if found is update.gradient:
+                found = found.clone()
+            found[run.span] = part
+        return found
+
+    def runs_of(self, update: Update, values: Tensor) -> list[Run]:
+        """The runs of a push. values: the bucket's, for run.values."""
+        return self.kept.runs(values, gradient=update.gradient, present=update.present, worker=update.context.task)
 
     @property
     def workers(self) -> frozenset[str]:

@@ -123,7 +123,7 @@ class Commander:
             case Cut():
                 return control.cut(order.timeline, order.step, stop=order.stop)
             case Release():
-                return control.release(order.timeline, order.step)
+                return control.release(order.timeline, order.step, noted=order.noted)
             case AskStatus():
                 return control.status()
 
@@ -186,4 +186,5 @@ def _configuration(task: str, order: Configure) -> Configuration:
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
         standbys=_standbys(task, order.placement),
         keep_standbys=tuple(shard for shard in _standbys(task, order.placement) if shard in order.keep_standbys),
+        replayed=order.replayed,
     )

@@ -36,7 +36,7 @@ from shardline_chief.io.journal import Journal
 from shardline_chief.io.performer import Performer, settle
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.streams import Channel, Streams
-from shardline_chief.io.summary import overview, summary, write_json
+from shardline_chief.io.summary import SummaryFile, overview, summary
 from shardline_chief.io.telemetry import Telemetry
 from shardline_chief.rules.actions import (
     Finish,
@@ -81,6 +81,7 @@ class Control:
         self._commander = commander
         self._checkpointer = checkpointer
         self._reporter = reporter
+        self._summary = SummaryFile(out, reporter)
         self._metrics = metrics
         self._out = out
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -218,6 +219,7 @@ class Control:
                 return self.program.state.exit_code
             self._streams.push_orders()
             if self._goodbye_s is not None and self._gone(now_s):
+                self._summary.complete()
                 return self.program.state.exit_code
 
     def _due(self) -> list[Callable[[float], None]]:
@@ -332,11 +334,4 @@ class Control:
         self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
         if watched:
             self._watcher_until_s = now_s + WATCHER_S
-        value = summary(self.program, sha256=digest, out=self._out, now_s=now_s)
-        try:
-            write_json(self._out / "summary.json", value)
-        except OSError as error:
-            self._reporter.event("summary_failed", f"no summary: {self._out}: {error.strerror}", "error", {})
-            # A summary of an earlier run in this folder would be mistaken for this run's.
-            with contextlib.suppress(OSError):
-                (self._out / "summary.json").unlink(missing_ok=True)
+        self._summary.write(summary(self.program, self._reporter, sha256=digest, out=self._out, now_s=now_s))

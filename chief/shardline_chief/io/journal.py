@@ -102,12 +102,7 @@ class Journal:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """All entries of all terms, oldest first; skips incomplete lines. Raises UsageError if a file can't be read."""
-        found = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
-        for _, path in sorted(found):
-            for line in _lines(path):
-                entry = _parsed(line)
-                if entry is not None:
-                    yield entry
+        yield from read_entries(self.folder)
 
     def close(self) -> None:
         """Close the file and release the lock."""
@@ -115,6 +110,16 @@ class Journal:
             os.close(self._file)
             self._file = None
         self._lock.close()
+
+
+def read_entries(folder: Path) -> Iterator[dict[str, Any]]:
+    """All entries of a folder's journals; see Journal.read(). The run may still go on."""
+    found = ((int(path.stem.partition("-")[2]), path) for path in folder.glob("journal-*.jsonl"))
+    for _, path in sorted(found):
+        for line in _lines(path):
+            entry = _parsed(line)
+            if entry is not None:
+                yield entry
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardline.checkpoint import Checkpoint
+from shardline.codecs import auto
+from shardline.codecs.measuring import measure_speeds
 from shardline.errors import CheckpointError
 from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.io.commands import Commander
@@ -26,6 +31,7 @@ from shardline_chief.rules.actions import (
     JournalLine,
     Lead,
     MarkBest,
+    MeasureCodecs,
     Save,
     Saved,
     Say,
@@ -76,6 +82,8 @@ class Performer:
                 self._checkpointer.hurry()
             case Find():
                 self._find(action)
+            case MeasureCodecs():
+                threading.Thread(target=self._measure, name="codecs", daemon=True).start()
             case MarkBest():
                 self._mark_best(action)
             case Finish():
@@ -115,6 +123,18 @@ class Performer:
         if self._program.found(Found(resume=resume, error=error), now_s):
             # If several servers were lost at once, the first answer counts: the second may arrive while it is in use.
             self._commander.resume = checkpoint
+
+    def _measure(self) -> None:
+        """Some seconds of work, beside training."""
+        speeds: dict[str, auto.CodecSpeed] = {}
+        try:
+            # The figures are those of one core.
+            torch.set_num_threads(1)
+            speeds = measure_speeds(auto.NAMES)
+        except Exception:
+            # The job waits for this answer, whatever it is.
+            log.exception("the codecs could not be measured")
+        self._post(lambda now_s: self._program.measured(speeds, now_s))
 
     def _mark_best(self, mark: MarkBest) -> None:
         try:

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -118,11 +118,26 @@ class TaskSpeed:
         self.steps = 0
         """Steps reported so far; a worker with several replicas reports each step several times in a row."""
         self._last: deque[StepReport] = deque(maxlen=LAST_STEPS)
+        self._stale: Counter[int] = Counter()
+        self._blocked_s = 0.0
 
     def add(self, report: StepReport) -> None:
         """Note a finished step."""
-        self.steps += not self._last or self._last[-1].step != report.step
+        another = not self._last or self._last[-1].step != report.step
+        self.steps += another
+        if another:
+            self._stale[report.staleness] += 1
+            self._blocked_s += report.blocked_s
         self._last.append(report)
+
+    def whole(self) -> dict[str, Any]:
+        """Figures of all steps, for JSON. staleness: number of steps by staleness in versions. drift: a recent mean."""
+        return {
+            "steps": self.steps,
+            "blocked_seconds": round(self._blocked_s, 6),
+            "staleness": {str(versions): count for versions, count in sorted(self._stale.items())},
+            "drift": self.drift,
+        }
 
     @property
     def staleness(self) -> float:
@@ -138,6 +153,16 @@ class TaskSpeed:
     def exchange_s(self) -> float:
         """Mean seconds of push, barrier wait and pull per recent step."""
         return mean([report.exchange_s for report in self._last])
+
+    @property
+    def blocked_s(self) -> float:
+        """The part of exchange_s in which the servers waited for other workers."""
+        return mean([report.blocked_s for report in self._last])
+
+    @property
+    def drift(self) -> float:
+        """Mean L2 norm of how far its replicas moved in the recent steps; 0 without local training."""
+        return mean([report.drift for report in self._last])
 
 
 def mean(values: Collection[float]) -> float:
@@ -297,9 +322,12 @@ class Reporter:
             "replicas": len(group),
             "compute_s": max(report.compute_s for report in group),
             "exchange_s": max(report.exchange_s for report in group),
+            "blocked_s": max(report.blocked_s for report in group),
             "staleness": staleness,
             "time": time.time(),
         }
+        if any(report.drift for report in group):
+            line["drift"] = mean([report.drift for report in group])
         if len(group) == 1:
             line["task"] = task
         self._write("steps", line)

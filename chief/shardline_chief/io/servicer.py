@@ -304,6 +304,8 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             compute_s=_seconds(item.compute_s),
             exchange_s=_seconds(item.exchange_s),
             staleness=item.staleness,
+            blocked_s=_seconds(item.blocked_s),
+            drift=_seconds(item.drift),
         )
         for item in message.steps
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,7 +27,12 @@ def total_traffic(program: Program) -> Traffic:
     return functools.reduce(operator.add, parts, Traffic())
 
 
-def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
+def trainers(reporter: Reporter) -> dict[str, dict[str, Any]]:
+    """Figures of each task that trains, since this chief's start."""
+    return {task: pace.whole() for task, pace in sorted(reporter.paces.items())}
+
+
+def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
     """The run's result, for summary.json. sha256: digest of the last checkpoint's parameters, "" if there is none."""
     state = program.state
     seconds = state.figures.seconds(now_s)
@@ -59,11 +65,17 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
             "mean": sum(shard.staleness_sum for shard in shards) / pushes if pushes else 0.0,
             "max": max((shard.staleness_max for shard in shards), default=0),
         },
+        "trainers": trainers(reporter),
         "versions": [shard.version for shard in shards],
         "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
+        "contributions": {
+            task: {"used": state.choices.used[task], "dropped": state.choices.dropped[task]}
+            for task in sorted(state.choices.used | state.choices.dropped)
+        },
         "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
         "repeated_batches": state.figures.total(REPEATED)
         + (state.work.leases.repeated if state.work.leases is not None else 0),
+        "dropped_memories": state.figures.dropped_memories,
         "lost_updates": state.figures.total(LOST),
         "recoveries": [dataclasses.asdict(recovered) for recovered in state.losses.recoveries],
         "chief_restarts": state.losses.failovers,
@@ -81,6 +93,32 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
 def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """The metrics for JSON, which has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+class SummaryFile:
+    """summary.json: written when the job has ended, and again once tasks have told of their last steps."""
+
+    def __init__(self, out: Path, reporter: Reporter) -> None:
+        self._path = out / "summary.json"
+        self._reporter = reporter
+        self._value: dict[str, Any] = {}
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Write a summary; if that fails, there is none, and an event says so."""
+        self._value = value
+        try:
+            write_json(self._path, value)
+        except OSError as error:
+            self._reporter.event("summary_failed", f"no summary: {self._path.parent}: {error.strerror}", "error", {})
+            # A summary of an earlier run in this folder would be mistaken for this run's.
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def complete(self) -> None:
+        """Add what tasks told when they left."""
+        found = trainers(self._reporter)
+        if found != self._value.get("trainers"):
+            self.write({**self._value, "trainers": found})
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -145,6 +183,8 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
         staleness=pace.staleness if pace is not None else 0.0,
         compute_s=pace.compute_s if pace is not None else 0.0,
         exchange_s=pace.exchange_s if pace is not None else 0.0,
+        blocked_s=pace.blocked_s if pace is not None else 0.0,
+        drift=pace.drift if pace is not None else 0.0,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardline import codecs
 from shardline.core.orders import Phase
 from shardline.core.status import Traffic
 from shardline.observability.metrics import Metrics
@@ -32,6 +34,10 @@ class Telemetry:
         self._reported = 0
         """Timeline whose training the reporter has been informed of."""
         self._targets: Targets | None = None
+        self._codecs = ("", "")
+        """Those of gradients and of parameters that the metrics show."""
+        self._contributions = Counter[tuple[str, str]]()
+        """Contributions counted in the metrics, by (task, outcome)."""
         # Set now, so that a first checkpoint that never comes also shows as overdue.
         metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
@@ -51,6 +57,7 @@ class Telemetry:
             self._targets = Targets(self._out, chief=chief, chief_metrics=self._metrics.address)
         self._targets.show(state.tasks.members)
         self._count(state)
+        self._show_codecs(state)
         return True
 
     def _begin(self, state: State) -> None:
@@ -63,7 +70,7 @@ class Telemetry:
             # The timeline of an earlier chief, whose logs continue: nothing in them was undone.
             taken_over = state.layout.timeline >> 32 != state.settings.term
             self._reporter.begin(
-                replicas=state.job.replicas,
+                replicas=state.mode.needed(state.job.replicas),
                 joined=state.mode.assigns_replicas,
                 timeline=state.layout.timeline,
                 first_step=state.progress.step if taken_over else state.progress.base_step,
@@ -77,6 +84,22 @@ class Telemetry:
                 counts[key] = counts.get(key, 0) + (member.state is life)
         for (role, life_name), count in counts.items():
             self._metrics.gauge("shardline_tasks", role=role, state=life_name).set(count)
+        for outcome, tally in (("used", state.choices.used), ("dropped", state.choices.dropped)):
+            for task, total in tally.items():
+                counter = self._metrics.counter("shardline_contributions_total", peer=task, outcome=outcome)
+                counter.inc(total - self._contributions[task, outcome])
+                self._contributions[task, outcome] = total
+
+    def _show_codecs(self, state: State) -> None:
+        if state.job is None:
+            return
+        found = codecs.of(state.job)
+        chosen = (str(found.ups[0]), str(found.downs[0]))
+        if chosen != self._codecs:
+            for (up, down), flag in ((self._codecs, 0), (chosen, 1)):
+                if up:
+                    self._metrics.gauge("shardline_codec_chosen", up=up, down=down).set(flag)
+            self._codecs = chosen
 
     def saved(self, saved: Saved) -> None:
         """A checkpoint was committed, or could not be written."""

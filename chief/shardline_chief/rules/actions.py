@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shardline.core.choices import Choices
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
@@ -96,6 +97,8 @@ class Configure:
     """Shards that keep their values; the others are created again."""
     keep_standbys: frozenset[int] = frozenset()
     """Shards whose standbys stay where they are and keep following; the others are copied again."""
+    replayed: Choices = field(default_factory=Choices)
+    """The choices of the run that this one repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,8 @@ class Release:
 
     timeline: int
     step: int
+    noted: int = 0
+    """With spares: the journal has the choices of all steps before this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +237,11 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasureCodecs:
+    """Measure how fast codecs are on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MarkBest:
     """Mark this checkpoint as the best so far."""
 
@@ -249,4 +259,4 @@ class Finish:
     """Another chief leads: exit and leave everything to it."""
 
 
-Action = Answer | Say | Tell | JournalLine | Command | Save | Hurry | Find | MarkBest | Finish
+Action = Answer | Say | Tell | JournalLine | Command | Save | Hurry | Find | MeasureCodecs | MarkBest | Finish

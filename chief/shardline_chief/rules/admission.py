@@ -9,7 +9,7 @@ from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.state.membership import Refused
-from shardline_chief.rules.state.settings import as_in_cluster
+from shardline_chief.rules.state.settings import as_chosen, as_in_cluster
 from shardline_chief.rules.state.state import State
 
 PLACED = ("ps", "worker", "evaluator")
@@ -77,7 +77,7 @@ def place_refusal(role: str) -> Refused | None:
 def _job_refusal(state: State, join: Join) -> Refused | None:
     if join.job is None or state.job is None:
         return None
-    phrases = differences(as_in_cluster(join.job, state.settings), state.job)
+    phrases = differences(as_chosen(as_in_cluster(join.job, state.settings), state.job), state.job)
     if not phrases:
         return None
     return Refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardline.codecs.auto import CodecSpeed
 from shardline.core.status import ShardStatus
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Found, Order, Saved
@@ -91,6 +92,13 @@ class CheckpointFound(Event):
     """The checkpoint to roll back to, or why there is none."""
 
     found: Found
+
+
+@dataclass(frozen=True)
+class CodecsMeasured(Event):
+    """The speeds of codecs, by name; empty if they could not be measured."""
+
+    speeds: Mapping[str, CodecSpeed]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class Heartbeats:
         member = tasks.members.get(beat.task)
         assert member is not None
         self._note(beat, member)
+        if member.trains:
+            self._flows.codec_choice.told(beat.task, beat.steps, now_s)
         life = (beat.task, beat.incarnation)
         if beat.failure and life not in self._told_failures:
             self._told_failures.add(life)

@@ -14,6 +14,8 @@ from typing import Any
 from shardline_chief.rules import continuations as then
 from shardline_chief.rules import events as on
 from shardline_chief.rules.actions import CommandResult
+from shardline_chief.rules.codecs.choice import CodecChoice
+from shardline_chief.rules.codecs.error_memory import ErrorMemory
 from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.flows.checkpointing import Checkpointing
@@ -60,6 +62,8 @@ class Flows:
     servers: Servers
     failover: Failover
     recovery: Recovery
+    memory: ErrorMemory
+    codec_choice: CodecChoice
     takeover: Takeover
     ending: Ending
     scoring: Scoring
@@ -83,6 +87,8 @@ class Flows:
             servers=Servers(state),
             failover=failover,
             recovery=recovery,
+            memory=ErrorMemory(state, recovery),
+            codec_choice=CodecChoice(state, recovery),
             takeover=takeover,
             ending=ending,
             scoring=scoring,
@@ -122,6 +128,8 @@ def _of_time(flows: Flows) -> Rows:
             (TRAINING | TAKEOVER, flows.servers.poll_at_last_step),
         ),
         on.Progressed: (
+            (TRAINING, flows.memory.moved),
+            (TRAINING, flows.codec_choice.look),
             (TRAINING, flows.leasing.end_if_complete),
             (TRAINING, ending.end_as_remembered),
             # From the last stage to the first, so that each event advances the ending by one stage.
@@ -145,6 +153,7 @@ def _of_tasks(flows: Flows) -> Rows:
         ),
         on.TrainerLost: (
             (at(Stage.INITIALIZING), flows.preparation.initializer_lost),
+            (TRAINING, flows.memory.worker_lost),
             (ANY, workers.lost),
         ),
         on.StrangerLost: ((ANY, workers.stranger_lost),),
@@ -194,6 +203,7 @@ def _of_checkpoints(flows: Flows) -> Rows:
             (at(Stage.FIRST_CUT), flows.preparation.first_cut_saved),
             (at(Stage.CUTTING), ending.saved),
         ),
+        on.CodecsMeasured: ((ANY, flows.codec_choice.measured),),
         on.CheckpointFound: ((at(Stage.FINDING), flows.recovery.found),),
         on.EndAsked: (
             (TAKEOVER, ending.remember),

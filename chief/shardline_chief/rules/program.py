@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.codecs.auto import CodecSpeed
 from shardline.core.orders import JobView, Orders
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, TaskStatus
@@ -21,6 +22,7 @@ from shardline_chief.rules.actions import Action, CommandResult, Found, Resume, 
 from shardline_chief.rules.events import (
     CheckpointFound,
     CheckpointSaved,
+    CodecsMeasured,
     EndAsked,
     Progressed,
     ServerLost,
@@ -163,6 +165,11 @@ class Program:
         wanted = self.state.stage is Stage.FINDING
         self.machine.handle(CheckpointFound(found), now_s)
         return wanted
+
+    def measured(self, speeds: Mapping[str, CodecSpeed], now_s: float) -> None:
+        """The codecs were measured."""
+        self.machine.handle(CodecsMeasured(speeds), now_s)
+        self._progress(now_s)
 
     def fatal(self, exit_code: int, reason: str, now_s: float) -> None:
         """End the job: the chief itself can no longer be trusted."""

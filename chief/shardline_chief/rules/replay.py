@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardline.core.choices import Choices
 from shardline.core.placement import Placement
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_from_json
@@ -51,6 +52,8 @@ class Remembered:
     term: int = 0
     """Term of the chief that wrote last; 0 = the journal is empty."""
     job: JobSpec | None = None
+    earlier: tuple[JobSpec, ...] = ()
+    """The jobs of earlier runs, from which this one was resumed."""
     plan_id: str = ""
     timeline: int = 0
     """The newest timeline begun; 0 = none."""
@@ -77,6 +80,8 @@ class Remembered:
     members: Mapping[str, KnownMember] = field(default_factory=dict)
     finished: frozenset[str] = frozenset()
     """Tasks that have finished."""
+    choices: Choices = field(default_factory=Choices)
+    """With spares: whose gradients made the steps of the surviving history."""
     leases: Leases | None = None
     """Asynchronous mode: a copy of the leases, including the open ones."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -90,6 +95,8 @@ class Remembered:
     """Address of the last chief's web page; "" = none."""
     failovers: int = 0
     """How many chiefs have taken over in this run."""
+    dropped_memories: int = 0
+    """How many times error memory was dropped."""
     stopping: tuple[str, int] | None = None
     """(reason, exit code) of an end that has begun."""
     ended: tuple[int, str] | None = None
@@ -141,9 +148,13 @@ class _Book:
             "finished": self._done,
             "cursor": self._cursor,
             "lease": self._lease,
+            "chosen": self._chosen,
             "stopping": self._stopping,
+            "memory_dropped": lambda entry: self._found.update(
+                dropped_memories=self._found.get("dropped_memories", 0) + int(entry["count"])
+            ),
             "ended": self._ended,
-            "closed": self._closed,
+            "closed": lambda entry: self._found.update(closed=True),
         }
 
     def _begin_run(self) -> None:
@@ -153,6 +164,7 @@ class _Book:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
         self._leases: Leases | None = None
+        self._choices = Choices()
 
     def remembered(self) -> Remembered:
         return Remembered(
@@ -162,6 +174,7 @@ class _Book:
             metrics=dict(self._metrics),
             recoveries=tuple(self._recoveries),
             leases=self._leases,
+            choices=self._choices,
         )
 
     def take(self, entry: Mapping[str, Any]) -> None:
@@ -176,15 +189,22 @@ class _Book:
             self._found["page"] = str(entry.get("page", ""))
             self._found["failovers"] = self._found.get("failovers", 0) + 1
             return
+        choices, job = self._choices, self._found.get("job")
+        earlier = self._found.get("earlier", ())
         self._begin_run()
         self._found["page"] = str(entry.get("page", ""))
         step = entry.get("resume")
         if step is not None:
+            self._choices = choices.until(int(step))
+            self._found["earlier"] = (*earlier, job) if job is not None else earlier
             self._found.update(first_step=int(step), base_step=int(step), checkpoint_step=int(step))
 
     # The job and its history
 
     def _job(self, entry: Mapping[str, Any]) -> None:
+        if "timeline" in self._found:
+            # It changes: the servers have the one before until the next timeline begins.
+            self._found.update(active=False, stays=False, kept=frozenset())
         self._found["job"] = job_from_json(entry["spec"])
 
     def _machine(self, entry: Mapping[str, Any]) -> None:
@@ -207,6 +227,8 @@ class _Book:
         found.update(stop_step=0, promoted={})
         self._standbys(entry)
         step = entry.get("from_cut")
+        if not stays:
+            self._choices = self._choices.until(int(step or 0))
         if step is not None:
             found.update(base_step=int(step), checkpoint_step=int(step))
             if "path" in entry:
@@ -297,6 +319,13 @@ class _Book:
             number, first, count = map(int, entry["issued"])
             self._leases.recall(Lease(number=number, first=first, count=count, incarnation=incarnation))
 
+    # Choices
+
+    def _chosen(self, entry: Mapping[str, Any]) -> None:
+        """With spares: whose gradients made the next steps; after a gap, what was before is of no use."""
+        news = Choices.unpacked(int(entry["first"]), int(entry["width"]), bytes.fromhex(entry["made"]))
+        self._choices = self._choices.followed_by(news)
+
     # The end
 
     def _stopping(self, entry: Mapping[str, Any]) -> None:
@@ -304,6 +333,3 @@ class _Book:
 
     def _ended(self, entry: Mapping[str, Any]) -> None:
         self._found["ended"] = (int(entry["exit_code"]), str(entry["reason"]))
-
-    def _closed(self, entry: Mapping[str, Any]) -> None:
-        self._found["closed"] = True

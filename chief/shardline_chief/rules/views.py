@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from shardline.consistency.assignment import replicas_of
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.plan import make_plan
 from shardline.core.status import TaskStatus, Traffic
 from shardline.errors import UsageError
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.assignment import replicas_of
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.state import State
 

@@ -54,7 +54,18 @@ def planned_bytes(configuration: PsConfiguration) -> int:
 
     Transient memory (contributions that wait for others, cuts that wait for the chief) is in memory_plan().
     """
-    return value_bytes(configuration) + optimizer_bytes(configuration) + standby_bytes(configuration)
+    held = value_bytes(configuration) + optimizer_bytes(configuration) + codec_bytes(configuration)
+    return held + standby_bytes(configuration)
+
+
+def codec_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of what the codec of parameters remembers of its receivers."""
+    pull, shards = configuration.coding.pull, configuration.plan.shards
+    return sum(
+        bucket.nbytes * pull.bucket(number, at).codec.sender_copies
+        for number in configuration.shards
+        for at, bucket in enumerate(shards[number].buckets)
+    )
 
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
@@ -80,16 +91,22 @@ def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
 def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, lanes: int = 0) -> dict[str, int]:
     """Most bytes that the shards may hold, by kind; their sum bounds the process's memory except for its code.
 
-    Kinds: "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force), "lanes", and
-    "standbys" if there are any. staging: the limit asked for. lanes: additional bytes held by lanes.
+    Kinds: "parameters" (both published steps), "optimizer", "codec" (what that of parameters remembers), "cuts",
+    "contributions" (one per replica, if they are kept until the lead has chosen), "sums" (of pushes that wait to be
+    applied, if the mode adds them up), "staging" (the limit in force), "lanes", and "standbys" if there are any.
+    staging: the limit asked for. lanes: additional bytes
+    held by lanes.
     """
-    optimizer = optimizer_bytes(configuration)
+    optimizer, mode = optimizer_bytes(configuration), consistency.of(configuration.consistency)
     image = sum(shard.nbytes for shard in _hosted(configuration)) + optimizer
     return {
         "parameters": value_bytes(configuration),
         "optimizer": optimizer,
+        **({"codec": codec_bytes(configuration)} if codec_bytes(configuration) else {}),
         # Without a cadence the chief requests one cut at a time.
         "cuts": image * (HELD_CUTS if configuration.cut_every else 1),
+        **({"contributions": (image - optimizer) * configuration.replicas} if mode.drops_late else {}),
+        **({"sums": image - optimizer} if mode.sums_pushes else {}),
         "staging": staging_limit(configuration, staging),
         "lanes": lanes,
         **({"standbys": standby_bytes(configuration)} if configuration.standbys else {}),

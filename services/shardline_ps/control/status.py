@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline.rpc.messages.choices import choices_to_proto
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import StandbySender, StandbyState
@@ -52,9 +53,12 @@ def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> para
 
 def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
     standby = standbys.view(shard.number)
+    step_min, choices = shard.step_min, shard.mode.choices
+    made = choices.made() if choices is not None and choices.leads else None
     return parameter_server_pb2.ShardStatus(
         shard=shard.number,
-        step_min=shard.step_min,
+        # A step is reported together with its choice, so that the chief never ends a run that lacks one.
+        step_min=step_min if made is None else min(step_min, made.end),
         step_max=shard.step_max,
         version=shard.version,
         initialized=shard.initialized,
@@ -74,4 +78,5 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
         standby_record=standby.record,
         standby_silent_s=standby.silent_s,
         standby_problem=standby.problem,
+        choices=choices_to_proto(made) if made is not None else None,
     )

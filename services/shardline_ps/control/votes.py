@@ -1,4 +1,7 @@
-"""Takes voted steps from "all contributions have arrived" to "applied": vote, get the lead's verdict, apply."""
+"""Takes voted steps from "enough contributions have arrived" to "applied": vote, get the lead's verdict, apply.
+
+With spares the lead first chooses whose gradients make the step, and every shard asks it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import Any
 
 import grpc
 
+from shardline.consistency.choosing import StepChoices
 from shardline.consistency.server import ShardVote, Staged
+from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.records import Applied
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
@@ -41,6 +46,10 @@ class Voters:
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: dict[asyncio.Task[None], int] = {}
         """The running decisions that hold a shard, with its number."""
+        self._choice_made = asyncio.Event()
+        """Set, and replaced, when the lead here may know another choice."""
+        self._heard: tuple[int, set[int]] = 0, set()
+        """The timeline, and the shards that have told the lead here their latest choice in it."""
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run voted steps on this loop."""
@@ -48,7 +57,7 @@ class Voters:
         self._store.on_complete = self.on_complete
 
     def on_complete(self, shard: int, step: int) -> None:
-        """All contributions of a step have arrived at a shard."""
+        """Enough contributions to a step have arrived at a shard."""
         if self._loop is not None:
             # At shutdown a pool thread may finish after the loop has closed.
             with contextlib.suppress(RuntimeError):
@@ -61,6 +70,8 @@ class Voters:
                 task.cancel()
 
     def _start(self, shard: int, step: int) -> None:
+        if shard == 0:
+            self._wake_askers()
         if shard in self._store.shards:
             self._deciding[self._spawn(self._decide(shard, step))] = shard
 
@@ -82,6 +93,10 @@ class Voters:
         shard = store.shards.get(number)
         if shard is None:
             # The shard was retired after the step was complete.
+            return
+        if shard.mode.choices is not None and shard.mode.choices.of(step) is None:
+            # The shard reports the step again once the chosen contributions are here.
+            await self._learn(shard, shard.mode.choices, step)
             return
         found = await store.work(shard.mode.vote, step)
         if found is None:
@@ -129,7 +144,10 @@ class Voters:
     def tell_verdicts(self) -> None:
         """Report each shard's last verdict to the lead, which may be a new one: see VoteLead.adopt()."""
         self._lead.renew(self._store.authority.timeline)
+        self._wake_askers()
         for number, shard in self._store.shards.items():
+            if shard.mode.choices is not None:
+                self._spawn(self._tell_choice(shard, shard.mode.choices))
             if shard.mode.last_verdict is not None:
                 self._spawn(self._tell(number, shard.mode.last_verdict))
 
@@ -146,6 +164,26 @@ class Voters:
             if isinstance(ballot, Applied):
                 return self.adopt(timeline, ballot)
             return await self.vote_here(timeline, step, shard, ballot)
+        request = parameter_server_pb2.VoteRequest(timeline=timeline, step=step, shard=shard)
+        if isinstance(ballot, Applied):
+            request.decided.CopyFrom(verdict_to_proto(ballot))
+        else:
+            request.quantum.extend(quantum for quantum, _ in ballot.sums)
+            request.square_sum.extend(value for _, value in ballot.sums)
+            request.nonfinite_tensors.extend(ballot.nonfinite)
+        reply = await self._call(request)
+        if reply is None:
+            return None
+        return Verdict(
+            step=reply.step,
+            scale=reply.scale,
+            skip=reply.skip,
+            norm=reply.norm,
+            nonfinite=tuple(reply.nonfinite_tensors),
+        )
+
+    async def _call(self, request: parameter_server_pb2.VoteRequest) -> parameter_server_pb2.VerdictReply | None:
+        """The answer of a lead that is on another ps; None, after a pause, if it has none yet."""
         address = next((item.address for item in self._store.placement if item.shard == 0), None)
         if address is None:
             await asyncio.sleep(self._timeouts.heartbeat_s)
@@ -155,36 +193,95 @@ class Voters:
         peer = self._peers[address]
         stub = parameter_server_pb2_grpc.CoordinatorStub(peer.channel)
         assert self._store.configuration is not None
-        request = parameter_server_pb2.VoteRequest(
-            job=self._store.configuration.job,
-            timeline=timeline,
-            step=step,
-            shard=shard,
-        )
-        if isinstance(ballot, Applied):
-            request.decided.CopyFrom(verdict_to_proto(ballot))
-        else:
-            request.quantum.extend(quantum for quantum, _ in ballot.sums)
-            request.square_sum.extend(value for _, value in ballot.sums)
-            request.nonfinite_tensors.extend(ballot.nonfinite)
+        request.job = self._store.configuration.job
         try:
             metadata = await peer.metadata(VOTE)
-            reply = await stub.Vote(request, timeout=self._timeouts.rpc_s, metadata=metadata)
+            reply: parameter_server_pb2.VerdictReply = await stub.Vote(
+                request, timeout=self._timeouts.rpc_s, metadata=metadata
+            )
         except grpc.aio.AioRpcError as error:
             peer.failed()
-            log.debug("vote on step %d at %s: %s", step, address, error.code().name)
+            log.debug("vote on step %d at %s: %s", request.step, address, error.code().name)
             await asyncio.sleep(0.05 + 0.2 * random.random())
             return None
         if reply.outcome not in (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_SKIPPED):
             await asyncio.sleep(0.05)
             return None
-        return Verdict(
-            step=reply.step,
-            scale=reply.scale,
-            skip=reply.skip,
-            norm=reply.norm,
-            nonfinite=tuple(reply.nonfinite_tensors),
-        )
+        return reply
+
+    # Choices
+
+    async def _learn(self, shard: Shard, choices: StepChoices, step: int) -> None:
+        """Ask the lead whose gradients make the open step, until it is known."""
+        store = self._store
+        while store.shards.get(shard.number) is shard and shard.step_min == step and choices.of(step) is None:
+            timeline = store.authority.timeline
+            choice = await self._ask_choice(timeline, step, shard.number)
+            if choice is not None and timeline == store.authority.timeline:
+                # What the lead of an earlier timeline has chosen does not hold if nobody knew it when this one began.
+                choices.adopt(step, choice)
+
+    async def _ask_choice(self, timeline: int, step: int, shard: int) -> int | None:
+        if 0 in self._store.shards:
+            return await self.choice_here(timeline, step)
+        reply = await self._call(parameter_server_pb2.VoteRequest(timeline=timeline, step=step, shard=shard, asks=True))
+        return choice_from_bytes(reply.choice) if reply is not None else None
+
+    async def choice_here(self, timeline: int, step: int) -> int | None:
+        """The lead's choice of a step; None if there is none within the time of a call, or the timeline changes."""
+        store, loop = self._store, asyncio.get_running_loop()
+        until_s = loop.time() + self._timeouts.server_wait_s
+        while 0 in store.shards and timeline == store.authority.timeline:
+            made, choices = self._choice_made, store.shard(0).mode.choices
+            if choices is None:
+                raise ProtocolError(f"step {step}: the job's mode has no choices")
+            choice = choices.of(step)
+            if choice is not None:
+                return choice
+            try:
+                await asyncio.wait_for(made.wait(), until_s - loop.time())
+            except TimeoutError:
+                return None
+        return None
+
+    def _wake_askers(self) -> None:
+        made, self._choice_made = self._choice_made, asyncio.Event()
+        made.set()
+
+    async def _tell_choice(self, shard: Shard, choices: StepChoices) -> None:
+        """Tell the lead, which may be a new one, the newest choice that a shard knows."""
+        store, number = self._store, shard.number
+        timeline = store.authority.timeline
+        while timeline == store.authority.timeline and store.shards.get(number) is shard:
+            step, choice = choices.newest()
+            if 0 in store.shards:
+                self.hear(timeline, number, step, choice)
+                return
+            request = parameter_server_pb2.VoteRequest(
+                timeline=timeline, step=step, shard=number, told=choice_to_bytes(choice)
+            )
+            if await self._call(request) is not None:
+                return
+
+    def hear(self, timeline: int, shard: int, step: int, choice: int) -> None:
+        """A shard has told the lead here the newest choice that it knows; 0 = none."""
+        if self._heard[0] != timeline:
+            self._heard = timeline, set()
+        heard, lead = self._heard[1], self._store.shard(0)
+        choices = lead.mode.choices
+        if choices is None or shard >= len(lead.settings.plan.shards) or choice >> lead.settings.replicas:
+            raise ProtocolError(f"shard {shard}, step {step}: there is no such shard or replica, or nothing to choose")
+        heard.add(shard)
+        try:
+            if choice:
+                choices.adopt(step, choice)
+            if len(heard) == len(lead.settings.plan.shards):
+                choices.heard_all()
+        except InternalError as error:
+            self._store.on_failure(error)
+        self._wake_askers()
+
+    # The lead
 
     def adopt(self, timeline: int, decided: Applied) -> Verdict:
         """Record a verdict that a shard has applied; for the lead."""

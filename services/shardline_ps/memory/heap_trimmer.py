@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from shardline.host import allocator
 
 log = logging.getLogger("shardline.ps")
-LOOK_S = 0.01
+LOOK_S = 0.05
 """Fewest seconds between two looks at the process's memory."""
 LATEST_S = 1.0
 """Seconds after which holes are measured even if the process has not grown."""

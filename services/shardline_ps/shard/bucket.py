@@ -12,7 +12,9 @@ from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec
+from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import CheckpointError, ProtocolError
+from shardline.storage.writes import WriteCounts
 from shardline.update import BucketRule, Need
 
 
@@ -32,14 +34,15 @@ class Bucket:
         tensors: tuple[TensorSpec, ...],
         make_rule: Callable[[torch.device], BucketRule],
         *,
-        replicas: int,
+        contributions: Contributions,
         pub: tuple[torch.Tensor, torch.Tensor],
-        on_held: Callable[[int], None] = lambda difference: None,
+        combined: Callable[[torch.Tensor], torch.Tensor] = lambda mean: mean,
     ) -> None:
-        """make_rule: called for parameters, and again for each restored state. on_held(difference): called when the
-        bytes of partial sums change. pub: memory for the values (zeros of the bucket's length and dtype), by step & 1;
-        the same tensor twice if one step at a time is enough.
+        """make_rule: called for parameters, and again for each restored state. pub: memory for the values (zeros of the
+        bucket's length and dtype), by step & 1; the same tensor twice if one step at a time is enough. combined: see
+        Codec.combined.
         """
+        self._combined = combined
         self.lock = threading.Lock()
         self.shard = shard
         self.number = number
@@ -51,17 +54,18 @@ class Bucket:
         """Step at which Init or Restore set the values; earlier steps were never published here."""
         self.overwritten = -1
         """Highest step whose values may have been overwritten; may be read without the lock."""
-        self.restored = 0
-        """How many times all values were replaced."""
+        self.writes = WriteCounts()
+        """Counts the values of even and of odd steps as they begin to be replaced."""
         self.changed_step = 0
         """Lowest s with theta_s == ... == theta_step: a reader that has theta_s or later needs no bytes."""
         self.initialized = False
-        self.contributions = Contributions(spec, replicas, on_held=on_held)
+        self.contributions = contributions
         self.hyper: Mapping[str, float] | None = None
-        """Hyper-parameters of the bucket's group for the open step, from replica 0; None = the job's own."""
+        """Hyper-parameters of the bucket's group for the open step, from its lowest replica; None = the job's own."""
         self.group = tensors[spec.slices[0].tensor].group
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
+        self._bytes = tuple(map(tensor_bytes, pub)) if device.type == "cpu" else ()
         self.pending: object | None = None
         """Record that the standby must have before theta_{step+1} is published; None if nothing waits."""
         self.rule: BucketRule | None = None
@@ -78,6 +82,10 @@ class Bucket:
     def values_at(self, step: int) -> torch.Tensor:
         """theta_step or theta_{step-1}, flat; check with serve_pull first."""
         return self._pub[step & 1]
+
+    def bytes_at(self, step: int) -> memoryview:
+        """The bytes of values_at(), not copied. Only in host memory."""
+        return self._bytes[step & 1]
 
     def previous(self) -> torch.Tensor | None:
         """theta_{step-1}, empty if it equals theta_step; None if it was never published here.
@@ -125,12 +133,21 @@ class Bucket:
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
         # Set before the first byte of theta_{step-1} is overwritten.
         self.overwritten = self.step - 1
+        if self.spec.kind is not TensorKind.FROZEN:
+            # A frozen bucket has one buffer, to which nothing is written.
+            self._begin_write(target)
         # Equal buffers need no copy, nor does a rule that writes beside the old values.
         differ = self.changed_step == self.step and target is not source
         changed = not skip and self._update(target, total, scale, source if differ else None, context)
         if differ and not changed:
             target.copy_(source)
         return changed
+
+    def _begin_write(self, target: torch.Tensor) -> None:
+        """Count what one buffer has held: of one step, or of all where there is one buffer."""
+        for which in (0, 1):
+            if self._pub[which] is target:
+                self.writes.begin(which)
 
     def publish(self, changed: bool, *, skip: bool = False) -> None:
         """Publish what compute() has made as the new theta_step."""
@@ -162,7 +179,7 @@ class Bucket:
         assert values is not None
         return self.rule.apply(
             target,
-            values,
+            self._combined(values),
             clock=self.step,
             source=source,
             present=total.present,
@@ -235,8 +252,10 @@ class Bucket:
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
         """Take the state of an image. rule: from rule_of(). previous: as from previous()."""
         self.rule = rule
-        self.restored += 1
         self.pending = None
+        for which in (0, 1):
+            # Both before the first byte: they may be one.
+            self.writes.begin(which)
         for buffer in self._pub:
             buffer.copy_(image.tensors[VALUE])
         self._zero_padding()

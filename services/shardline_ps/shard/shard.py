@@ -12,6 +12,7 @@ from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.storage.publication import Publication
+from shardline.update import chosen
 from shardline_ps.shard.cuts import check_images
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.storage import ShardStorage
@@ -42,11 +43,19 @@ class Shard:
         self.publication = self.storage.publication
         self.cuts = self.storage.cuts
         self.tally = self.storage.tally
-        terms = Terms(plan=settings.plan, contributors=settings.replicas, nan_policy=settings.consistency.nan_policy)
+        rule = chosen(settings.rule)
+        terms = Terms(
+            plan=settings.plan,
+            contributors=settings.replicas,
+            nan_policy=settings.consistency.nan_policy,
+            replayed=settings.replayed,
+            share=lambda staleness: rule.share(settings.rule, staleness) or 1.0,
+        )
         self.mode = mode = self.consistency.server_half(self.storage, terms)
         # Push and pull are answered by the mode.
         self.contribute, self.push, self.waiting_for = mode.contribute, mode.push, mode.waiting_for
         self.progress, self.last_push = mode.progress, mode.last_push
+        self.slowest, self.asked = mode.slowest, mode.asked
 
     # Reading
 
@@ -163,6 +172,7 @@ class Shard:
 
     def _cut_now(self, step: int) -> None:
         with self.storage.order:
+            self.mode.settle()
             images = []
             for bucket in self.buckets:
                 with bucket.lock:

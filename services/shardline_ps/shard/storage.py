@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 
 from shardline import consistency
+from shardline.codecs.coding import PLAIN
 from shardline.consistency.server import BucketView, Hyper, Observers, ShardUpdate, Tally
-from shardline.core.contributions import Partial
+from shardline.core.contributions import Contributions, Partial
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, RecordPart
 from shardline.storage.publication import PlainPublication, Publication, areas
@@ -73,9 +74,11 @@ class ShardStorage:
                 bucket,
                 settings.plan.tensors,
                 functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
-                replicas=settings.replicas,
+                combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).combined,
                 pub=areas(self.publication, index, bucket, keeps_previous=mode.keeps_previous),
-                on_held=self.waiting.add,
+                contributions=Contributions(
+                    bucket, settings.replicas, on_held=self.waiting.add, in_tree=mode.sums_in_tree
+                ),
             )
             for index, bucket in enumerate(spec.buckets)
         ]
@@ -200,7 +203,9 @@ class ShardStorage:
                 self._published(bucket)
             update.closed()
 
-    def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
+    def record(
+        self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float = 1.0, push: AppliedPush | None = None
+    ) -> int | None:
         """See Storage. Answers wait for the standby: see passed()."""
         if self.log is None:
             return None

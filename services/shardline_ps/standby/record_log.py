@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardline.core.choices import Choices
 from shardline.core.image import BucketImage
 from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Record, RecordPart
 from shardline.core.tensor_bytes import digest, tensor_bytes
@@ -108,13 +109,21 @@ class RecordLog:
             self._copied.add(bucket)
             return True
 
-    def mark(self, copy: int, *, pushes: Sequence[AppliedPush] = (), verdict: Applied | None = None) -> None:
+    def mark(
+        self,
+        copy: int,
+        *,
+        pushes: Sequence[AppliedPush] = (),
+        verdict: Applied | None = None,
+        choices: Choices | None = None,
+    ) -> None:
         """Send the mark that all buckets are copied; the caller keeps the shard from changing meanwhile."""
         with self._lock:
             if copy == self.copy:
                 number = self.sent + 1
                 self.marked = True
-                self._append(number, Mark(number=number, pushes=tuple(pushes), verdict=verdict))
+                made = choices or Choices()
+                self._append(number, Mark(number=number, pushes=tuple(pushes), verdict=verdict, choices=made))
 
     def compare(self, number: int, bucket: int, values: torch.Tensor) -> None:
         """Every DIGEST_EVERY records, have the standby compare the next bucket as it is right after record `number`.

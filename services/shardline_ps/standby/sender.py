@@ -263,19 +263,21 @@ class StandbyStream:
     def _copy_one(self, copy: int, bucket: Bucket) -> bool:
         """Send one bucket's present state; False if it must be tried again."""
         # Records are made under the same locks, so the image precedes or follows a record entirely.
-        with self.shard.storage.order, bucket.lock:
-            if bucket.pending is not None:
-                return False
-            self.shard.mode.settle(bucket)
-            if not self.log.image(copy, bucket.number, copied_image(bucket)):
-                raise UnreachableError("the copy was abandoned")
-            return True
+        with self.shard.storage.order:
+            self.shard.mode.settle()
+            with bucket.lock:
+                if bucket.pending is not None:
+                    return False
+                if not self.log.image(copy, bucket.number, copied_image(bucket)):
+                    raise UnreachableError("the copy was abandoned")
+                return True
 
     def _mark(self, copy: int) -> None:
         shard = self.shard
         with shard.storage.order:
             pushes, verdict = shard.mode.remembered()
-            self.log.mark(copy, pushes=pushes, verdict=verdict)
+            choices = shard.mode.choices.made() if shard.mode.choices is not None else None
+            self.log.mark(copy, pushes=pushes, verdict=verdict, choices=choices)
 
     # The end
 

@@ -54,6 +54,8 @@ class Standby:
         if isinstance(frame, Begin):
             self.copy, self.record, self.synced = frame.copy, 0, False
             self._copied.clear()
+            # What an earlier copy has left open.
+            self.shard.mode.abandon()
             return
         if isinstance(frame, Digest):
             self._compare(frame)
@@ -104,6 +106,8 @@ class Standby:
         if lacking:
             raise ProtocolError(f"the copy of shard {shard.number} ended without buckets {lacking[:8]}")
         shard.mode.recall(mark.pushes, mark.verdict)
+        if shard.mode.choices is not None:
+            shard.mode.choices.inherit(mark.choices)
         self.synced = True
 
     def _compare(self, frame: Digest) -> None:

@@ -1,1 +1,1 @@
-"""`shardline bench net`: measures a cluster's network."""
+"""`shardline bench`: measures a cluster's network (net), and codecs."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
+from shardline.cli.bench.codecs import codecs
 from shardline.cli.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
 from shardline.config import RoleConfig
@@ -85,9 +86,12 @@ class Measurement:
     insecure_bind: bool = False
 
 
-@click.group(short_help="Measure a cluster's network.")
+@click.group(short_help="Measure a cluster's network, and codecs.")
 def bench() -> None:
-    """Measure network throughput, and how much of it Shardline reaches."""
+    """Measure network throughput, how much of it Shardline reaches, and what codecs make of gradients."""
+
+
+bench.add_command(codecs)
 
 
 @bench.command()

@@ -17,7 +17,7 @@ from shardline.core.orders import StepReport
 from shardline.core.settings import Setting, Settings, check, kind_of, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
-from shardline.fit import check_fit
+from shardline.fit import check_fit, divide
 from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
 from shardline.update import check_tensors, rule_from_optimizer
@@ -52,7 +52,7 @@ def choose_settings(given: Mapping[str, Any], environ: Callable[[str], str | Non
         if value is None and text is not None:
             value = read(name, text, kind_of(name))
         if value is not None:
-            found[name] = methods.table(name).canonical(value) if name in methods.SEAMS else value
+            found[name] = methods.canonical(name, value) if name in methods.FIELDS else value
     check(Settings(**found), "connect()")  # type: ignore[arg-type]
     return found
 
@@ -84,6 +84,7 @@ def script_spec(
         },  # type: ignore[arg-type]
         script=True,
     )
+    job = divide(job)
     check_fit(job)
     return job
 
@@ -120,6 +121,14 @@ class TensorHolder(nn.Module):
             yield tensor
 
 
+def _meter_codec(metrics: Metrics, trainer: Trainer) -> None:
+    push = trainer.weights.coding.push
+    if push.relative_error is not None:
+        metrics.gauge("shardline_codec_error_ratio", codec=push.name, way="push").set(push.relative_error)
+    if trainer.encoders.memory_norm is not None:
+        metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
+
+
 def meter_step(
     metrics: Metrics,
     trainer: Trainer,
@@ -137,10 +146,17 @@ def meter_step(
     for item in reports:
         if not math.isnan(item.loss):
             metrics.gauge("shardline_loss").set(item.loss)
+        if item.drift:
+            metrics.gauge("shardline_drift").set(item.drift)
+    if trainer.methods.mode.holds_back:
+        metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
+    _meter_codec(metrics, trainer)
     for shard, outcome in figures.outcomes.items():
         peer = peers.get(shard, "ps")
+        coding = trainer.weights.coding
         for kind, raw, wire in trainer.meter.take(shard):
-            labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.exchange.lanes[shard].name}
+            codec = (coding.push if kind == "push" else coding.pull).name
+            labels = {"peer": peer, "codec": codec, "lane": trainer.exchange.lanes[shard].name}
             metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
             metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
         parts = outcome.parts(figures.computed_s)

@@ -170,9 +170,8 @@ class Session:
         overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
         clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by default, and their next forward
         pass waits per layer.
-        zero_copy: on lane shm, parameters become views of what the servers publish, and gradients views of what they
-        read: a step copies nothing. What is written to such a parameter stays in this process until the next step.
-        Tensors that can't be shared (cut over several shards, other lanes) stay private. See docs/lanes.md.
+        zero_copy: on lane shm, compute gradients in memory that the servers read, so that a step copies nothing. Those
+        that can't be shared (tensors cut over several shards, other lanes) stay private. See docs/lanes.md.
 
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
@@ -185,7 +184,7 @@ class Session:
         check_unused(optimizer.state.values(), self.standing)
         if job is None and not zero_copy:
             self._loop.own_loop.attached(self.standing.step, self.trainer.weights.layout.trained)
-        self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
+        self._optimizer = ShardlineOptimizer(self, optimizer, (spec.inner or spec).rule.name)
         lent = None
         if zero_copy:
             owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
@@ -222,6 +221,7 @@ class Session:
 
     def _asked_to_end(self) -> None:
         log.info("asked to end: returning the replicas of this worker to the chief")
+        self._loop.place.keep_values()
         if self._link is not None:
             self._link.leave()
 
@@ -314,9 +314,7 @@ class Session:
             raise UsageError("barrier() is only for scripts: the replicas of a job file are not tied to a worker")
         self.wait()
         limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
-        return self._loop.barrier.meet(
-            self.link, self.trainer.step, by_step=self._loop.assigns_replicas, timeout_s=limit_s
-        )
+        return self._loop.meet_others(limit_s)
 
     def log_loss(self, loss: float) -> None:
         """Record the open step's loss for logs and the dashboard of a script's job."""

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from shardline.client.api.leases import WorkerLeases
 from shardline.client.api.pipeline import Pipeline
 from shardline.client.api.workplace import Workplace
-from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
+from shardline.client.exchange.outcomes import Interrupted, Overtaken, Restart, StepFigures, Stopped
 from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.trainer import Trainer
 from shardline.client.unstepped import Unstepped, waiting_replicas
 from shardline.consistency import Consistency
 from shardline.core.orders import LOST, REPEATED, Orders, Phase
+from shardline.core.settings import EXACT
 from shardline.core.timeouts import Timeouts
 from shardline.errors import RolledBackError, UnreachableError, UsageError
 from shardline.rpc.link import ChiefLink
@@ -129,7 +130,7 @@ class StepFinder:
             if self._mode.assigns_replicas:
                 number = self._next_assigned(orders)
             elif self._trainer.job.script:
-                if self.stale and not self.relocate(orders):
+                if (self.stale or self._place.resting) and not self.relocate(orders):
                     continue
                 self.todo = {0}
                 number = self._trainer.step
@@ -152,6 +153,8 @@ class StepFinder:
     def _orders_or_none(self) -> Orders | None:
         """Current orders; None if this worker is leaving and has been released."""
         link = self.link
+        if self._leaving() and self._trainer.job.error_memory != EXACT:
+            self._trainer.encoders.leaving = True
         if self._leaving() and (link.orders.fenced or not link.orders.replicas):
             return None
         link.check()
@@ -179,52 +182,44 @@ class StepFinder:
 
     def relocate(self, orders: Orders) -> bool:
         """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
-        self.assigned = orders.replicas
+        self.assigned, self.stale = orders.replicas, True
         try:
             self._place.renew(self.link)
             if self.link.orders != orders:
                 # The new trainer did not exist when these orders came, so they could not interrupt it.
                 return False
             self.todo = self._trainer.locate(orders.replicas, orders.timeline)
-        except (Restart, Interrupted) as error:
-            log.info("looking for the current step again: %s", error or "interrupted")
-            self._wait_for_change(orders)
-            return False
-        except Stopped as error:
-            # These replicas are counted in the last step, or the job ends at its current step.
-            log.info("%s", error)
-            self._wait_for_change(orders)
-            return False
-        except UnreachableError as error:
-            # The chief decides whether that ps is dead; it ends the job or announces where its shards are now.
-            log.warning("%s", error)
-            self._wait_for_change(orders)
+        except (Restart, Interrupted, Stopped, UnreachableError) as error:
+            # Stopped: these replicas are counted in the last step, or the job ends at its current step. A ps that can't
+            # be reached: the chief decides whether it is dead; it ends the job or announces where its shards are now.
+            level = logging.WARNING if isinstance(error, UnreachableError) else logging.INFO
+            log.log(level, "looking for the current step again: %s", error or "interrupted")
+            if not isinstance(error, Overtaken):
+                self._wait_for_change(orders)
             return False
         self.stale = False
         self.unstepped.reset()
-        self._tell_figures()
+        self.link.figures = {LOST: float(self._place.lost_updates), REPEATED: float(self._repeated)}
         self.link.set_step(self._trainer.step)
         return True
 
-    def _tell_figures(self) -> None:
-        self.link.figures = {LOST: float(self._place.lost_updates), REPEATED: float(self._repeated)}
-
     def _next_lease(self, orders: Orders) -> int | None:
-        if self._finished:
+        if self._finished or (self._leaving() and not self.leases.has_next):
+            self._place.rest()
             self._wait_for_change(orders)
             return None
         if self.stale and not self.relocate(orders):
             return None
         if not self.leases.has_next:
-            if self._leaving():
-                self._wait_for_change(orders)
-                return None
             lease = self.leases.renew(self.link)
             if lease.count == 0:
+                self._place.rest()
                 if lease.ended:
                     self.finish_part()
                 self.link.wait(lambda o: o.phase is Phase.ENDED, timeout_s=lease.retry_after_s or 0.05)
                 return None
+        if self._place.resting and not self.relocate(orders):
+            return None
         self.todo = {0}
         return self.leases.batch
 
@@ -232,7 +227,7 @@ class StepFinder:
         """Report to the chief, once, that this worker has done its part."""
         if not self._finished:
             self._finished = True
-            self.link.finish()
+            self._place.finish(self.link)
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin while the previous one is still open; None if it has to be closed first."""
@@ -268,7 +263,8 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         assert self._place.view is not None
-        if orders.timeline == self._place.view.timeline and (self._mode.leases_batches or not self.iterating):
+        again = self._mode.leases_batches or not self.iterating
+        if orders.timeline == self._place.view.timeline and again and not isinstance(error, Overtaken):
             # Sending again is harmless: what was counted is a duplicate.
             if not isinstance(error, Interrupted):
                 link.wait(lambda o: o != orders, timeout_s=0.1)
@@ -276,6 +272,11 @@ class StepFinder:
             # Check orders that came before arm(); later ones interrupt again.
             if self.still_ordered():
                 return True
+        if isinstance(error, Overtaken) and not self.iterating and self.retained is None:
+            # Its step is closed without it. Nothing has to be sent again.
+            self._lose_sent()
+            self.find_again()
+            return False
         if not self.iterating:
             return self._carry_over()
         log.info("restarting the step: %s", error or "orders changed")
@@ -297,13 +298,28 @@ class StepFinder:
             self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
             if self.link.orders.phase is not Phase.ENDED:
                 self.link.check()
-                raise self._rolled_back(self.link.orders.first_step)
+                raise rolled_back(self.link.task, self.link.orders.first_step)
             self.stale = True
             self._lose_sent()
             return False
         retained.keep(self._trainer, shared=self._place.zero_copy)
-        self.stale = True
         self._lose_sent()
+        if not self.find_again():
+            return False
+        trainer = self._trainer
+        if retained.went_back(trainer.half):
+            raise rolled_back(
+                self.link.task, trainer.step if self._mode.consistent_cuts else self.link.orders.first_step
+            )
+        if retained.counted(trainer.half):
+            self.closed_by = retained.accept(trainer.half)
+        else:
+            retained.contribute(trainer)
+        return True
+
+    def find_again(self) -> bool:
+        """Wait until the job's current step is found and its parameters are in the model; False if the job ends."""
+        self.stale = True
         while self.stale:
             # Before reading the orders, see next().
             self._trainer.exchange.arm()
@@ -315,22 +331,7 @@ class StepFinder:
                 self._wait_for_change(orders)
             else:
                 self.relocate(orders)
-        trainer = self._trainer
-        if retained.went_back(trainer.half):
-            raise self._rolled_back(trainer.step if self._mode.consistent_cuts else self.link.orders.first_step)
-        if retained.counted(trainer.half):
-            self.closed_by = retained.accept(trainer.half)
-        else:
-            retained.contribute(trainer)
         return True
-
-    def _rolled_back(self, step: int) -> RolledBackError:
-        """The error for a loop that can't repeat a step. step: the job's current step."""
-        return RolledBackError(
-            f"{self.link.task}: a parameter server was lost, and the job was rolled back to step {step}; loop over "
-            "session.steps() to follow it, or train with --standbys 1",
-            step=step,
-        )
 
     def _lose_sent(self) -> None:
         """Give up the step in flight, which has to be computed again."""
@@ -346,3 +347,12 @@ class StepFinder:
         if self.leases.held:
             self.leases.batch += 1
         self.link.set_step(self._trainer.step)
+
+
+def rolled_back(task: str, step: int) -> RolledBackError:
+    """The error for a loop that can't repeat a step. step: the job's current step."""
+    return RolledBackError(
+        f"{task}: a parameter server was lost, and the job was rolled back to step {step}; loop over session.steps() "
+        "to follow it, or train with --standbys 1",
+        step=step,
+    )

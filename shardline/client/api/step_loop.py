@@ -77,6 +77,7 @@ class StepLoop:
     def steps(self, total: int | None) -> Iterator[int]:
         """See Session.steps."""
         self.finder.iterating = True
+        self.place.wake()
         self.own_loop.knows_the_step()
         try:
             while True:
@@ -87,6 +88,7 @@ class StepLoop:
                 self._enter_body()
                 if total is not None and number >= total:
                     if self.pipeline.settle():
+                        self.place.rest()
                         return
                     continue
                 if self.trainer.methods.ticks.tick == 0:
@@ -149,7 +151,13 @@ class StepLoop:
         if not self.finder.iterating and added:
             self.finder.retained = RetainedContribution(mark, added)
         number = self.finder.leases.batch if self.finder.leases.held else trainer.step
-        report = StepReport(step=number, replica=replica, loss=float("nan") if loss is None else loss, samples=samples)
+        report = StepReport(
+            step=number,
+            replica=replica,
+            loss=float("nan") if loss is None else loss,
+            samples=samples,
+            drift=added[replica].drift if added else 0.0,
+        )
         self._reports.add(report, waited_s=self.pipeline.waited_s)
 
     def contribute_own(
@@ -232,14 +240,28 @@ class StepLoop:
         """Wait until the model contains all parameters of the open step."""
         self.pipeline.settle()
 
+    def meet_others(self, timeout_s: float) -> bool:
+        """See Session.barrier. Nobody needs to wait for this worker's pushes meanwhile."""
+        self.place.rest()
+        passed = self.barrier.meet(
+            self.finder.link, self.trainer.step, by_step=self.assigns_replicas, timeout_s=timeout_s
+        )
+        if passed and not self.place.wake() and not self.finder.iterating:
+            # Within steps() the next step does this.
+            return self.finder.find_again()
+        return passed
+
     def _still_ordered(self) -> bool:
         return self.finder.still_ordered()
 
     def _account(self, sent: SentStep, figures: StepFigures) -> None:
         """Report a closed step to the metrics and the chief."""
+        self.place.resting = False
         self.skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
         meter_step(self._metrics, self.trainer, figures, sent.reports, step_s, self.place.peers)
         for item in sent.reports:
-            self.finder.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))
+            self.finder.link.report(
+                replace(item, exchange_s=figures.seconds, staleness=figures.staleness, blocked_s=figures.blocked_s)
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +11,15 @@ from torch import nn
 
 from shardline import topology
 from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.overlap.gate import Gate, why_not
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.config import RoleConfig, environment
+from shardline.core.exchange import Standing
 from shardline.core.orders import JobView
-from shardline.errors import UsageError
+from shardline.errors import UnreachableError, UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
@@ -91,6 +93,8 @@ class Workplace:
         self.current: Trainer | None = None
         self.gate: Gate | None = None
         """If set, the next forward pass waits per layer."""
+        self.resting = False
+        """The servers know that this worker pushes nothing until it has located its step again."""
 
     def furnish(
         self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
@@ -135,7 +139,8 @@ class Workplace:
         return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
 
     def renew(self, link: ChiefLink) -> None:
-        """Make a new trainer if the plan or timeline has changed."""
+        """Make a new trainer if the plan or timeline has changed. The worker is about to locate its step."""
+        self.resting = False
         view = link.ask(lambda: link.client.get_job(link.identity))
         if (
             self.view is not None
@@ -219,6 +224,52 @@ class Workplace:
             self.gate = None
         if self.current is not None:
             self.current.close()
+
+    def rest(self) -> None:
+        """Tell the servers that this worker pushes nothing for a while, in a mode in which others would wait for it.
+
+        If a server can't answer now, `resting` stays False. No exchange may be running.
+        """
+        if not self.resting:
+            self.resting = self._say(()) is not None
+
+    def wake(self) -> bool:
+        """Tell the servers that this worker computes again, with the values that it has. No exchange may be running.
+
+        False if not all were told: the worker has to find its place again before it pushes.
+        """
+        if self.resting:
+            standings = self._say((0,))
+            if standings is None:
+                return False
+            self.resting = False
+            self.trainer.half.woken(standings)
+        return True
+
+    def _say(self, replicas: Sequence[int]) -> Mapping[int, Standing] | None:
+        """Ask for the standing of these replicas, see Lane.progress; None unless all servers were told."""
+        trainer = self.current
+        if trainer is None or not trainer.methods.mode.holds_back:
+            return None
+        try:
+            return trainer.standings(replicas)
+        except (Restart, Interrupted, UnreachableError) as error:
+            log.info("telling the servers whether this worker rests: %s", error or "interrupted")
+            return None
+
+    def finish(self, link: ChiefLink) -> None:
+        """Report to the chief that this worker has done its part."""
+        self.keep_values()
+        self.rest()
+        link.finish()
+
+    def keep_values(self) -> None:
+        """Make the model's current values this process's own, before the servers may go on without this worker.
+
+        Any thread may call this.
+        """
+        if self.current is not None:
+            self.current.weights.residence.release()
 
     def close(self) -> None:
         """Free lanes, threads and hooks."""

@@ -180,8 +180,8 @@ class Conversation:
         check_end(done.end, self._shard)
         if not self._observer.still_ordered():
             raise Interrupted
-        self._tell_waiting(done.end, time.monotonic() - talk.start_s)
         assert talk.want is not None
+        self._tell_waiting(done.end, time.monotonic() - talk.start_s, wants_latest=talk.want.step is None)
         talk.want = self._rest(talk.want)
         return False
 
@@ -236,8 +236,11 @@ class Conversation:
         everything = want.buckets or range(self._sink.num_buckets)
         return replace(want, buckets=[number for number in everything if number not in self._sink.arrived])
 
-    def _tell_waiting(self, end: End, waited_s: float) -> None:
+    def _tell_waiting(self, end: End, waited_s: float, *, wants_latest: bool) -> None:
         if waited_s < self._timeouts.suspect_s:
+            return
+        if wants_latest:
+            self._tell(f"{end.reason}: this worker is too far ahead", f" since {waited_s:.0f} s")
             return
         sentence = f"shard {self._shard} is waiting for replicas {list(end.waiting_for)} in step {end.step}"
         rest = "the chief reassigns them when their worker is dead"

@@ -17,6 +17,10 @@ class Restart(Exception):
     """The step has to start over from Progress (PROTOCOL 1.4.1): timeline, assignment or step changed."""
 
 
+class Overtaken(Restart):
+    """The job has gone on without this worker: its step is closed, and the parameters it wants are gone."""
+
+
 class Stopped(Exception):
     """The job does not continue; the message names the step."""
 
@@ -82,6 +86,11 @@ class StepFigures:
         """Staleness at the shard that was furthest ahead."""
         return max((ack.staleness for outcome in self.outcomes.values() for ack in outcome.acks), default=0)
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds from the push to the pull at the shard where that took longest: others were waited for."""
+        return max((outcome.parts(self.computed_s).wait_s for outcome in self.outcomes.values()), default=0.0)
+
 
 def rank(error: Exception) -> int:
     """Rank of an error, most informative first: a shard's answer beats the interruption of the other calls."""
@@ -90,7 +99,7 @@ def rank(error: Exception) -> int:
 
 
 def check_ack(ack: Ack, shard: int) -> None:
-    """Return if the push counts or was counted before. Raises Stopped, ProtocolError or Restart otherwise."""
+    """Return if the push needs no repetition. Raises Stopped, ProtocolError or Restart otherwise."""
     if ack.accepted:
         if ack.mismatch:
             log.error("shard %d: %s", shard, ack.reason)
@@ -110,4 +119,5 @@ def check_end(end: End, shard: int) -> None:
         raise Stopped(end.reason)
     if end.outcome is Outcome.REFUSED:
         raise ProtocolError(f"shard {shard} refused the pull: {end.reason}")
-    raise Restart(f"shard {shard}: {end.outcome.name.lower()}: {end.reason}")
+    kind = Overtaken if end.outcome is Outcome.OVERTAKEN else Restart
+    raise kind(f"shard {shard}: {end.outcome.name.lower()}: {end.reason}")

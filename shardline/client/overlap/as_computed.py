@@ -103,7 +103,7 @@ class AsComputed:
     def _start(self, expected: Expected, begin: Begin) -> None:
         """Start the exchange when the first bucket is ready. Called by a hook during the backward pass."""
         assert self._push is not None
-        if expected.replica == 0:
+        if self._half.brings_buffers(expected.replica):
             self._tools.staging.extras.hyper = expected.hyper()
         begin(self._push.block, self._push.payloads)
 
@@ -115,7 +115,7 @@ class AsComputed:
         try:
             with torch.no_grad():
                 push.close(gradients, buffers)
-            if expected.replica == 0 and hyper != self._tools.staging.extras.hyper:
+            if self._half.brings_buffers(expected.replica) and hyper != self._tools.staging.extras.hyper:
                 raise JobError(
                     "a hyper-parameter (lr ...) was changed after the backward pass had sent gradients with the old "
                     "value; change it before backward(), or use attach(..., overlap=False)"

@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardline import consistency
+from shardline import codecs, consistency
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.step.expected import Expected
 from shardline.client.step.layout import homes
 from shardline.client.step.open_step import PushTools
-from shardline.codecs import CODECS
-from shardline.codecs.coding import pushed
 from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
@@ -39,7 +37,9 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
         return "a loss that is not finite must be detected before anything is sent"
     if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
         return "the replicas of this worker need more than one push"
-    if len(expected.owned) > 1 and not pushed(CODECS.parse(job.codec)).exact:
+    if mode.drops_late and len(expected.owned) > 1:
+        return "with spares the replicas of this worker are pushed one by one"
+    if len(expected.owned) > 1 and not all(codec.exact for codec in codecs.of(job).ups):
         return "gradients that the codec rounds are not summed before they are sent"
     return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -129,8 +129,7 @@ class OpenStep:
     def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
         stamp = self._methods.half.stamp(shard)
         self._staging.encoders.begin(shard, stamp.number)
-        push = self._staging.contribution(block, payloads)
-        return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
+        return self._staging.contribution(block, payloads, stamp, skip=skip)
 
     def close(self) -> None:
         """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,27 +11,46 @@ from shardline.client.exchange.arrivals import Key
 
 
 class Residence(Protocol):
-    """Decides which pulled buckets stay where a server published them. Lanes call take() and loaded()."""
+    """Decides which pulled buckets stay where a server published them. Lanes call take(), stands() and loaded()."""
+
+    pending: bool
+    """Whether show() has anything to do."""
 
     @property
     def shared(self) -> Sequence[str]:
         """Names of the tensors that are currently in shared memory."""
         ...
 
+    def with_neighbours(self, keys: Iterable[Key]) -> Sequence[Key]:
+        """These buckets and those without which show() can't show all of them."""
+        ...
+
+    def begin(self) -> None:
+        """Note that a pull is about to begin."""
+        ...
+
     def pulling(self) -> None:
-        """Note that a pull has begun: nothing computes with the tensors until settle()."""
+        """Use the time in which nothing has arrived yet."""
         ...
 
     def take(self, key: Key, memory: memoryview) -> bool:
-        """Whether a bucket that the shard refers to may stay in its memory."""
+        """Whether a bucket that the shard refers to may stay in its memory; show() then makes the tensors show it."""
+        ...
+
+    def stands(self, key: Key, step: int) -> None:
+        """Note that a bucket of `step` is unchanged."""
         ...
 
     def loaded(self, key: Key) -> None:
-        """Note that a bucket was copied into private tensors."""
+        """Note that a bucket is copied into the tensors."""
         ...
 
-    def settle(self, step: int) -> None:
-        """Point each tensor at its value; every bucket of this step has arrived."""
+    def show(self) -> None:
+        """Make the tensors show the buckets that have arrived. On the computing thread, between two uses of tensors."""
+        ...
+
+    def settle(self) -> None:
+        """The same at the end of a pull: the tensors have their values of one step, wherever it came from."""
         ...
 
     def gradient(self, number: int) -> torch.Tensor | None:
@@ -39,7 +58,7 @@ class Residence(Protocol):
         ...
 
     def release(self) -> None:
-        """Move every tensor to private memory before the shared memory is freed."""
+        """Leave every tensor's current value in private memory, where nothing changes it but a copying pull."""
         ...
 
 
@@ -47,6 +66,14 @@ class Private:
     """All tensors are in the worker's own memory."""
 
     shared: Sequence[str] = ()
+    pending = False
+
+    def with_neighbours(self, keys: Iterable[Key]) -> Sequence[Key]:
+        """See Residence."""
+        return list(keys)
+
+    def begin(self) -> None:
+        """See Residence."""
 
     def pulling(self) -> None:
         """See Residence."""
@@ -55,10 +82,16 @@ class Private:
         """See Residence."""
         return False
 
+    def stands(self, key: Key, step: int) -> None:
+        """See Residence."""
+
     def loaded(self, key: Key) -> None:
         """See Residence."""
 
-    def settle(self, step: int) -> None:
+    def show(self) -> None:
+        """See Residence."""
+
+    def settle(self) -> None:
         """See Residence."""
 
     def gradient(self, number: int) -> torch.Tensor | None:

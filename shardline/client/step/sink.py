@@ -132,6 +132,8 @@ class BucketSink:
             self.wire_bytes += arrival.payload_bytes
             self.raw_bytes += spec.nbytes
             self._residence.loaded((self._shard, arrival.bucket))
+        else:
+            self._residence.stands((self._shard, arrival.bucket), arrival.step)
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:

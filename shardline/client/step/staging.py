@@ -15,6 +15,7 @@ from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
+from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
 from shardline.core.plan import BucketSpec, Plan
@@ -73,6 +74,8 @@ class GradientStaging:
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
         """Buckets for which the lane was asked for memory in this step."""
+        self._places: dict[Key, tuple[memoryview, torch.Tensor]] = {}
+        """Memory that the lane gave, and a tensor over it: lanes give the same again and again."""
         self._shared: set[Key] = set()
         """Buckets whose gradient of this step is in memory that the shard reads."""
         self._locked: list[Segment | None] = []
@@ -103,6 +106,7 @@ class GradientStaging:
         self._map.close()
         self.clear()
         self._free.clear()
+        self._places.clear()
 
     def _spec(self, key: Key) -> BucketSpec:
         return self._plan.shards[key[0]].buckets[key[1]]
@@ -117,6 +121,7 @@ class GradientStaging:
         wanted = spec.nbytes > 0 and self.encoders.coding.bucket(*key).codec.is_view
         memory = self._allocate(*key, spec.nbytes) if wanted else None
         if memory is None:
+            self._places.pop(key, None)
             return None
         if self._host is not None:
             # A GPU's gradients need memory that stays page-locked while the device may copy into it.
@@ -124,7 +129,10 @@ class GradientStaging:
             if not self._host.lock_pages(memory):
                 return None
         self._shared.add(key)
-        return tensor_from_bytes(memory, spec.dtype)
+        place = self._places.get(key)
+        if place is None or place[0] is not memory:
+            place = self._places[key] = memory, tensor_from_bytes(memory, spec.dtype)
+        return place[1]
 
     def _buffer(self, key: Key) -> torch.Tensor:
         free = self._free.get(key)
@@ -290,8 +298,8 @@ class GradientStaging:
         known = self._marks.get(key, {}).get(block)
         return fingerprint(data) if known is None else known
 
-    def contribution(self, block: Block, payloads: Payloads) -> Contribution:
-        """A block's push with these payloads and the other data; its step is not set yet."""
+    def contribution(self, block: Block, payloads: Payloads, stamp: Stamp, *, skip: bool = False) -> Contribution:
+        """A block's push with these payloads and the other data."""
         samples = self.extras.samples
         return Contribution(
             payloads=payloads,
@@ -300,6 +308,12 @@ class GradientStaging:
             nonfinite=tuple(self.extras.nonfinite),
             num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
             codec=self.encoders.name,
+            step=stamp.step,
+            seq=stamp.seq,
+            clock=stamp.clock,
+            base_min=stamp.base,
+            base_max=stamp.base,
+            skip=skip,
         )
 
 

@@ -107,7 +107,9 @@ class Trainer:
         owned = sorted(replicas)
         standings = self.standings(self.half.asks_for(owned))
         todo = self.half.located(standings, owned)
-        self.encoders.locate(self.half.awaited(standings, owned))
+        before = self.methods.versions
+        skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
+        self.encoders.locate(self.half.awaited(standings, owned), skipped=skipped)
         self._pull()
         self.methods.restart()
         return todo
@@ -130,7 +132,8 @@ class Trainer:
         running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
         self.weights.residence.pulling()
         running.wait()
-        self.half.arrived(self.weights.settle(step))
+        self.methods.versions = self.weights.settle(step)
+        self.half.arrived(self.methods.versions)
         self.open.close()
 
     def give_up(self) -> None:
@@ -244,12 +247,11 @@ class Trainer:
             self._sending.close(values, buffers, outgoing.hyper)
             return
         # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
-        presum = self.methods.mode.sums_in_tree and not self.open.first and self.encoders.coding.codec.exact
+        presum = self.methods.mode.sums_in_tree and not self.open.first and self.encoders.coding.exact
         self._staging.extras.samples[replica] = outgoing.samples
-        if outgoing.hyper and replica == 0:
+        if outgoing.hyper and self.half.brings_buffers(replica):
             self._staging.extras.hyper = outgoing.hyper
-        with torch.no_grad():
-            bad += self._staging.add(self.half.slot(replica), values, buffers, presum=presum, keep=outgoing.keep)
+        bad += self._staging.add(self.half.slot(replica), values, buffers, presum=presum, keep=outgoing.keep)
         self._nonfinite.judge(self.step, replica, bad)
 
     # Handing over
@@ -316,7 +318,7 @@ class Trainer:
         self._sending.learn()
         following = self.step if self.open.sent else self.step + 1
         dropped = any(push.skip for pushes in self.open.pushes.values() for push in pushes)
-        base = self.weights.settle(self.open.target)
+        self.methods.versions = base = self.weights.settle(self.open.target)
         skipped = self.half.closed(following, outcomes, base, dropped=dropped)
         self.open.close()
         self.open.first = False

@@ -52,6 +52,7 @@ class Weights:
         self.have = None
         if not hold:
             self._host.fence()
+        self.residence.begin()
         self.arrivals.begin(hold=hold)
 
     def release(self) -> None:
@@ -71,19 +72,20 @@ class Weights:
         """
         numbers = list(tensors)
         wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
-        self._load(keys_of(self._homes, wanted), running)
+        self._load(self.residence.with_neighbours(keys_of(self._homes, wanted)), running)
         with torch.no_grad():
             self.layout.settle(numbers)
 
     @property
     def incomplete(self) -> bool:
         """Whether wait_for() may have to wait."""
-        return self.arrivals.waiting or self.layout.unsettled or self._host.unjoined
+        return self.arrivals.waiting or self.residence.pending or self.layout.unsettled or self._host.unjoined
 
     def _load(self, wanted: Iterable[Key], running: Running | None) -> None:
         keys = list(wanted)
         if self.arrivals.load(keys, running.look if running is not None else _nothing):
             self._host.join(keys)
+            self.residence.show()
             return
         if running is not None:
             running.wait()
@@ -95,10 +97,11 @@ class Weights:
         Returns versions by shard.
         """
         self._host.join(self.arrivals.keys)
-        with torch.no_grad():
-            self.layout.settle()
+        if self.layout.unsettled:
+            with torch.no_grad():
+                self.layout.settle()
         if step is not None:
-            self.residence.settle(step)
+            self.residence.settle()
         self.have = step
         return {shard: sink.base_version for shard, sink in self.sinks.items()}
 
@@ -122,8 +125,9 @@ class Weights:
 
     def restore(self) -> None:
         """Restore the buffers of theta_t."""
-        with torch.no_grad():
-            self.layout.restore()
+        if self._buffer_keys:
+            with torch.no_grad():
+                self.layout.restore()
         self._touched = False
 
     def untouched(self) -> None:

@@ -12,7 +12,9 @@ from shardline import topology as topologies
 from shardline.cadence import Held, Ticks
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
+from shardline.core.settings import EXACT
 from shardline.core.spec import JobSpec
+from shardline.update.torch_optim.inner import InnerOptimizers
 
 
 class WorkerMethods:
@@ -33,9 +35,19 @@ class WorkerMethods:
         if self.cadence.copies:
             names = [spec.name for spec in job.tensors]
             pulled = {name: tensors[name].detach().clone() for name in names if name in tensors}
-        self.held = Held(model=tensors, pulled=pulled, specs=job.tensors)
+        inner = InnerOptimizers(job.inner, job.tensors, tensors) if job.inner is not None else None
+        self.held = Held(
+            model=tensors,
+            pulled=pulled,
+            specs=job.tensors,
+            inner=inner,
+            replicas=job.replicas,
+            contributors=self.mode.contributors(job.replicas),
+        )
         self.local = self.cadence.local(self.held)
         self._encoders: PushEncoders | None = None
+        self.versions: Mapping[int, int] = {}
+        """Version of each shard's parameters, as they were last pulled."""
 
     def encoders(self, coding: Coding, index: int) -> PushEncoders:
         """Encoders for the pushes of worker `index` under a plan; takes over the previous plan's error memory."""
@@ -44,18 +56,24 @@ class WorkerMethods:
             seed=self._job.seed,
             sender=index if self.mode.whole_pushes else None,
             keep_every=self._job.checkpoint_every,
+            cut_after=self._cut_after if self._job.error_memory == EXACT else lambda number: False,
         )
         if self._encoders is not None:
             made.inherit(self._encoders)
         self._encoders = made
         return made
 
+    def _cut_after(self, number: int) -> bool:
+        """Whether a checkpoint follows this push, the last one included."""
+        every = self._job.checkpoint_every
+        return number + 1 == self._job.steps or bool(every and (number + 1) % every == 0)
+
     def restart(self) -> None:
         """Start the open step over with the servers' parameters."""
-        self.ticks.restart()
+        self.ticks.begin(self.half.step)
         self.local.began(self.half.step)
 
     def next_step(self) -> None:
         """Begin the next step, once its parameters have arrived."""
-        self.ticks.restart()
+        self.ticks.begin(self.half.step)
         self.local.began(self.half.step)

@@ -19,6 +19,8 @@ class Stamp:
     seq: int = 0
     base: int = 0
     """Version of the parameters from which its gradients were computed."""
+    clock: int = 0
+    """The worker's clock after this push."""
 
     @property
     def number(self) -> int:
@@ -49,6 +51,11 @@ class WorkerHalf(abc.ABC):
         self.lost = 0
         """Acknowledged pushes that are gone because a shard was lost and restored."""
 
+    @property
+    def clock(self) -> int:
+        """Pushes done, as the servers compare workers; see consistency.Consistency.holds_back."""
+        return self.step
+
     # The job's position
 
     @property
@@ -63,6 +70,9 @@ class WorkerHalf(abc.ABC):
     @abc.abstractmethod
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """Find the step from the shards' standings; returns the replicas that still have to contribute to it."""
+
+    def woken(self, standings: Mapping[int, Standing]) -> None:  # noqa: B027  most modes have nothing to do
+        """The worker computes again after a rest, from the values that it has."""
 
     @abc.abstractmethod
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:

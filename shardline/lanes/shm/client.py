@@ -48,6 +48,7 @@ class Mapped:
         """Whether parameters are read in the shard's publication."""
         self.used: set[int] = set()
         """Offsets in the gradient segment that the running exchange refers to."""
+        self._lent: dict[tuple[int, int], memoryview] = {}
         self._read: dict[int, int] = {}
         """Step of the push by bucket, for buckets whose bytes the shard may still read."""
 
@@ -81,16 +82,13 @@ class Mapped:
         """A part of the gradient segment."""
         return self._gradients.memory[offset : offset + nbytes]
 
+    def lent(self, offset: int, nbytes: int) -> memoryview:
+        """A bucket's own part of it, at each call the same object."""
+        return self._lent.setdefault((offset, nbytes), self.slot(offset, nbytes))
+
     def area(self, number: int) -> memoryview:
         """See SharedMemory; by_reference only."""
-        return self._area(number).memory
-
-    def forget_writes(self, number: int) -> None:
-        """See SharedMemory."""
-        self._area(number).forget_writes()
-
-    def _area(self, number: int) -> Segment:
-        return self._areas[number if number in self._areas else 0]
+        return self._areas[number if number in self._areas else 0].memory
 
     def holds(self, data: memoryview) -> int | None:
         """Offset of bytes that are already in the gradient segment; None for others."""
@@ -194,7 +192,7 @@ class ShmLane(ShardCalls):
             return None
         if nbytes == 0 or nbytes > self._offsets[bucket + 1] - self._offsets[bucket]:
             return None
-        return mapped.slot(self._offsets[bucket], nbytes)
+        return mapped.lent(self._offsets[bucket], nbytes)
 
     def offset(self, bucket: int) -> int:
         """Offset in bytes of a bucket within an area or the gradient segment."""

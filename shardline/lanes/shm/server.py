@@ -29,6 +29,7 @@ from shardline.lanes.call_server import Answer, CallServer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
+from shardline.storage.writes import Intact
 
 log = logging.getLogger("shardline.lanes")
 Take = Callable[[socket.socket, int, int], None]
@@ -76,6 +77,7 @@ class ShmTicket:
     """One referred bucket; its bytes are already there. See attachments.Ticket."""
 
     done = True
+    matches = None
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
@@ -132,7 +134,7 @@ class ShmAttachment:
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
         self._calls.attach(sock)
 
-    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+    def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
         """A view of the worker's gradients. Raises ProtocolError if the place is outside of them or not aligned.
 
         Raises UnreachableError if there is no segment (any more).
@@ -163,7 +165,7 @@ class ShmAttachment:
         offset = self._publication.offset(bucket)
         return offset, replies.memory[offset : offset + nbytes]
 
-    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+    async def send(self, payload: Buffer, intact: Intact | None) -> None:
         """Nothing is sent on this lane: raises ProtocolError."""
         raise ProtocolError(
             f"{self.holder.task} asked shard {self.holder.shard} on lane shm for something other than an exact step; "

@@ -1,6 +1,7 @@
 """One worker's sockets: buckets in over one, published parameters out over another, calls over the third.
 
-Each direction of the bytes has one owner thread, shared by all workers; calls are served on the loop. An error of one
+The bytes move on the native engine (lines.py), or, with TLS or without the native library, on two threads that all
+workers share: one for each direction. Calls are served on the loop. An error of one
 socket closes all: a raw byte stream can't be resumed in the middle.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -19,10 +19,14 @@ from typing import Generic, TypeVar
 
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.host.loop_posts import post
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answer, CallServer
 from shardline.lanes.socket_thread import NOT_READY, READ, WRITE, SocketThread, shut
 from shardline.lanes.tcp.frames import WHOLE
+from shardline.lanes.tcp.lines import EngineReceive, EngineSend
+from shardline.lanes.tls_socket import TlsSocket
+from shardline.storage.writes import Intact
 
 WINDOW = 8
 """Buckets of a push that may be incoming at once: enough to keep the socket busy while others are counted."""
@@ -37,8 +41,10 @@ BATCH_BYTES = 512 << 10
 class TcpTicket:
     """One incoming referred bucket; see attachments.Ticket."""
 
-    def __init__(self, attachment: TcpAttachment, memory: memoryview) -> None:
+    def __init__(self, attachment: TcpAttachment, memory: memoryview, digest: int) -> None:
         self.memory = memory
+        self.digest = digest
+        self.matches: bool | None = None
         self.filled = 0
         self.whole = len(memory) == 0
         self._attachment = attachment
@@ -50,9 +56,10 @@ class TcpTicket:
 
     async def wait(self) -> None:
         """Wait until all bytes have arrived. Raises UnreachableError if they won't come."""
-        await self._attachment.until(lambda: self.whole)
         if not self.whole:
-            raise UnreachableError(self._attachment.failure)
+            await self._attachment.arrivals.until(lambda: self.done)
+            if not self.whole:
+                raise UnreachableError(self._attachment.failure)
 
 
 @dataclass
@@ -61,7 +68,7 @@ class _Payload:
 
     rest: memoryview
     size: int
-    intact: Callable[[], bool]
+    intact: Intact | None
     marked: bool = False
 
 
@@ -143,7 +150,7 @@ class _Direction(Generic[Item]):
     def _move(self) -> None:
         """Move what can be moved now. On the owner thread."""
         if self._sock is not None and not self._failed:
-            self._transfer(self._sock, isinstance(self._sock, ssl.SSLSocket))
+            self._transfer(self._sock, isinstance(self._sock, TlsSocket))
 
     def _transfer(self, sock: socket.socket, secure: bool) -> None:
         raise NotImplementedError
@@ -184,7 +191,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
                     self._thread.unwatch(sock)
                 return
             try:
-                count = sock.recv_into(ticket.memory[ticket.filled :])
+                count = sock.recv_into(ticket.memory[ticket.filled :][:TURN_BYTES])
             except NOT_READY:
                 break
             except OSError as error:
@@ -196,8 +203,10 @@ class ReceiveSocket(_Direction[TcpTicket]):
             self._took(ticket, count)
             budget -= count
             if secure:
-                # Bytes that TLS has already decrypted don't make the socket readable.
-                if budget <= 0 and not sock.pending():  # type: ignore[attr-defined]
+                if budget <= 0:
+                    # Bytes that have arrived at TLS don't make the socket readable.
+                    if sock.pending():  # type: ignore[attr-defined]
+                        self._thread.post(self._move)
                     break
             elif budget <= 0 or not ticket.whole:
                 break
@@ -236,7 +245,7 @@ class SendSocket(_Direction[_Payload]):
         with self._lock:
             return sum(item.size for item in self._queue)
 
-    def put(self, payload: memoryview, intact: Callable[[], bool]) -> None:
+    def put(self, payload: memoryview, intact: Intact | None) -> None:
         """Add bytes to the queue."""
         self._append(_Payload(payload, len(payload), intact))
 
@@ -248,7 +257,7 @@ class SendSocket(_Direction[_Payload]):
                 self._rest(sock)
                 return
             try:
-                count = sock.send(item.rest)
+                count = sock.send(item.rest[:TURN_BYTES])
             except NOT_READY:
                 break
             except OSError as error:
@@ -268,7 +277,7 @@ class SendSocket(_Direction[_Payload]):
     def _left(self, item: _Payload) -> bool:
         """After an item's bytes: mark them as whole, or take the next item. False = they were overwritten meanwhile."""
         if not item.marked:
-            if not item.intact():
+            if item.intact is not None and not item.intact():
                 self._broke("parameters were overwritten while they were being sent")
                 return False
             item.marked = True
@@ -280,9 +289,48 @@ class SendSocket(_Direction[_Payload]):
         return True
 
 
+Ends = tuple[ReceiveSocket, SendSocket] | tuple[EngineReceive, EngineSend]
+"""Those of an attachment's bytes: on threads of Python's, or on the engine."""
+MakeEnds = Callable[
+    [asyncio.AbstractEventLoop, Callable[[], None], Callable[[], None], Callable[[str], None]],
+    Ends,
+]
+
+
+class _Changes:
+    """Wakes the coroutines that wait for one end of the bytes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition that happened() follows."""
+        while not ready():
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            # Check again: the condition may have become true before the waiter was visible.
+            if ready():
+                return
+            await waiter
+
+    def happened(self) -> None:
+        """Have the conditions looked at again. From any thread."""
+        if self._waiters:
+            post(self._loop, self._wake)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
 class TcpAttachment:
     """One open tcp lane; see attachments.Attachment.
 
+    ends: makes both ends of the bytes, given the loop and what to call when a bucket has come, when one has left, and
+    with the reason when an end broke.
     answer: serves the calls. take: memory for an incoming bucket. forget: called once when the attachment can't be used
     any more.
     """
@@ -297,9 +345,7 @@ class TcpAttachment:
         loop: asyncio.AbstractEventLoop,
         answer: Answer,
         *,
-        receiver: SocketThread,
-        sender: SocketThread,
-        limit_s: float,
+        ends: MakeEnds,
         take: Callable[[int], memoryview],
         forget: Callable[[], None] = lambda: None,
     ) -> None:
@@ -309,18 +355,18 @@ class TcpAttachment:
         self._take = take
         self._forget = forget
         self._failing = threading.Lock()
-        self._waiters: list[asyncio.Future[None]] = []
-        self._waking = False
-        self.incoming = ReceiveSocket(receiver, limit_s, self._changed, self._fail)
-        self.outgoing = SendSocket(sender, limit_s, self._changed, self._fail)
+        self.arrivals, self._room = _Changes(loop), _Changes(loop)
+        self.incoming: ReceiveSocket | EngineReceive
+        self.outgoing: SendSocket | EngineSend
+        self.incoming, self.outgoing = ends(loop, self.arrivals.happened, self._room.happened, self._fail)
         self.calls = CallServer(loop, answer, who=holder.task, broke=self._fail)
 
-    def expect(self, offset: int, nbytes: int) -> TcpTicket:
+    def expect(self, offset: int, nbytes: int, digest: int) -> TcpTicket:
         """The next referred bucket of a push."""
         if offset:
             raise ProtocolError(f"a bucket on lane tcp has offset {offset}; it must be 0")
         self._check()
-        ticket = TcpTicket(self, self._take(nbytes))
+        ticket = TcpTicket(self, self._take(nbytes), digest)
         if not ticket.whole:
             self.incoming.expect(ticket)
             # It may have broken before this ticket was known.
@@ -333,15 +379,16 @@ class TcpAttachment:
     def reply_slot(self, bucket: int, nbytes: int) -> None:
         """See published()."""
 
-    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+    async def send(self, payload: Buffer, intact: Intact | None) -> None:
         """Queue bytes; returns when the queue is short enough. Raises UnreachableError if the sockets broke."""
         self._check()
         view = memoryview(payload)
         if view.nbytes == 0:
             return
         self.outgoing.put(view.cast("B"), intact)
-        await self.until(lambda: self.outgoing.queued_bytes <= QUEUED_BYTES)
-        self._check()
+        if self.outgoing.queued_bytes > QUEUED_BYTES:
+            await self._room.until(lambda: bool(self.failure) or self.outgoing.queued_bytes <= QUEUED_BYTES)
+            self._check()
 
     def abort(self, reason: str) -> None:
         """Close both sockets: bytes in flight have no meaning any more."""
@@ -351,34 +398,9 @@ class TcpAttachment:
         """Free everything."""
         self._fail("it was closed")
 
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition that the socket threads bring about, or for the end of this attachment."""
-        while not ready() and not self.failure:
-            waiter = self._loop.create_future()
-            self._waiters.append(waiter)
-            # Check again: the condition may have become true before the waiter was visible.
-            if ready() or self.failure:
-                return
-            await waiter
-
     def _check(self) -> None:
         if self.failure:
             raise UnreachableError(self.failure)
-
-    def _changed(self) -> None:
-        """Wake the loop once, if there are waiters and no wake-up is pending. From the socket threads."""
-        if self._waiters and not self._waking:
-            self._waking = True
-            # A closed loop has no waiters.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._waking = False
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def _fail(self, reason: str) -> None:
         with self._failing:
@@ -392,4 +414,5 @@ class TcpAttachment:
         self.outgoing.fail()
         self.calls.close()
         self._forget()
-        self._changed()
+        self.arrivals.happened()
+        self._room.happened()

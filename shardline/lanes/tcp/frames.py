@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardline.errors import ProtocolError
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES
 
 VERSION = 1
@@ -101,7 +102,7 @@ def dial(
         try:
             if tls is not None:
                 # Before connecting: wrapping moves the descriptor to another object.
-                sock = tls.wrap_socket(sock, server_hostname=tls_name or host, do_handshake_on_connect=False)
+                sock = TlsSocket(sock, tls, name=tls_name or host)
             hold(sock)
             sock.settimeout(timeout_s)
             sock.connect(address)
@@ -121,7 +122,7 @@ def dial(
 
 def _introduce(sock: socket.socket, token: bytes) -> None:
     tune(sock)
-    if isinstance(sock, ssl.SSLSocket):
+    if isinstance(sock, TlsSocket):
         sock.do_handshake()
     sock.sendall(preamble(token))
     answer = sock.recv(1)
@@ -133,7 +134,7 @@ def _introduce(sock: socket.socket, token: bytes) -> None:
 
 def _patient(sock: socket.socket, stall_s: float) -> None:
     """Make later calls time out after stall_s seconds without progress."""
-    if isinstance(sock, ssl.SSLSocket):
+    if isinstance(sock, TlsSocket):
         sock.settimeout(stall_s)
         return
     # With the kernel's timeouts the socket stays blocking, so that one call moves a whole bucket.
@@ -174,7 +175,7 @@ def receive(sock: socket.socket, memory: memoryview) -> None:
 
 
 def _receive_some(sock: socket.socket, rest: Sequence[memoryview]) -> int:
-    if isinstance(sock, ssl.SSLSocket):
+    if isinstance(sock, TlsSocket):
         return sock.recv_into(rest[0])
     # SO_RCVLOWAT would save wake-ups here too, but after a partial read a blocking call then waits for too much.
     return sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]

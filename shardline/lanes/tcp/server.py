@@ -13,8 +13,11 @@ from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.call_server import Answer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
-from shardline.lanes.tcp.attachment import TcpAttachment
+from shardline.lanes.tcp.attachment import Ends, ReceiveSocket, SendSocket, TcpAttachment
+from shardline.lanes.tcp.lines import EngineReceive, EngineSend
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import MAX_GUESTS, TokenAcceptor
+from shardline.native.engine import Engine, available
 
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
@@ -37,7 +40,7 @@ class BulkHandshake:
         if not self._tuned:
             frames.tune(self.sock)
             if self._tls is not None:
-                self.sock = self._tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+                self.sock = TlsSocket(self.sock, self._tls, name=None)
             self._tuned = True
         if self._tls is not None:
             self.sock.do_handshake()  # type: ignore[attr-defined]
@@ -68,8 +71,8 @@ class TcpOffer:
 
     host: from the server's own address. server_context: for both directions, if the cluster has TLS. timeout_s: seconds
     for which a token is valid, and for which a transfer may make no progress (a third of --timeout). take: memory for
-    incoming data. on_refused: called on the receive thread for every connection that was turned away. Raises UsageError
-    if the interface can't be listened on.
+    incoming data. on_refused: called on the receive thread for every connection that was turned away. native: use the
+    engine if there is one and no TLS. Raises UsageError if the interface can't be listened on.
     """
 
     lane = "tcp"
@@ -83,13 +86,17 @@ class TcpOffer:
         timeout_s: float,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
+        native: bool = True,
     ) -> None:
         listener = _listen(host)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._take = take
+        # It accepts sockets, and without an engine receives.
         self._receiver = SocketThread("bulk-receive")
-        self._sender = SocketThread("bulk-send")
+        native = native and server_context is None and available()
+        self._engine = Engine("bulk") if native else None
+        self._sender = None if native else SocketThread("bulk-send")
         self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
             listener,
             self._receiver,
@@ -107,9 +114,7 @@ class TcpOffer:
             holder,
             loop,
             answer,
-            receiver=self._receiver,
-            sender=self._sender,
-            limit_s=self._timeout_s,
+            ends=self._ends,
             take=self._take,
             forget=lambda: self.acceptor.revoke(up, down, call),
         )
@@ -118,17 +123,39 @@ class TcpOffer:
         )
         return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down, call_token=call)
 
+    def _ends(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        came: Callable[[], None],
+        left: Callable[[], None],
+        broke: Callable[[str], None],
+    ) -> Ends:
+        if self._engine is not None:
+            engine = self._engine
+            return (
+                EngineReceive(engine, loop, self._timeout_s, came, broke),
+                EngineSend(engine, loop, self._timeout_s, left, broke),
+            )
+        assert self._sender is not None
+        return (
+            ReceiveSocket(self._receiver, self._timeout_s, came, broke),
+            SendSocket(self._sender, self._timeout_s, left, broke),
+        )
+
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         """Nothing is read in place on this lane."""
 
     def close(self) -> None:
-        """Accept no more sockets and end both threads; attachments are closed before. May be called twice."""
+        """Accept no more sockets and end the threads; attachments are closed before. May be called twice."""
         if self._closed:
             return
         self._closed = True
         self.acceptor.close()
         self._receiver.close()
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
+        if self._engine is not None:
+            self._engine.close()
 
 
 def _listen(host: str) -> socket.socket:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardline.codecs import coding_of
 from shardline.codecs.coding import JobCoding
+from shardline.core.choices import Choices
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.settings import Settings
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
+from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.convert import (
     consistency_from_proto,
     consistency_to_proto,
@@ -42,11 +44,13 @@ class PsConfiguration(Settings):
     cut_every: int
     standbys: tuple[int, ...] = ()
     """Shards whose standby is on this ps."""
+    replayed: Choices = field(default_factory=Choices)
+    """Choices of another run, which the lead repeats."""
 
     @functools.cached_property
     def coding(self) -> JobCoding:
-        """The codec for the plan. Raises JobError if it doesn't exist."""
-        return coding_of(self.codec, self.plan)
+        """The codecs for the plan. Raises JobError for one that doesn't exist."""
+        return coding_of(self, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ def configuration_to_proto(
         keep_shards=configuration.keep,
         standbys=configuration.standbys,
         keep_standbys=configuration.keep_standbys,
+        replayed=choices_to_proto(configuration.replayed),
     )
 
 
@@ -140,5 +145,6 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         consistency=consistency_from_proto(message.consistency),
         cut_every=message.cut_every,
         standbys=tuple(message.standbys),
+        replayed=choices_from_proto(message.replayed),
         **settings,
     )

@@ -15,6 +15,7 @@ from shardline.core.spec import (
     DTYPES,
     Argument,
     ConsistencySpec,
+    InnerSpec,
     JobSpec,
     RuleSpec,
     ScheduleSpec,
@@ -140,6 +141,22 @@ def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec
     )
 
 
+def inner_to_proto(inner: InnerSpec) -> plan_pb2.InnerSpec:
+    """The optimizer that the workers run."""
+    return plan_pb2.InnerSpec(
+        rule=rule_to_proto(inner.rule), schedule=schedule_to_proto(inner.schedule), clip_norm=inner.clip_norm
+    )
+
+
+def inner_from_proto(message: plan_pb2.InnerSpec) -> InnerSpec:
+    """Inverse of inner_to_proto."""
+    return InnerSpec(
+        rule=rule_from_proto(message.rule),
+        schedule=schedule_from_proto(message.schedule),
+        clip_norm=message.clip_norm,
+    )
+
+
 def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
     """One tensor of the model."""
     return to_message(plan_pb2.TensorSpec, tensor, dtype=DTYPE_TO_PROTO[tensor.dtype], kind=_KIND_TO_PROTO[tensor.kind])
@@ -148,6 +165,7 @@ def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
 def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
     """Inverse of tensor_to_proto. Raises ProtocolError on a negative or far too large shape."""
     short(message.name, "name of a tensor")
+    short(message.codec, f"codec of tensor {message.name!r}")
     # Before any arithmetic: multiplying a million sizes would take minutes.
     at_most(len(message.shape), MAX_DIMENSIONS, f"dimensions of tensor {message.name!r}")
     at_most(len(message.aliases), MAX_ALIASES, f"aliases of tensor {message.name!r}")
@@ -259,6 +277,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         rule=rule_to_proto(job.rule),
         schedule=schedule_to_proto(job.schedule),
         consistency=consistency_to_proto(job.consistency),
+        inner=inner_to_proto(job.inner) if job.inner is not None else None,
         settings=settings_to_proto(job),
         best_metric=job.best_metric,
         best_is_lowest=job.best_is_lowest,
@@ -275,6 +294,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
+        inner=inner_from_proto(message.inner) if message.HasField("inner") else None,
         **settings_from_proto(message.settings, "job"),
         best_metric=short(message.best_metric, "name of the best metric"),
         best_is_lowest=message.best_is_lowest,

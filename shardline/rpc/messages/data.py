@@ -104,6 +104,7 @@ def push_header(sender: Sender, shard: int, push: Contribution, attached: Attach
         num_samples=push.num_samples,
         base_min=push.base_min,
         base_max=push.base_max,
+        clock=push.clock,
         kind=data_pb2.PUSH_KIND_INIT if push.init else data_pb2.PUSH_KIND_GRADIENT,
         hyper=hyper_to_proto(push.hyper),
         codec=push.codec,

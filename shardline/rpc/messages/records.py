@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage
 from shardline.core.plan import ShardSpec
 from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Record, RecordPart
@@ -12,6 +13,7 @@ from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import RECORD_CHUNK_BYTES
+from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.convert import (
     DTYPE_TO_PROTO,
     ImageAssembler,
@@ -65,6 +67,7 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
                 number=frame.number,
                 sequences=[_push_to_proto(push) for push in frame.pushes],
                 verdict=_verdict_to_proto(frame.verdict),
+                choices=choices_to_proto(frame.choices),
             )
             yield Message(mark=mark).SerializeToString()
         case Digest():
@@ -107,13 +110,23 @@ def _verdict_to_proto(verdict: Applied | None) -> parameter_server_pb2.ReplicaVe
     if verdict is None:
         return None
     return parameter_server_pb2.ReplicaVerdict(
-        step=verdict.step, scale=verdict.scale, skip=verdict.skip, norm=verdict.norm
+        step=verdict.step,
+        scale=verdict.scale,
+        skip=verdict.skip,
+        norm=verdict.norm,
+        choice=choice_to_bytes(verdict.choice),
     )
 
 
 def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
     """An applied verdict from its message."""
-    return Applied(step=message.step, scale=message.scale, skip=message.skip, norm=message.norm)
+    return Applied(
+        step=message.step,
+        scale=message.scale,
+        skip=message.skip,
+        norm=message.norm,
+        choice=choice_from_bytes(message.choice),
+    )
 
 
 def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
@@ -208,6 +221,7 @@ class FrameReader:
                     number=mark.number,
                     pushes=tuple(_push_from_proto(item) for item in mark.sequences),
                     verdict=verdict_from_proto(mark.verdict) if mark.HasField("verdict") else None,
+                    choices=choices_from_proto(mark.choices),
                 )
         digest = message.digest
         return Digest(number=digest.number, bucket=digest.bucket, digest=digest.digest)

@@ -16,6 +16,7 @@ from shardline.core.status import (
     Traffic,
 )
 from shardline.errors import ProtocolError
+from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 
@@ -75,6 +76,7 @@ def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardS
         message,
         cuts=tuple(from_message(HeldCut, cut) for cut in message.cuts),
         standby=standby_state(message.standby),
+        choices=choices_from_proto(message.choices),
     )
 
 
@@ -85,6 +87,7 @@ def shard_status_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatu
         value,
         cuts=[to_message(parameter_server_pb2.HeldCut, cut) for cut in value.cuts],
         standby=STANDBY_STATES[value.standby],
+        choices=choices_to_proto(value.choices),
     )
 
 

@@ -321,6 +321,8 @@ class StepReport(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     EXCHANGE_S_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
+    BLOCKED_S_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     replica: _builtins.int
     loss: _builtins.float
@@ -328,6 +330,10 @@ class StepReport(_message.Message):
     compute_s: _builtins.float
     exchange_s: _builtins.float
     staleness: _builtins.int
+    blocked_s: _builtins.float
+    """The part of exchange_s in which the servers waited for other workers."""
+    drift: _builtins.float
+    """L2 norm of how far the replica moved, in a cadence that trains locally."""
     def __init__(
         self,
         *,
@@ -338,10 +344,12 @@ class StepReport(_message.Message):
         compute_s: _builtins.float = ...,
         exchange_s: _builtins.float = ...,
         staleness: _builtins.int = ...,
+        blocked_s: _builtins.float = ...,
+        drift: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "exchange_s", b"exchange_s", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,6 +766,8 @@ class TaskStatus(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     EXCHANGE_S_FIELD_NUMBER: _builtins.int
+    BLOCKED_S_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -768,12 +778,14 @@ class TaskStatus(_message.Message):
     push_bytes_per_s: _builtins.float
     pull_bytes_per_s: _builtins.float
     steps_per_s: _builtins.float
-    """Recent speed of this task; mean staleness, in versions, and mean seconds of computation and exchange per recent
-    step.
+    """Recent speed of this task; mean staleness, in versions, and mean seconds of computation, exchange and waiting
+    for others per recent step, and mean L2 norm of how far its replicas moved in one.
     """
     staleness: _builtins.float
     compute_s: _builtins.float
     exchange_s: _builtins.float
+    blocked_s: _builtins.float
+    drift: _builtins.float
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -799,10 +811,12 @@ class TaskStatus(_message.Message):
         staleness: _builtins.float = ...,
         compute_s: _builtins.float = ...,
         exchange_s: _builtins.float = ...,
+        blocked_s: _builtins.float = ...,
+        drift: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "compute_s", b"compute_s", "exchange_s", b"exchange_s", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

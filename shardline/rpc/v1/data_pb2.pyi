@@ -205,7 +205,7 @@ class PushHeader(_message.Message):
     """async: dense sequence number of this incarnation at this shard, from 1."""
     attempt: _builtins.int
     contributors: _builtins.bytes
-    """reserved: bitmap for aggregators and backup sets"""
+    """reserved: bitmap for aggregators"""
     weight: _builtins.float
     """reserved: weighted sums; 0 = uniform"""
     num_samples: _builtins.int
@@ -213,7 +213,7 @@ class PushHeader(_message.Message):
     """Lowest and highest version, over the shard's buckets, of the parameters that this gradient was computed from."""
     base_max: _builtins.int
     clock: _builtins.int
-    """reserved: bounded staleness"""
+    """Bounded staleness: the worker's clock after this push, the same at every shard."""
     local_steps: _builtins.int
     """reserved"""
     fragment: _builtins.int
@@ -871,7 +871,11 @@ class ProgressRequest(_message.Message):
     @_builtins.property
     def data(self) -> _common_pb2.DataHeader: ...
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bounded staleness: naming a replica says that the sender computes from now on, naming none that it rests. `step` is
+        then the clock at which it begins.
+        """
+
     def __init__(
         self,
         *,

@@ -163,6 +163,36 @@ class Placement(_message.Message):
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    """Whose gradients make each step, where a step closes before all replicas have contributed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """The first step; the others follow without a gap."""
+    width: _builtins.int
+    """Bytes per step."""
+    packed: _builtins.bytes
+    """A bitmap per step: bit r of byte r / 8 is replica r."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        width: _builtins.int = ...,
+        packed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "packed", b"packed", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
 class ConfigureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -202,6 +232,7 @@ class ConfigureRequest(_message.Message):
     STANDBYS_FIELD_NUMBER: _builtins.int
     KEEP_SHARDS_FIELD_NUMBER: _builtins.int
     KEEP_STANDBYS_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     cut_every: _builtins.int
@@ -244,6 +275,10 @@ class ConfigureRequest(_message.Message):
         again.
         """
 
+    @_builtins.property
+    def replayed(self) -> Global___Choices:
+        """Choices of another run, which the lead repeats."""
+
     def __init__(
         self,
         *,
@@ -262,10 +297,11 @@ class ConfigureRequest(_message.Message):
         standbys: _abc.Iterable[_builtins.int] | None = ...,
         keep_shards: _abc.Iterable[_builtins.int] | None = ...,
         keep_standbys: _abc.Iterable[_builtins.int] | None = ...,
+        replayed: Global___Choices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "term", b"term"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "plan", b"plan", "replayed", b"replayed", "rule", b"rule", "schedule", b"schedule", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "keep_standbys", b"keep_standbys", "placement", b"placement", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "settings", b"settings", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "keep_standbys", b"keep_standbys", "placement", b"placement", "plan", b"plan", "replayed", b"replayed", "rule", b"rule", "schedule", b"schedule", "settings", b"settings", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,8 +880,11 @@ class ReleaseRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    NOTED_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
     step: _builtins.int
+    noted: _builtins.int
+    """The choices of all steps before this one are in the chief's journal."""
     @_builtins.property
     def term(self) -> Global___Term: ...
     def __init__(
@@ -854,10 +893,11 @@ class ReleaseRequest(_message.Message):
         term: Global___Term | None = ...,
         timeline: _builtins.int = ...,
         step: _builtins.int = ...,
+        noted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["noted", b"noted", "step", b"step", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -986,6 +1026,7 @@ class ShardStatus(_message.Message):
     STANDBY_RECORD_FIELD_NUMBER: _builtins.int
     STANDBY_SILENT_S_FIELD_NUMBER: _builtins.int
     STANDBY_PROBLEM_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     step_min: _builtins.int
     step_max: _builtins.int
@@ -1012,6 +1053,10 @@ class ShardStatus(_message.Message):
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replicas missing in the lowest open step."""
 
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """The lead: of the closed steps that the chief may not have noted yet."""
+
     def __init__(
         self,
         *,
@@ -1033,10 +1078,11 @@ class ShardStatus(_message.Message):
         standby_record: _builtins.int = ...,
         standby_silent_s: _builtins.float = ...,
         standby_problem: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "standby", b"standby", "standby_problem", b"standby_problem", "standby_record", b"standby_record", "standby_silent_s", b"standby_silent_s", "standby_task", b"standby_task", "step_max", b"step_max", "step_min", b"step_min", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "choices", b"choices", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "standby", b"standby", "standby_problem", b"standby_problem", "standby_record", b"standby_record", "standby_silent_s", b"standby_silent_s", "standby_task", b"standby_task", "step_max", b"step_max", "step_min", b"step_min", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1281,12 +1327,18 @@ class VoteRequest(_message.Message):
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     DECIDED_FIELD_NUMBER: _builtins.int
+    ASKS_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     step: _builtins.int
     shard: _builtins.int
     commit: _builtins.bool
     """reserved: commit votes"""
+    asks: _builtins.bool
+    """Asks whose gradients make the step, without voting."""
+    told: _builtins.bytes
+    """The newest choice that the shard knows, of `step`, which a new lead adopts; empty = none. Told once per timeline."""
     @_builtins.property
     def quantum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sums of squares of the mean gradient: one per quantum of the shard, keyed by position in the plan."""
@@ -1311,14 +1363,21 @@ class VoteRequest(_message.Message):
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
         commit: _builtins.bool | None = ...,
         decided: Global___ReplicaVerdict | None = ...,
+        asks: _builtins.bool = ...,
+        told: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "decided", b"decided"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "_told", b"_told", "commit", b"commit", "decided", b"decided", "told", b"told"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "decided", b"decided", "job", b"job", "nonfinite_tensors", b"nonfinite_tensors", "quantum", b"quantum", "shard", b"shard", "square_sum", b"square_sum", "step", b"step", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "_told", b"_told", "asks", b"asks", "commit", b"commit", "decided", b"decided", "job", b"job", "nonfinite_tensors", b"nonfinite_tensors", "quantum", b"quantum", "shard", b"shard", "square_sum", b"square_sum", "step", b"step", "timeline", b"timeline", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015
+    _WhichOneofReturnType__told: _TypeAlias = _typing.Literal["told"]  # noqa: Y015
+    _WhichOneofArgType__told: _TypeAlias = _typing.Literal["_told", b"_told"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__commit) -> _WhichOneofReturnType__commit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__told) -> _WhichOneofReturnType__told | None: ...
 
 Global___VoteRequest: _TypeAlias = VoteRequest  # noqa: Y015
 
@@ -1333,7 +1392,7 @@ class VerdictReply(_message.Message):
     SKIP_FIELD_NUMBER: _builtins.int
     NORM_FIELD_NUMBER: _builtins.int
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
-    SET_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.Outcome.ValueType
     reason: _builtins.str
     step: _builtins.int
@@ -1341,8 +1400,8 @@ class VerdictReply(_message.Message):
     """Factor for the mean gradient; 1 = unchanged."""
     skip: _builtins.bool
     norm: _builtins.float
-    set: _builtins.bytes
-    """reserved: backup sets"""
+    choice: _builtins.bytes
+    """Whose gradients make the step: a bitmap of replicas."""
     @_builtins.property
     def nonfinite_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1355,11 +1414,11 @@ class VerdictReply(_message.Message):
         skip: _builtins.bool = ...,
         norm: _builtins.float = ...,
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
-        set: _builtins.bytes = ...,
+        choice: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonfinite_tensors", b"nonfinite_tensors", "norm", b"norm", "outcome", b"outcome", "reason", b"reason", "scale", b"scale", "set", b"set", "skip", b"skip", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "nonfinite_tensors", b"nonfinite_tensors", "norm", b"norm", "outcome", b"outcome", "reason", b"reason", "scale", b"scale", "skip", b"skip", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1543,10 +1602,13 @@ class ReplicaVerdict(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
     NORM_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     scale: _builtins.float
     skip: _builtins.bool
     norm: _builtins.float
+    choice: _builtins.bytes
+    """Whose gradients made the step, if the lead chooses: a bitmap of replicas."""
     def __init__(
         self,
         *,
@@ -1554,10 +1616,11 @@ class ReplicaVerdict(_message.Message):
         scale: _builtins.float = ...,
         skip: _builtins.bool = ...,
         norm: _builtins.float = ...,
+        choice: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["norm", b"norm", "scale", b"scale", "skip", b"skip", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "norm", b"norm", "scale", b"scale", "skip", b"skip", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1630,21 +1693,27 @@ class ReplicaMark(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaSequence]: ...
     @_builtins.property
     def verdict(self) -> Global___ReplicaVerdict: ...
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """Of the closed steps that the chief may not have noted yet."""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         sequences: _abc.Iterable[Global___ReplicaSequence] | None = ...,
         verdict: Global___ReplicaVerdict | None = ...,
+        choices: Global___Choices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "sequences", b"sequences", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "number", b"number", "sequences", b"sequences", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardline.rpc.v1 import common_pb2 as shardline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshardline/rpc/v1/plan.proto\x12\x10shardline.rpc.v1\x1a\x1dshardline/rpc/v1/common.proto\"\xac\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12*\n\x04kind\x18\x04 \x01(\x0e\x32\x1c.shardline.rpc.v1.TensorKind\x12\r\n\x05group\x18\x05 \x01(\r\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07\x61liases\x18\x07 \x03(\t\"Z\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\"\x9b\x01\n\nBucketSpec\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.shardline.rpc.v1.TensorKind\x12\x10\n\x08\x65lements\x18\x03 \x01(\x04\x12\'\n\x06slices\x18\x04 \x03(\x0b\x32\x17.shardline.rpc.v1.Slice\":\n\tShardSpec\x12-\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1c.shardline.rpc.v1.BucketSpec\"w\n\x08PlanSpec\x12-\n\x07tensors\x18\x01 \x03(\x0b\x32\x1c.shardline.rpc.v1.TensorSpec\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.shardline.rpc.v1.ShardSpec\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\x96\x01\n\x08\x41rgument\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12,\n\x07numbers\x18\x05 \x01(\x0b\x32\x19.shardline.rpc.v1.NumbersH\x00\x12\x0e\n\x04none\x18\x06 \x01(\x08H\x00\x42\x07\n\x05value\"\x9a\x01\n\nParamGroup\x12>\n\targuments\x18\x01 \x03(\x0b\x32+.shardline.rpc.v1.ParamGroup.ArgumentsEntry\x1aL\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.shardline.rpc.v1.Argument:\x02\x38\x01\"V\n\x08RuleSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x06groups\x18\x02 \x03(\x0b\x32\x1c.shardline.rpc.v1.ParamGroup\x12\x0e\n\x06method\x18\x03 \x01(\t\"\x7f\n\x0cScheduleSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x14\n\x0cwarmup_steps\x18\x02 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x04\x12\x11\n\tstep_size\x18\x04 \x01(\x04\x12\r\n\x05gamma\x18\x05 \x01(\x01\x12\x14\n\x0c\x66inal_factor\x18\x06 \x01(\x01\"F\n\x0f\x43onsistencySpec\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x11\n\tclip_norm\x18\x02 \x01(\x01\x12\x12\n\nnan_policy\x18\x03 \x01(\t\"\xb0\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x07tensors\x18\x02 \x03(\x0b\x32\x1c.shardline.rpc.v1.TensorSpec\x12(\n\x04rule\x18\x03 \x01(\x0b\x32\x1a.shardline.rpc.v1.RuleSpec\x12\x30\n\x08schedule\x18\x04 \x01(\x0b\x32\x1e.shardline.rpc.v1.ScheduleSpec\x12\x36\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32!.shardline.rpc.v1.ConsistencySpec\x12\x39\n\x08settings\x18\x06 \x03(\x0b\x32\'.shardline.rpc.v1.JobSpec.SettingsEntry\x12\x13\n\x0b\x62\x65st_metric\x18\x07 \x01(\t\x12\x16\n\x0e\x62\x65st_is_lowest\x18\x08 \x01(\x08\x12\x0f\n\x07samples\x18\t \x01(\x04\x12\x0e\n\x06script\x18\n \x01(\x08\x1aK\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.shardline.rpc.v1.Argument:\x02\x38\x01*p\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11TENSOR_KIND_PARAM\x10\x01\x12\x16\n\x12TENSOR_KIND_FROZEN\x10\x02\x12\x16\n\x12TENSOR_KIND_BUFFER\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshardline/rpc/v1/plan.proto\x12\x10shardline.rpc.v1\x1a\x1dshardline/rpc/v1/common.proto\"\xcd\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12*\n\x04kind\x18\x04 \x01(\x0e\x32\x1c.shardline.rpc.v1.TensorKind\x12\r\n\x05group\x18\x05 \x01(\r\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07\x61liases\x18\x07 \x03(\t\x12\x10\n\x08\x66ragment\x18\x08 \x01(\r\x12\r\n\x05\x63odec\x18\t \x01(\t\"Z\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\"\x9b\x01\n\nBucketSpec\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.shardline.rpc.v1.TensorKind\x12\x10\n\x08\x65lements\x18\x03 \x01(\x04\x12\'\n\x06slices\x18\x04 \x03(\x0b\x32\x17.shardline.rpc.v1.Slice\":\n\tShardSpec\x12-\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1c.shardline.rpc.v1.BucketSpec\"w\n\x08PlanSpec\x12-\n\x07tensors\x18\x01 \x03(\x0b\x32\x1c.shardline.rpc.v1.TensorSpec\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.shardline.rpc.v1.ShardSpec\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\x96\x01\n\x08\x41rgument\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12,\n\x07numbers\x18\x05 \x01(\x0b\x32\x19.shardline.rpc.v1.NumbersH\x00\x12\x0e\n\x04none\x18\x06 \x01(\x08H\x00\x42\x07\n\x05value\"\x9a\x01\n\nParamGroup\x12>\n\targuments\x18\x01 \x03(\x0b\x32+.shardline.rpc.v1.ParamGroup.ArgumentsEntry\x1aL\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.shardline.rpc.v1.Argument:\x02\x38\x01\"V\n\x08RuleSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x06groups\x18\x02 \x03(\x0b\x32\x1c.shardline.rpc.v1.ParamGroup\x12\x0e\n\x06method\x18\x03 \x01(\t\"\x7f\n\x0cScheduleSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x14\n\x0cwarmup_steps\x18\x02 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x04\x12\x11\n\tstep_size\x18\x04 \x01(\x04\x12\r\n\x05gamma\x18\x05 \x01(\x01\x12\x14\n\x0c\x66inal_factor\x18\x06 \x01(\x01\"F\n\x0f\x43onsistencySpec\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x11\n\tclip_norm\x18\x02 \x01(\x01\x12\x12\n\nnan_policy\x18\x03 \x01(\t\"z\n\tInnerSpec\x12(\n\x04rule\x18\x01 \x01(\x0b\x32\x1a.shardline.rpc.v1.RuleSpec\x12\x30\n\x08schedule\x18\x02 \x01(\x0b\x32\x1e.shardline.rpc.v1.ScheduleSpec\x12\x11\n\tclip_norm\x18\x03 \x01(\x01\"\xdc\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x07tensors\x18\x02 \x03(\x0b\x32\x1c.shardline.rpc.v1.TensorSpec\x12(\n\x04rule\x18\x03 \x01(\x0b\x32\x1a.shardline.rpc.v1.RuleSpec\x12\x30\n\x08schedule\x18\x04 \x01(\x0b\x32\x1e.shardline.rpc.v1.ScheduleSpec\x12\x36\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32!.shardline.rpc.v1.ConsistencySpec\x12\x39\n\x08settings\x18\x06 \x03(\x0b\x32\'.shardline.rpc.v1.JobSpec.SettingsEntry\x12\x13\n\x0b\x62\x65st_metric\x18\x07 \x01(\t\x12\x16\n\x0e\x62\x65st_is_lowest\x18\x08 \x01(\x08\x12\x0f\n\x07samples\x18\t \x01(\x04\x12\x0e\n\x06script\x18\n \x01(\x08\x12*\n\x05inner\x18\x0b \x01(\x0b\x32\x1b.shardline.rpc.v1.InnerSpec\x1aK\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.shardline.rpc.v1.Argument:\x02\x38\x01*p\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11TENSOR_KIND_PARAM\x10\x01\x12\x16\n\x12TENSOR_KIND_FROZEN\x10\x02\x12\x16\n\x12TENSOR_KIND_BUFFER\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,34 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMGROUP_ARGUMENTSENTRY']._serialized_options = b'8\001'
   _globals['_JOBSPEC_SETTINGSENTRY']._loaded_options = None
   _globals['_JOBSPEC_SETTINGSENTRY']._serialized_options = b'8\001'
-  _globals['_TENSORKIND']._serialized_start=1747
-  _globals['_TENSORKIND']._serialized_end=1859
+  _globals['_TENSORKIND']._serialized_start=1948
+  _globals['_TENSORKIND']._serialized_end=2060
   _globals['_TENSORSPEC']._serialized_start=81
-  _globals['_TENSORSPEC']._serialized_end=253
-  _globals['_SLICE']._serialized_start=255
-  _globals['_SLICE']._serialized_end=345
-  _globals['_BUCKETSPEC']._serialized_start=348
-  _globals['_BUCKETSPEC']._serialized_end=503
-  _globals['_SHARDSPEC']._serialized_start=505
-  _globals['_SHARDSPEC']._serialized_end=563
-  _globals['_PLANSPEC']._serialized_start=565
-  _globals['_PLANSPEC']._serialized_end=684
-  _globals['_NUMBERS']._serialized_start=686
-  _globals['_NUMBERS']._serialized_end=711
-  _globals['_ARGUMENT']._serialized_start=714
-  _globals['_ARGUMENT']._serialized_end=864
-  _globals['_PARAMGROUP']._serialized_start=867
-  _globals['_PARAMGROUP']._serialized_end=1021
-  _globals['_PARAMGROUP_ARGUMENTSENTRY']._serialized_start=945
-  _globals['_PARAMGROUP_ARGUMENTSENTRY']._serialized_end=1021
-  _globals['_RULESPEC']._serialized_start=1023
-  _globals['_RULESPEC']._serialized_end=1109
-  _globals['_SCHEDULESPEC']._serialized_start=1111
-  _globals['_SCHEDULESPEC']._serialized_end=1238
-  _globals['_CONSISTENCYSPEC']._serialized_start=1240
-  _globals['_CONSISTENCYSPEC']._serialized_end=1310
-  _globals['_JOBSPEC']._serialized_start=1313
-  _globals['_JOBSPEC']._serialized_end=1745
-  _globals['_JOBSPEC_SETTINGSENTRY']._serialized_start=1670
-  _globals['_JOBSPEC_SETTINGSENTRY']._serialized_end=1745
+  _globals['_TENSORSPEC']._serialized_end=286
+  _globals['_SLICE']._serialized_start=288
+  _globals['_SLICE']._serialized_end=378
+  _globals['_BUCKETSPEC']._serialized_start=381
+  _globals['_BUCKETSPEC']._serialized_end=536
+  _globals['_SHARDSPEC']._serialized_start=538
+  _globals['_SHARDSPEC']._serialized_end=596
+  _globals['_PLANSPEC']._serialized_start=598
+  _globals['_PLANSPEC']._serialized_end=717
+  _globals['_NUMBERS']._serialized_start=719
+  _globals['_NUMBERS']._serialized_end=744
+  _globals['_ARGUMENT']._serialized_start=747
+  _globals['_ARGUMENT']._serialized_end=897
+  _globals['_PARAMGROUP']._serialized_start=900
+  _globals['_PARAMGROUP']._serialized_end=1054
+  _globals['_PARAMGROUP_ARGUMENTSENTRY']._serialized_start=978
+  _globals['_PARAMGROUP_ARGUMENTSENTRY']._serialized_end=1054
+  _globals['_RULESPEC']._serialized_start=1056
+  _globals['_RULESPEC']._serialized_end=1142
+  _globals['_SCHEDULESPEC']._serialized_start=1144
+  _globals['_SCHEDULESPEC']._serialized_end=1271
+  _globals['_CONSISTENCYSPEC']._serialized_start=1273
+  _globals['_CONSISTENCYSPEC']._serialized_end=1343
+  _globals['_INNERSPEC']._serialized_start=1345
+  _globals['_INNERSPEC']._serialized_end=1467
+  _globals['_JOBSPEC']._serialized_start=1470
+  _globals['_JOBSPEC']._serialized_end=1946
+  _globals['_JOBSPEC_SETTINGSENTRY']._serialized_start=1871
+  _globals['_JOBSPEC_SETTINGSENTRY']._serialized_end=1946
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,8 @@ class TensorSpec(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's state_dict, unique in the job."""
     dtype: _common_pb2.DType.ValueType
@@ -64,6 +66,10 @@ class TensorSpec(_message.Message):
     """Parameter group of the rule; 0 for buffers."""
     whole: _builtins.bool
     """True if the rule needs the whole matrix, so it is never cut."""
+    fragment: _builtins.int
+    """Part of the model that is exchanged at a time; see Cadence.fragments. 0 for buffers and frozen parameters."""
+    codec: _builtins.str
+    """The codec of its gradients and parameters; empty = the job's."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -80,10 +86,12 @@ class TensorSpec(_message.Message):
         group: _builtins.int = ...,
         whole: _builtins.bool = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        fragment: _builtins.int = ...,
+        codec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dtype", b"dtype", "group", b"group", "kind", b"kind", "name", b"name", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "kind", b"kind", "name", b"name", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +409,38 @@ class ConsistencySpec(_message.Message):
 Global___ConsistencySpec: _TypeAlias = ConsistencySpec  # noqa: Y015
 
 @_typing.final
+class InnerSpec(_message.Message):
+    """The optimizer that each worker runs by itself, under a cadence that trains locally."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    CLIP_NORM_FIELD_NUMBER: _builtins.int
+    clip_norm: _builtins.float
+    """Global norm above which a replica's gradient is scaled down before its local step. 0 = off."""
+    @_builtins.property
+    def rule(self) -> Global___RuleSpec: ...
+    @_builtins.property
+    def schedule(self) -> Global___ScheduleSpec:
+        """Counts steps of the job, which are rounds of local training."""
+
+    def __init__(
+        self,
+        *,
+        rule: Global___RuleSpec | None = ...,
+        schedule: Global___ScheduleSpec | None = ...,
+        clip_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_norm", b"clip_norm", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InnerSpec: _TypeAlias = InnerSpec  # noqa: Y015
+
+@_typing.final
 class JobSpec(_message.Message):
     """What makes two runs the same job. A worker with a different one is refused, naming the difference."""
 
@@ -437,6 +477,7 @@ class JobSpec(_message.Message):
     BEST_IS_LOWEST_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     SCRIPT_FIELD_NUMBER: _builtins.int
+    INNER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     best_metric: _builtins.str
     """Name of the evaluation metric that decides `best`, and whether lower is better."""
@@ -459,6 +500,10 @@ class JobSpec(_message.Message):
         shardline/core/settings.py lists them.
         """
 
+    @_builtins.property
+    def inner(self) -> Global___InnerSpec:
+        """Absent unless the cadence trains locally; `rule` and `schedule` are the servers' then."""
+
     def __init__(
         self,
         *,
@@ -472,10 +517,11 @@ class JobSpec(_message.Message):
         best_is_lowest: _builtins.bool = ...,
         samples: _builtins.int = ...,
         script: _builtins.bool = ...,
+        inner: Global___InnerSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "inner", b"inner", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "inner", b"inner", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,7 +99,9 @@ function tasks(view) {
         number(rate(task.pull_bytes_per_s)),
         {
           ...number(task.compute_s == null ? NONE : seconds(task.compute_s + task.exchange_s)),
-          title: task.compute_s == null ? "" : `compute ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}`,
+          title: task.compute_s == null ? "" : `compute ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}, `
+            + `of which ${seconds(task.blocked_s)} waiting for other workers`
+            + (task.drift == null ? "" : `; drift ${figure(task.drift, 3)}`),
         },
         number(figure(task.staleness, 3)),
         has(task),

@@ -58,7 +58,7 @@ class Checkpointing:
         for step in saves.ledger.lost():
             saves.ledger.close(step)
             state.say("cut", f"the cut at step {step} is incomplete on some shards and was discarded", "warning")
-            state.command(Release(timeline=state.layout.timeline, step=step))
+            state.command(Release(timeline=state.layout.timeline, step=step, noted=state.choices.end))
 
     def _maybe_cut(self) -> None:
         """If shards are cut one by one: order a cut each time every shard has advanced checkpoint_every versions."""
@@ -168,4 +168,4 @@ class Checkpointing:
     def _release(self, step: int) -> None:
         state = self.state
         state.saves.ledger.close(step)
-        state.command(Release(timeline=state.layout.timeline, step=step))
+        state.command(Release(timeline=state.layout.timeline, step=step, noted=state.choices.end))

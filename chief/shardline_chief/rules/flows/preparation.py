@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline.core.choices import Choices
 from shardline.core.placement import Placement
 from shardline_chief.rules.actions import (
     Activate,
@@ -122,6 +123,8 @@ class Preparation:
         state.saves.ledger = CutLedger(layout.filled)
         self._forget(Stage.CONFIGURING)
         goes_back = resume is not None and not self.stays
+        if not self.stays:
+            state.choices.back_to(resume.step if resume is not None else 0)
         state.record(
             "timeline",
             timeline=layout.timeline,
@@ -140,6 +143,7 @@ class Preparation:
             placement=layout.placement,
             keep=self.keep,
             keep_standbys=self.followed,
+            replayed=state.settings.replayed.choices if state.settings.replayed is not None else Choices(),
         )
         state.command(order, ConfigureThenTable())
 

@@ -11,7 +11,7 @@ from shardline_chief.rules.actions import Finish
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.losses import Recovered
-from shardline_chief.rules.state.settings import ChiefSettings, as_in_cluster
+from shardline_chief.rules.state.settings import ChiefSettings, as_chosen, as_in_cluster
 from shardline_chief.rules.state.state import State
 
 
@@ -21,7 +21,7 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
     if known is None:
         return ""
     if job is not None:
-        phrases = differences(as_in_cluster(job, settings), known)
+        phrases = differences(as_chosen(as_in_cluster(job, settings), known), known)
         if phrases:
             return "; ".join(phrases)
     if remembered.plan_id:
@@ -39,10 +39,12 @@ def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> N
     state.tasks.finished = set(known.finished)
     state.figures.metrics, state.figures.best = dict(known.metrics), known.best
     state.work.leases = known.leases
+    state.choices.recall(known.choices)
     state.progress.first_step, state.progress.base_step = known.first_step, known.base_step
     state.saves.checkpoint_step, state.saves.checkpoint_path = known.checkpoint_step, known.checkpoint_path
     state.losses.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
     state.losses.failovers = known.failovers + 1
+    state.figures.dropped_memories = known.dropped_memories
     if known.began_s is not None:
         state.figures.running_s = now_s - trained_s
     for member in known.members.values():

@@ -68,10 +68,12 @@ class Recovery:
         """A server is empty: its new process asks to be admitted."""
         self.lost(event.task, event.why, now_s, back=True)
 
-    def again(self, why: str, now_s: float) -> None:
-        """No server is lost, but what they hold is incomplete: roll back."""
+    def again(self, why: str, now_s: float, *, planned: bool = False) -> None:
+        """No server is lost, but what they hold is incomplete: roll back. planned: it is not a loss."""
         self._begin("chief", now_s, now_s)
-        self.state.say("again", f"{why}; {self._goes_back()}", "warning")
+        assert self.state.losses.now is not None
+        self.state.losses.now.planned = planned
+        self.state.say("again", f"{why}; {self._goes_back()}", "info" if planned else "warning")
 
     def lost(self, task: str, why: str, now_s: float, *, back: bool = False) -> None:
         """A server is lost, or empty. back: its new process is there already."""
@@ -96,7 +98,7 @@ class Recovery:
             return
         at = f" at {member.address}" if member is not None else ""
         sentence = f"{why}; {task}{at} held shard {', '.join(shards)}"
-        if reason := self._hopeless():
+        if reason := self.hopeless():
             advice = state.saves.how_to_go_on()
             state.end(TaskLostError.exit_code, f"{sentence}, so the job ends{reason}. {advice}", now_s)
             return
@@ -107,7 +109,7 @@ class Recovery:
         rest = self._goes_back() if back else f"{self._goes_back()}; {wait}"
         state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
 
-    def _hopeless(self) -> str:
+    def hopeless(self) -> str:
         """Why the job can't continue after a loss, as the end of a sentence; empty if it can."""
         state = self.state
         if state.phase is Phase.STOPPING and not self.preparation.ending.scoring.done:
@@ -123,7 +125,8 @@ class Recovery:
         state, loss = self.state, self.state.losses.now
         # Several servers lost together count as one loss.
         another = loss is None or (not loss.failover and state.stage in PREPARATION)
-        state.note_loss(task, heard_s).failover = False
+        noted = state.note_loss(task, heard_s)
+        noted.failover = noted.planned = False
         self._lost.setdefault(task, now_s)
         state.losses.attempts += another
         self._full = ""
@@ -160,14 +163,14 @@ class Recovery:
         state, found, loss = self.state, event.found, self.state.losses.now
         assert loss is not None
         if found.error:
-            state.end(CheckpointError.exit_code, f"{loss.first} was lost, and {found.error}", now_s)
+            state.end(CheckpointError.exit_code, f"{_lost(loss)}, and {found.error}", now_s)
             return
         if found.resume is None and state.figures.running_s is not None:
             # The workers no longer have the first values.
             state.end(
                 TaskLostError.exit_code,
-                f"{loss.first} was lost before any checkpoint could be written, even of the initial values; start the "
-                "job again",
+                f"{_lost(loss)} before any checkpoint could be written, even of the initial values; start the job "
+                "again",
                 now_s,
             )
             return
@@ -280,6 +283,7 @@ class Recovery:
             self.failover.taken_over(loss, now_s)
             return
         self._lost.clear()
+        state.work.moved.clear()
         lost = self._count_lost(loss)
         recovered = Recovered(
             task=loss.first,
@@ -288,16 +292,17 @@ class Recovery:
             seconds=now_s - loss.began_s,
             lost=lost,
         )
-        state.losses.recoveries.append(recovered)
-        state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
+        if not loss.planned:
+            state.losses.recoveries.append(recovered)
+            state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         together = state.mode.consistent_cuts
         what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
+        heard = f"{loss.first} was last heard {recovered.seconds:.1f} s ago; " if loss.first != "chief" else ""
         if state.work.leases is not None and not self.preparation.keep:
             what += " and repeated"
         state.say(
             "recovered",
-            f"{loss.first} was last heard {recovered.seconds:.1f} s ago; training continues from step "
-            f"{state.progress.base_step}, {what}",
+            f"{heard}training continues from step {state.progress.base_step}, {what}",
             task=loss.first,
             from_step=recovered.from_step,
             at_step=recovered.at_step,
@@ -329,6 +334,10 @@ class Recovery:
         versions, keep = resume.versions, self.preparation.keep
         restored = [number for number in loss.at if number not in keep and number < len(versions)]
         return sum(max(0, loss.at[number][1] - versions[number]) for number in restored)
+
+
+def _lost(loss: Loss) -> str:
+    return f"{loss.first} was lost" if loss.first != "chief" else "the job had to go back"
 
 
 def moved(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardline.core.orders import Phase
-from shardline.core.status import PsStatus
+from shardline.core.status import PsStatus, ShardStatus
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline_chief.rules.actions import AskStatus, Lead, Release
 from shardline_chief.rules.events import EndAsked, OrderRefused, ServerLost, ShardsTold, Tick
@@ -15,6 +15,9 @@ from shardline_chief.rules.state.outbox import Pending
 from shardline_chief.rules.state.state import State
 
 log = logging.getLogger("shardline_chief.rules.servers")
+
+REPEATED_CHOICES = 4096
+"""Most choices that the lead may repeat in every heartbeat between two checkpoints."""
 
 
 class Servers:
@@ -39,6 +42,7 @@ class Servers:
             shards = tuple(shard for shard in status.shards if shard.shard in filled)
             state.progress.shards.update({shard.shard: shard for shard in shards})
             state.saves.ledger.observe(shards)
+            self._note_choices(shards)
             state.emit(ShardsTold(task, shards))
         elif state.stage in UNHEARD:
             # Decided once all servers have been heard.
@@ -52,6 +56,18 @@ class Servers:
         if status.failure and task not in self._failed:
             self._failed.add(task)
             state.emit(EndAsked(status.failure, InternalError.exit_code))
+
+    def _note_choices(self, shards: Sequence[ShardStatus]) -> None:
+        """Record whose gradients made the steps that the lead has closed since it last reported."""
+        state = self.state
+        for shard in shards:
+            news = state.choices.news(shard.choices)
+            if news.made:
+                state.choices.add(news, state.work.assignment)
+                state.record("chosen", first=news.first, width=news.width, made=news.packed(news.width).hex())
+            if len(shard.choices.made) > REPEATED_CHOICES:
+                # Checkpoints are rare, or there are none: have the lead stop repeating what is noted.
+                state.command(Release(timeline=state.layout.timeline, step=0, noted=state.choices.end))
 
     def failed(self, pending: Pending, errors: Mapping[str, ShardlineError]) -> None:
         """An order failed on some servers. One that doesn't answer is lost."""

@@ -53,6 +53,8 @@ class Start:
             if resume is not None and (changed := resume.check(job)):
                 others = f"with settings that differ from the checkpoint's: {'; '.join(changed)}"
                 state.say("resume", f"resuming from step {resume.step} {others}", "warning")
+            if state.settings.replayed is not None:
+                state.settings.replayed.check(job)
             plan = make_plan(job.tensors, len(state.settings.ps))
             check_fit(job, standbys=state.settings.standbys)
             if not job.script and job.steps < 1:

@@ -150,11 +150,12 @@ class Takeover:
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        if state.settings.standbys and known.began_s is not None and (known.active or known.stays):
+        exact = state.exact_memory and known.began_s is not None
+        if state.settings.standbys and known.began_s is not None and (known.active or known.stays) and not exact:
             self._ask()
             return
         lost = missing(self._known, self._gone)
-        if state.phase is Phase.INIT or lost:
+        if state.phase is Phase.INIT or lost or exact:
             self._go_back(lost, now_s)
             return
         state.command(Lead(addresses=addresses(known.placement)), LeadThenCompare())
@@ -221,7 +222,7 @@ class Takeover:
             state.command(Release(timeline=state.layout.timeline, step=max(cuts)))
 
     def _go_back(self, lost: dict[str, str], now_s: float) -> None:
-        """Some shard values are missing, or never existed: roll back."""
+        """Some shard values are missing, or never existed, or error memory may have moved unseen: roll back."""
         state = self.state
         # As the last chief left it; the loss is handled next.
         state.stage = Stage.TRAINING if state.phase is Phase.RUNNING else Stage.LEADING
@@ -230,11 +231,16 @@ class Takeover:
         if everything and self.ending.early == (EndAsked(*stopping) if stopping is not None else None):
             # Not only the chief but the whole job was restarted, so it is meant to continue.
             self.ending.early = None
+        if state.exact_memory and state.job is not None:
+            # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
+            state.work.moved.update(range(state.job.replicas))
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
         if not lost:
-            self.recovery.again("the last chief died while filling the parameter servers", now_s)
+            exact = state.exact_memory and state.phase is Phase.RUNNING
+            why = "does not know who held which error memory" if exact else "died while filling the parameter servers"
+            self.recovery.again(f"the {'new' if exact else 'last'} chief {why}", now_s)
 
     # Taking command
 

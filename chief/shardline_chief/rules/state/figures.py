@@ -20,6 +20,8 @@ class JobFigures:
         self.traffic: dict[str, Traffic] = {}
         self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
         """Counters that each life of a task reports, by (task, incarnation); see shardline.core.orders."""
+        self.dropped_memories = 0
+        """How many times a replica's, or a worker's, error memory was dropped."""
         self.faults: dict[str, str] = {}
         """Current faults that do not stop the job, by subject: "checkpoint", "journal"."""
         self.metrics: dict[int, Mapping[str, float]] = {}

@@ -37,6 +37,8 @@ class Loss:
     at_step: int
     home: tuple[Placement, ...]
     """The placement before the loss."""
+    planned: bool = False
+    """Nothing is lost: the job goes back because the chief has changed it."""
     failover: bool = False
     """Standbys are promoted, so nothing is rolled back."""
 

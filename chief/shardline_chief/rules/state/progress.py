@@ -1,8 +1,12 @@
-"""How far the job is: what the shards last reported, where it began, where it stops."""
+"""How far the job is: what the shards last reported, where it began, where it stops, whose gradients made its steps."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from shardline.consistency import Clock, Consistency
+from shardline.core.choices import Choices
 from shardline.core.status import ShardStatus
 from shardline_chief.rules.state.layout import JobLayout
 
@@ -48,3 +52,44 @@ class Progress:
             return None
         steps = {step for shard in self.shards.values() for step in (shard.step_min, shard.step_max)}
         return steps.pop() if len(steps) == 1 else None
+
+
+class ChoiceLog:
+    """The choices of the surviving history, and counts for people."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._made: list[int] = []
+        self.used: Counter[str] = Counter()
+        """Gradients that made a step, by task that had the replica when the chief noted the step."""
+        self.dropped: Counter[str] = Counter()
+        """The same for those that came too late."""
+
+    @property
+    def end(self) -> int:
+        """The first step that is not noted yet."""
+        return self._first + len(self._made)
+
+    def news(self, told: Choices) -> Choices:
+        """What the lead has told and the log lacks."""
+        return told.since(self.end)
+
+    def add(self, news: Choices, assignment: Mapping[int, str]) -> None:
+        """Note the next steps. After a gap the log begins anew."""
+        if news.first > self.end:
+            self._made.clear()
+            self._first = news.first
+        self._made += news.made
+        for choice in news.made:
+            for replica, task in assignment.items():
+                (self.used if choice >> replica & 1 else self.dropped)[task] += 1
+
+    def back_to(self, step: int) -> None:
+        """The job goes back to a step, or begins at it."""
+        del self._made[max(0, step - self._first) :]
+        if not self._made:
+            self._first = step
+
+    def recall(self, known: Choices) -> None:
+        """Continue where an earlier chief was."""
+        self._first, self._made = known.first, list(known.made)

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from shardline import consistency
+from shardline import codecs, consistency
+from shardline.core.choices import Choices
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
+
+
+class Replayed(Protocol):
+    """A run to repeat."""
+
+    @property
+    def choices(self) -> Choices:
+        """Whose gradients made each of its steps; empty if those of all replicas did."""
+        ...
+
+    def check(self, job: JobSpec) -> None:
+        """Raise UsageError if this job can't repeat it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +43,8 @@ class ChiefSettings:
     inexact: bool = False
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
+    replayed: Replayed | None = None
+    """The run to repeat."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     out: str = ""
 
@@ -35,6 +52,13 @@ class ChiefSettings:
     def trainers(self) -> int:
         """Number of tasks expected to run replicas."""
         return self.workers + self.chief_trains
+
+
+def as_chosen(job: JobSpec, ours: JobSpec) -> JobSpec:
+    """The job with the codecs of `ours` where it leaves the choice to the chief."""
+    if not codecs.of(job).undecided:
+        return job
+    return dataclasses.replace(job, codec=ours.codec, codec_up=ours.codec_up, codec_down=ours.codec_down)
 
 
 def as_in_cluster(job: JobSpec, settings: ChiefSettings) -> JobSpec:

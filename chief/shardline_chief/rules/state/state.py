@@ -6,9 +6,10 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from shardline import consistency
+from shardline import codecs, consistency
 from shardline.consistency import Consistency
 from shardline.core.orders import Phase
+from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import Finish, Order, Resume
@@ -20,7 +21,7 @@ from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
 from shardline_chief.rules.state.outbox import Outbox
-from shardline_chief.rules.state.progress import Progress
+from shardline_chief.rules.state.progress import ChoiceLog, Progress
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.tasks import Tasks
 from shardline_chief.rules.state.work import Work
@@ -39,6 +40,7 @@ class State:
         self.layout = JobLayout(settings.term)
         self.progress = Progress(self.layout, consistency.of(ConsistencySpec()))
         self.work = Work()
+        self.choices = ChoiceLog()
         self.saves = Checkpoints(resume)
         self.losses = Losses()
         self.figures = JobFigures(now_s)
@@ -94,6 +96,16 @@ class State:
     def stops_by_itself(self) -> bool:
         """Whether the last step is known from the start, so that servers stop there by themselves."""
         return self.mode.consistent_cuts and not self.script
+
+    @property
+    def remembers(self) -> bool:
+        """Whether workers keep the error memory of a codec."""
+        return self.job is not None and codecs.of(self.job).remembers
+
+    @property
+    def exact_memory(self) -> bool:
+        """Whether the job goes back to a checkpoint, at which no replica has any, when error memory is lost."""
+        return self.job is not None and self.job.error_memory == EXACT and self.remembers
 
     # Acts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline.consistency.assignment import assign
 from shardline.core.orders import StepReport
-from shardline_chief.rules.state.assignment import assign
 from shardline_chief.rules.state.leases import Leases
 
 
@@ -19,6 +19,10 @@ class Work:
         """Replicas that each living incarnation has or had."""
         self.leases: Leases | None = None
         """None unless the chief hands out batches."""
+        self.holders: dict[int, int] = {}
+        """Incarnation that has each replica, or had it last."""
+        self.moved: set[int] = set()
+        """Replicas that another life has taken over since the state of all of them was last restored."""
         self.initializer = ""
         """Task that sets the first values; empty if none is chosen."""
         self.most_trainers = 0
@@ -48,6 +52,9 @@ class Work:
         gained: dict[str, list[int]] = {}
         for replica, task in sorted(self.assignment.items()):
             self.given[lives[task]].add(replica)
+            if self.holders.setdefault(replica, lives[task]) != lives[task]:
+                self.holders[replica] = lives[task]
+                self.moved.add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
         return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]

@@ -1,0 +1,1 @@
+"""Rules for jobs with codecs: which are used, and what follows when their memory is lost."""

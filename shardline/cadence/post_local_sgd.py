@@ -1,0 +1,43 @@
+"""Post-local SGD: every step is exchanged until the training has settled, then the replicas train locally."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.cadence.local_training import LocalCadence
+from shardline.core.spec import Argument
+from shardline.errors import JobError
+
+
+@dataclass(frozen=True)
+class PostLocalSGD(LocalCadence):
+    """Average the replicas' parameters after every pass, and from step `start` on only after `every` passes."""
+
+    name: ClassVar[str] = "post-local-sgd"
+    start: int = 100
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start < 0:
+            raise JobError(f"cadence post-local-sgd: start is {self.start}; give a step, at least 0")
+
+    @property
+    def uniform(self) -> bool:
+        """See Cadence.uniform."""
+        return not self.start or self.every == 1
+
+    def ticks_in(self, step: int) -> int:
+        """See Cadence.ticks_in."""
+        return 1 if step < self.start else self.every
+
+    def ticks_before(self, step: int) -> int:
+        """See Cadence.ticks_before."""
+        return min(step, self.start) + max(0, step - self.start) * self.every
+
+    @property
+    def outer_rule(self) -> Mapping[str, Argument]:
+        """See Cadence.outer_rule: with the rate 1 the mean delta leads to the mean of the replicas."""
+        return {"lr": 1.0}

@@ -1,0 +1,281 @@
+"""shardline simulate|advise: how fast a job would run on a cluster that need not exist."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cluster import parse_address, read_spec
+from shardline.core.timeouts import Timeouts
+from shardline.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardline.job import Job
+    from shardline.simulator import Network, Result, Setup, Times
+    from shardline.simulator.menu import Choice, Menu
+
+cluster_shape = options.together(
+    options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers."),
+    options.option("--workers", type=click.IntRange(min=1), default=1, help="Workers."),
+    options.option(
+        "--cluster",
+        metavar="FILE",
+        help="cluster.json: its parameter servers and workers, and which of them share a machine. "
+        "Default: --ps and --workers, each on a machine of its own.",
+    ),
+    click.option("--link", default="none", metavar="RATE", help="Bandwidth of each machine, each way: 1Gbit, 25MB."),
+    click.option("--latency", default="0s", metavar="TIME", help="From one machine to another: 0.2ms."),
+    click.option(
+        "--compute",
+        metavar="TIME[,TIME...]",
+        help="Mean time of one pass over a replica's batch, by worker, repeated. Default: measured on this machine.",
+    ),
+    click.option("--cv", type=float, default=0.1, show_default=True, help="Spread of --compute: deviation / mean."),
+    click.option(
+        "--from",
+        "source",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="Take the times from the folder of a run, or a file with a number of seconds per line.",
+    ),
+    click.option(
+        "--exchange",
+        default="0s",
+        metavar="TIME",
+        help="Time of a worker's exchange besides the links: coding, calls, the servers' work.",
+    ),
+    click.option("--overlap/--no-overlap", default=True, help="As in shardline train.  [default: overlap]"),
+)
+json_file = click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the figures to a file."
+)
+
+
+@click.command(short_help="Simulate a job: hundreds of workers, any links, in one process.")
+@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
+@cluster_shape
+@options.job_fields
+@options.plugin
+@click.option(
+    "--kill",
+    "kills",
+    multiple=True,
+    metavar="TASK@TIME[:back=TIME]",
+    help="A worker dies, and perhaps starts again some time after: worker/3@120s:back=10s; may be repeated.",
+)
+@options.timeout
+@click.option("--gradients", is_flag=True, help="Train the model too, in this process; shows the loss.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the figures over virtual time.")
+@json_file
+def simulate(**flags: Any) -> int:
+    """Simulate JOB.py: its consistency mode decides as in a real run, at virtual times.
+
+    The same seed gives the same result.
+    """
+    from shardline.simulator import Simulation, quantities
+    from shardline.simulator.gradients import training_contents
+    from shardline.simulator.plot import svg
+
+    job = load(flags)
+    kills = tuple(quantities.death(text, "--kill") for text in flags["kills"])
+    fence_s = Timeouts(total_s=flags["timeout"]).dead_s
+    setup = make_setup(job, flags, deaths=kills, fence_s=fence_s, seed=job.seed)
+    for line in remarks(setup):
+        click.echo(line)
+    result = Simulation(setup, training_contents(job, setup) if flags["gradients"] else None).run()
+    lines = report(job, setup, result)
+    for line in lines:
+        click.echo(line)
+    if flags["json_path"] is not None:
+        options.write_file(flags["json_path"], json.dumps(result.figures(), indent=2) + "\n")
+    if flags["plot"] is not None:
+        options.write_file(flags["plot"], svg(result, lines[0]))
+    return 0
+
+
+@click.command(short_help="Compare what a job could choose on a cluster, by simulation.")
+@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
+@cluster_shape
+@options.job_fields
+@options.plugin
+@json_file
+def advise(**flags: Any) -> int:
+    """Simulate JOB.py with every consistency, codec and cadence; print the fastest first, and what to write in the job.
+
+    Only speed is compared. Without --compute or --from it measures some passes on this machine.
+    """
+    from shardline.simulator import menu
+
+    job = load(flags)
+    found = menu.simulated(job, make_setup(job, flags, seed=job.seed))
+    for line in [*table(found, menu.own(job)), "", *advice(job, found)]:
+        click.echo(line)
+    if flags["json_path"] is not None:
+        rows = [
+            {**asdict(row.choice), "samples_per_s": row.samples_per_s, **row.result.figures()} for row in found.rows
+        ]
+        options.write_file(flags["json_path"], json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def table(found: Menu, own: Choice) -> list[str]:
+    """All choices; the job's own is marked."""
+    from shardline.cli.terminal import aligned
+
+    rows = [("", "consistency", "codec", "cadence", "samples/s", "steps/s", "MB/step", "staleness", "computing")]
+    for row in found.rows:
+        choice, result = row.choice, row.result
+        cells = (
+            "*" if choice == own else "",
+            choice.consistency,
+            row.codec,
+            f"{choice.cadence}, {row.ticks} passes a step" if row.ticks not in (None, 1) else choice.cadence,
+            f"{row.samples_per_s:,.0f}",
+            f"{result.steps_per_s:,.2f}",
+            f"{(result.push_bytes + result.pull_bytes) / result.steps / 1e6:,.2f}",
+            f"{result.staleness:.1f}",
+            f"{100 * result.computing:.0f} %",
+        )
+        rows.append(cells)
+    lines = aligned(rows, texts=4)
+    lines.append("* the job as it is. MB/step: pushed and pulled by all workers. Staleness in updates.")
+    for choice, why in found.refused:
+        lines.append(f"Not {choice.consistency}, {choice.codec}, {choice.cadence}: {why}")
+    return lines
+
+
+def advice(job: Job, found: Menu) -> list[str]:
+    """What to write in the job for the fastest choice."""
+    changes = found.rows[0].choice.lines(job)
+    if not changes:
+        return ["Nothing that was simulated is faster than the job as it is."]
+    return [
+        "The fastest one needs these lines in the job:",
+        *(f"    {line}" for line in changes),
+        "Only speed was compared. Stale gradients, codecs that round, local training and more replicas change what a",
+        "step achieves: compare the loss with shardline simulate --gradients, or in real runs.",
+    ]
+
+
+def load(flags: Mapping[str, Any]) -> Job:
+    """The job with the flags' fields."""
+    path = options.existing_job(flags["job"])
+    assert path is not None
+    # Imports torch, which --help must not do.
+    from shardline.job import load_job
+
+    return load_job(path, options.overrides(flags))
+
+
+def make_setup(job: Job, flags: Mapping[str, Any], **more: Any) -> Setup:
+    """What is simulated, from parsed flags."""
+    from shardline.simulator import Setup, quantities
+
+    workers, servers, machines = flags["workers"], flags["ps"], {}
+    if flags["cluster"] is not None:
+        spec = read_spec(flags["cluster"])
+        workers, servers = len(spec.addresses("worker")), len(spec.addresses("ps"))
+        if not workers:
+            raise UsageError(f"--cluster {flags['cluster']} has no worker; a simulation needs some")
+        machines = {
+            f"{role}/{index}": parse_address(address)[0]
+            for role in ("ps", "worker")
+            for index, address in enumerate(spec.addresses(role))
+        }
+        # The address of a task that takes any place is *; it runs on some machine of its own.
+        machines = {task: host for task, host in machines.items() if host != "*"}
+    links, exchange_s = network(flags), quantities.seconds(flags["exchange"], "--exchange")
+    return Setup(
+        job=job.spec(job.build_model()),
+        workers=workers,
+        servers=servers,
+        times=pass_times(job, flags),
+        network=links,
+        machines=machines,
+        overlap=flags["overlap"],
+        exchange_s=exchange_s,
+        **more,
+    )
+
+
+def network(flags: Mapping[str, Any]) -> Network:
+    """The links, from parsed flags."""
+    from shardline.simulator import Network, quantities
+
+    return Network(
+        bytes_per_s=quantities.bytes_per_s(flags["link"], "--link"),
+        latency_s=quantities.seconds(flags["latency"], "--latency"),
+    )
+
+
+def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
+    """How long the workers compute, from parsed flags."""
+    from shardline.cadence import CADENCES
+    from shardline.simulator import Gamma, quantities, runs
+
+    if flags["source"] is not None and flags["compute"] is not None:
+        raise UsageError("--from and --compute both say how long a pass takes; give one of them")
+    if flags["source"] is not None:
+        return runs.read_times(flags["source"], CADENCES.parse(job.cadence).ticks)
+    if flags["compute"] is None:
+        mean_s = runs.measure(job).mean_s
+        click.echo(f"measured here: {mean_s * 1e3:.1f} ms per pass")
+        return (Gamma(mean_s, flags["cv"]),)
+    means = [quantities.seconds(text, "--compute") for text in flags["compute"].split(",")]
+    return tuple(Gamma(mean_s, flags["cv"]) for mean_s in means)
+
+
+def remarks(setup: Setup) -> list[str]:
+    """What the user might not expect."""
+    from shardline import consistency
+
+    replicas = setup.job.replicas
+    if consistency.of(setup.job.consistency).assigns_replicas and setup.workers > replicas:
+        return [
+            f"{setup.workers - replicas} of {setup.workers} workers have nothing to do: the job has {replicas} replicas"
+            f" (replicas={setup.workers} in the job, or --set replicas={setup.workers})"
+        ]
+    return []
+
+
+def report(job: Job, setup: Setup, result: Result) -> list[str]:
+    """Lines for people."""
+    # Imports torch, which --help must not do.
+    from shardline import codecs
+
+    found = result.figures()
+    step, passes, samples = found["step_s"], found["passes_per_s"], job.batch_size * job.accumulate
+    bytes_per_step, staleness = found["bytes_per_step"], found["staleness"]
+    wasted = round(100 * found["passes_unused"])
+    unused = f", and {wasted} % of the passes for nothing" if wasted else ""
+    lines = [
+        f"{setup.workers} workers, {setup.servers} ps, {job.consistency}, {job.cadence}, {codecs.of(job)}: "
+        f"{result.steps:,} steps in {result.seconds:,.1f} s of virtual time",
+        f"  time per step   {_time(step['mean'])} in the mean, {_time(step['median'])} median, "
+        f"95 % below {_time(step['p95'])}",
+        f"  throughput      {result.steps_per_s:,.2f} steps/s, {passes * samples:,.0f} samples/s{unused}",
+        f"  staleness       {staleness['mean']:.2f} updates in the mean, {staleness['max']} at most",
+        f"  bytes per step  {_bytes(bytes_per_step['push'])} pushed, {_bytes(bytes_per_step['pull'])} pulled",
+        f"  computing       {100 * result.computing:.0f} % of the workers' time",
+    ]
+    if result.losses:
+        loss = found["loss"]
+        lines.append(f"  loss            {loss['first']:.4g} in the first tenth, {loss['last']:.4g} in the last")
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
+
+
+def _bytes(count: float) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"

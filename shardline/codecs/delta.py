@@ -1,0 +1,170 @@
+"""Delta: parameters as encoded changes. The way down of double compression (Tang et al., "DoubleSqueeze", 2019)."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Turn
+from shardline.core.reduce import is_finite
+from shardline.core.spec import TensorSpec
+from shardline.core.tensor_bytes import Buffer, digest, tensor_bytes, tensor_from_bytes
+from shardline.errors import JobError, ProtocolError
+
+BASE = struct.Struct("<Q")
+"""The digest of what a change is relative to."""
+KEPT = 2
+"""Steps of which the sender keeps what it sent: a slow receiver may be one step behind the others."""
+VALUE = "value"
+"""Name of v in the memory: at a sender of the last KEPT steps, at a receiver of the last step that it has received."""
+
+
+@dataclass(frozen=True)
+class Delta(Codec):
+    """Parameters as encoded changes since the step that the receiver has; the next change makes up for rounding.
+
+    What receivers have after step t is v_t = v_(t-1) + decode(encode(theta_t - v_(t-1))), so the error theta_t - v_t is
+    a part of the next change and never adds up. All receivers have the same v_t, of which a server keeps one copy,
+    and each worker one more. Who has not v_(t-1) gets all of v_t. In steps that are multiples of `refresh`, all get
+    theta_t itself: a job that goes back to a checkpoint there ends in the same bits. A bucket that a step does not
+    change keeps its v.
+    """
+
+    name: ClassVar[str] = "delta"
+    direction = Direction.PULL
+    memory = Memory.DROPPED
+    fixed_size = False
+    shares_memory: ClassVar[bool] = True
+    # The values of two steps, and their changes, each at most half of them.
+    sender_copies: ClassVar[int] = 3
+    by: str = "int8"
+    refresh: int = 100
+
+    def __post_init__(self) -> None:
+        if self.refresh < 1:
+            raise JobError(f"codec delta: refresh is {self.refresh}; give a number of steps, at least 1")
+        # The table has this class too.
+        from shardline.codecs import CODECS
+
+        fitting = [kind.name for kind in CODECS if kind.direction is not Direction.PULL and not kind.exact]
+        if self.by not in fitting:
+            raise JobError(
+                f"codec delta: changes can't be encoded by {self.by!r}; give the name of a codec, without settings: "
+                f"{', '.join(fitting)}"
+            )
+
+    @functools.cached_property
+    def inner(self) -> Codec:
+        """The codec of the changes. Raises JobError if it does not exist."""
+        # The table has this class too.
+        from shardline.codecs import CODECS
+
+        return CODECS[self.by]()
+
+    @property
+    def exact_every(self) -> int:
+        """See Codec.exact_every."""
+        return self.refresh
+
+    def takes(self, tensor: TensorSpec) -> bool:
+        """See Codec.takes."""
+        return self.inner.takes(tensor)
+
+    def max_bytes(self, layout: Layout) -> int:
+        """The bucket itself, where it is sent whole."""
+        return layout.bucket.nbytes
+
+    def encoder(self, layout: Layout) -> DeltaCoder:
+        """Encoder that keeps what was sent in the turn's memory."""
+        return DeltaCoder(self, layout)
+
+    def decoder(self, layout: Layout) -> DeltaCoder:
+        """Decoder that keeps what was received in the turn's memory."""
+        return DeltaCoder(self, layout)
+
+
+class DeltaCoder:
+    """Encoder and decoder of one bucket. The memory has v of the last steps, and the bytes of their changes."""
+
+    def __init__(self, codec: Delta, layout: Layout) -> None:
+        self._refresh = codec.refresh
+        self._layout = layout
+        self._encoder: Encoder = codec.inner.encoder(layout)
+        self._decoder: Decoder = codec.inner.decoder(layout)
+
+    def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
+        """The change since turn.base, or all of the values."""
+        if _value(turn.step) not in turn.memory:
+            if not is_finite(values):
+                # In the memory it would spoil all later steps.
+                return tensor_bytes(values)
+            self._advance(values, turn)
+        change = turn.memory.get(_change(turn.step))
+        if change is not None and turn.base == turn.step - 1:
+            return tensor_bytes(change)
+        return tensor_bytes(turn.memory[_value(turn.step)])
+
+    def _advance(self, values: torch.Tensor, turn: Turn) -> None:
+        """Make v of this step, whoever asks for it, and its change."""
+        memory, after = turn.memory, values.clone()
+        last = _last(memory, turn.step)
+        if last >= 0 and last // self._refresh == turn.step // self._refresh:
+            before = memory[_value(last)]
+            if turn.changed <= last:
+                # Receivers keep what they have.
+                after = before
+            elif last == turn.step - 1:
+                after = self._changed(values, before, turn)
+        memory[_value(turn.step)] = after
+        _forget(memory, turn.step - KEPT)
+
+    def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
+        """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
+        coded = bytes(self._encoder.encode(values - before, Turn(turn.step)))
+        after = before + self._decoder.decode(bytearray(coded), Turn(turn.step))
+        if BASE.size + len(coded) >= self._layout.bucket.nbytes or not is_finite(after):
+            return values.clone()
+        data = bytearray(BASE.pack(digest(tensor_bytes(before))) + coded)
+        turn.memory[_change(turn.step)] = tensor_from_bytes(memoryview(data), "uint8")
+        return after
+
+    def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
+        """The receiver's new values."""
+        bucket = self._layout.bucket
+        if len(payload) == bucket.nbytes:
+            found = tensor_from_bytes(bytearray(payload), bucket.dtype)
+        else:
+            view, before = memoryview(payload), turn.memory.get(_value(_last(turn.memory, turn.step)))
+            if len(view) < BASE.size:
+                raise ProtocolError(f"codec delta: {len(view)} bytes are too few for a change")
+            if before is None or BASE.unpack_from(view) != (digest(tensor_bytes(before)),):
+                has = "nothing" if before is None else "other values"
+                raise ProtocolError(f"codec delta: a change of step {turn.step - 1}, of which this task has {has}")
+            found = before + self._decoder.decode(view[BASE.size :], Turn(turn.step))
+        turn.memory.clear()
+        if is_finite(found):
+            turn.memory[_value(turn.step)] = found
+        return found
+
+
+def _last(memory: Mapping[MemoryKey, torch.Tensor], step: int) -> int:
+    """The last step before this one whose v is in the memory; -1 if there is none."""
+    return max((held for _, held, what in memory if what == VALUE and held < step), default=-1)
+
+
+def _value(step: int) -> MemoryKey:
+    return ("", step, VALUE)
+
+
+def _change(step: int) -> MemoryKey:
+    return ("", step, "change")
+
+
+def _forget(memory: MutableMapping[MemoryKey, torch.Tensor], last: int) -> None:
+    for key in [key for key in memory if key[1] <= last]:
+        del memory[key]

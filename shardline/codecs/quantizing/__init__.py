@@ -1,0 +1,1 @@
+"""Codecs that write every number in fewer bits."""

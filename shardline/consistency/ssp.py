@@ -1,0 +1,202 @@
+"""Stale synchronous parallel: asynchronous pushes, and pulls that wait for workers too far behind. PROTOCOL 1.5.
+
+Ho et al.: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency.asynchronous import AsynchronousPushes
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.eager import Eager
+from shardline.consistency.numbered_pushes import COUNTED
+from shardline.consistency.server import BucketView, Push, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.paced_pushes import PacedPushes
+from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.records import AppliedPush
+from shardline.core.spec import ConsistencySpec, JobSpec
+from shardline.errors import JobError
+
+
+@dataclass(frozen=True)
+class SSP(Consistency):
+    """Stale synchronous parallel: asynchronous, but no worker gets more than `slack` pushes ahead of the slowest.
+
+    slack: pushes; 0 is `sync`.
+    """
+
+    name: ClassVar[str] = "ssp"
+    clock: ClassVar[Clock] = Clock.VERSION
+    whole_pushes: ClassVar[bool] = True
+    holds_back: ClassVar[bool] = True
+    leases_batches: ClassVar[bool] = True
+    clips_at_worker: ClassVar[bool] = True
+    slack: int = 3
+
+    def __post_init__(self) -> None:
+        if self.slack < 0:
+            raise JobError(f"consistency ssp: slack is {self.slack}; it must be at least 0")
+
+    def contributors(self, replicas: int) -> int:
+        """One: a batch belongs to a single replica."""
+        return 1
+
+    def under(self, spec: ConsistencySpec) -> Consistency:
+        """Without slack, all workers read the same values in each round: a synchronous job."""
+        return self if self.slack else Eager().under(spec)
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        """See Consistency."""
+        return PacedPushes(job)
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """See Consistency."""
+        return PacedByTheSlowest(storage, terms, self.slack)
+
+
+class Clocks:
+    """How many pushes each worker has done, at one shard, and who is too far ahead. Pure.
+
+    A worker tells its clock with each push, so that all shards count the same: otherwise two workers could each be
+    ahead of the other, at different shards, and wait for ever. It counts from when it begins to compute until it rests
+    or leaves: a worker without work must hold nobody back.
+    """
+
+    def __init__(self, slack: int) -> None:
+        self.slack = slack
+        self.of: dict[str, int] = {}
+        """By worker that computes."""
+        self._lives: dict[str, int] = {}
+        """The incarnation whose clock it is, by worker."""
+        self.members: frozenset[str] = frozenset()
+        """Admitted workers; empty = not known."""
+        self.held: frozenset[str] = frozenset()
+        """Workers that are more than `slack` ahead of the slowest. Replaced as a whole: readable without a lock."""
+
+    @property
+    def least(self) -> int:
+        """The clock of the slowest worker."""
+        return min(self.of.values(), default=0)
+
+    def slowest(self) -> list[str]:
+        """The workers that others wait for, if any does."""
+        return sorted(task for task, clock in self.of.items() if clock == self.least) if self.held else []
+
+    def begin(self, task: str, incarnation: int) -> None:
+        """A worker begins to compute, where the slowest is: nobody waits for what it has missed.
+
+        One that computes already keeps its clock: it may wait for the answer to a push that is counted, and a lower
+        clock would hold up the others until its next one.
+        """
+        if task not in self.of or self._lives[task] != incarnation:
+            self._lives[task] = incarnation
+            self._set({**self.of, task: self.least})
+
+    def why_not(self, task: str, incarnation: int, clock: int) -> str:
+        """Why a push can't have this clock; empty if it can. A clock only goes forward: others would wait for it."""
+        known = self.of.get(task, 0) if self._lives.get(task) == incarnation else 0
+        if clock > known:
+            return ""
+        return (
+            f"the push of {task} has clock {clock}, and the shard has counted up to clock {known}; a worker's clock is "
+            f"the progress that the shard reported when it began, plus its pushes since then"
+        )
+
+    def pushed(self, task: str, incarnation: int, clock: int) -> None:
+        """A worker's push counts. One that was being applied when the worker's next life began says nothing of that."""
+        if incarnation < self._lives.get(task, 0):
+            return
+        self._lives[task] = incarnation
+        self._set({**self.of, task: clock})
+
+    def rest(self, task: str) -> None:
+        """A worker has nothing to push until it begins again."""
+        self._set({other: clock for other, clock in self.of.items() if other != task})
+
+    def admit(self, members: Collection[str]) -> None:
+        """Only these workers are admitted from now on; none = not known, and all begin anew."""
+        self.members = frozenset(members)
+        self._set({task: clock for task, clock in self.of.items() if task in self.members})
+
+    def anew(self) -> None:
+        """Another history begins: so do all workers."""
+        self._set({})
+
+    def _set(self, clocks: dict[str, int]) -> None:
+        # A push that was being applied when its worker was fenced must not bring it back.
+        self.of = {task: clock for task, clock in clocks.items() if not self.members or task in self.members}
+        least = self.least
+        self.held = frozenset(task for task, clock in self.of.items() if clock - least > self.slack)
+
+
+class PacedByTheSlowest(AsynchronousPushes):
+    """Asynchronous pushes; the pull after one is answered once the slowest worker is near enough.
+
+    A standby keeps no clocks. A failover is a new timeline, in which every worker begins anew.
+    """
+
+    def __init__(self, storage: Storage, terms: Terms, slack: int) -> None:
+        super().__init__(storage, terms)
+        self._clocks = Clocks(slack)
+        """Guarded by the storage's lock, but for `held`."""
+
+    def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
+        """See NumberedPushes."""
+        decision = super().admit(push, last, skip=skip)
+        if decision.outcome not in COUNTED:
+            return decision
+        with self.storage.lock:
+            refused = self._clocks.why_not(push.task, push.incarnation, push.clock)
+        return Decision(Outcome.REFUSED, refused) if refused else decision
+
+    def counted(self, push: Push) -> None:
+        """See NumberedPushes."""
+        with self.storage.lock:
+            self._clocks.pushed(push.task, push.incarnation, push.clock)
+
+    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
+        """See ServerHalf."""
+        with self.storage.lock:
+            if begins:
+                self._clocks.begin(task, incarnation)
+            else:
+                self._clocks.rest(task)
+        self._check_again()
+
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+        """See ServerHalf. Once the job stops, nobody waits: the others may push no more."""
+        if want.step is None and want.task in self._clocks.held and self.storage.stop_step is None:
+            return Outcome.WAITING
+        return super().serve(bucket, want)
+
+    def progress(self, replica: int) -> int:
+        """The clock at which a worker begins."""
+        return self._clocks.least
+
+    def slowest(self) -> list[str]:
+        """See ServerHalf."""
+        with self.storage.lock:
+            return self._clocks.slowest()
+
+    # Timelines
+
+    def members_changed(self, tasks: Collection[str]) -> None:
+        """See ServerHalf."""
+        with self.storage.lock:
+            self._clocks.admit(tasks)
+
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
+        """See ServerHalf. All workers begin anew, at equal clocks."""
+        super().restored(sequences)
+        with self.storage.lock:
+            self._clocks.anew()
+
+    def _check_again(self) -> None:
+        """Have waiting pulls check whether they still have to wait."""
+        for bucket in self.storage.buckets:
+            self.storage.observers.on_publish(bucket.number)

@@ -1,0 +1,10 @@
+"""Simulations of a job: its own mode and rule classes under a virtual clock, with virtual workers and links."""
+
+from __future__ import annotations
+
+from shardline.simulator.links import Network
+from shardline.simulator.result import Result
+from shardline.simulator.simulation import Contents, Death, Setup, Simulation
+from shardline.simulator.times import Gamma, Measured, Times
+
+__all__ = ["Contents", "Death", "Gamma", "Measured", "Network", "Result", "Setup", "Simulation", "Times"]

@@ -1,0 +1,158 @@
+"""What a job could choose on a cluster: each choice simulated, the fastest first. Only speed is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardline import cadence as cadences
+from shardline import codecs, consistency
+from shardline.cadence import CADENCES
+from shardline.codecs import CODECS
+from shardline.codecs.base import Codec, Memory
+from shardline.consistency import CONSISTENCIES
+from shardline.errors import JobError
+from shardline.job import Job
+from shardline.simulator.result import Result
+from shardline.simulator.simulation import Setup, Simulation, timing_contents
+
+PASSES = 1500
+"""Passes of all workers that a choice is simulated for, at least."""
+STEPS = 30
+"""Steps that a choice is simulated for, at least."""
+FIELDS = ("consistency", "codec", "cadence", "replicas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Fields of a job that decide how it uses its cluster."""
+
+    consistency: str
+    codec: str
+    cadence: str
+    replicas: int
+
+    def of(self, job: Job) -> Job:
+        """The job with this choice. Raises JobError where it can't have it."""
+        return dataclasses.replace(job, **dataclasses.asdict(self))
+
+    def lines(self, job: Job) -> list[str]:
+        """What has to change in the job file."""
+        return [f"{name}={getattr(self, name)!r}," for name in FIELDS if getattr(self, name) != getattr(own(job), name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A choice and its simulation."""
+
+    choice: Choice
+    result: Result
+    samples_per_s: float
+    codec: str
+    """Of both directions."""
+    ticks: int | None
+    """Passes that make one step; None = their number changes during the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Menu:
+    """All choices of a job."""
+
+    rows: Sequence[Row]
+    """The fastest first; of those that are equally fast, the one with the least staleness, then the fewest changes of
+    the job, then the fewest bytes."""
+    refused: Sequence[tuple[Choice, str]]
+    """Those that the job can't have, and why."""
+
+
+def own(job: Job) -> Choice:
+    """What the job has chosen."""
+    return Choice(
+        consistency=str(job.consistency), codec=str(job.codec), cadence=str(job.cadence), replicas=job.replicas
+    )
+
+
+def _comparable(codec: Codec) -> bool:
+    """Whether it is a choice whose effect can be simulated."""
+    return codec.memory is Memory.NONE and not codec.undecided and not codec.votes
+
+
+def choices(job: Job, workers: int) -> Iterator[Choice]:
+    """The job's own choice, and every mode and codec with their defaults; local training where every step is of all.
+
+    A job with fewer replicas than there are workers gets as many as these; then steps that don't wait for the slowest
+    one are compared too. Left out: cadences that change during a job, which have no speed of their own, and codecs with
+    an error memory, whose effect on the loss can't be simulated.
+    """
+    mine = own(job)
+    yield mine
+    replicas = max(job.replicas, workers)
+    # Others than `codec` are the job's in every choice.
+    fixed = job.codec_up or job.codec_down or job.codec_tensors
+    compared = [mine.codec] if fixed else [str(kind()) for kind in CODECS if _comparable(kind())]
+    spares = [CONSISTENCIES.parse("sync:spares=1")] if replicas > 1 else []
+    for mode in (*(kind() for kind in CONSISTENCIES), *spares):
+        of_all = not mode.whole_pushes and mode not in spares
+        for codec in compared:
+            for cadence in (kind() for kind in CADENCES):
+                if not cadence.uniform or (cadence.sends_deltas and not of_all):
+                    continue
+                count = replicas if mode.assigns_replicas else job.replicas
+                choice = Choice(consistency=str(mode), codec=codec, cadence=str(cadence), replicas=count)
+                if choice != mine:
+                    yield choice
+
+
+def simulated(job: Job, setup: Setup) -> Menu:
+    """Simulate every choice. setup: the cluster and the compute times; its job and steps are not used."""
+    rows: list[Row] = []
+    known: dict[tuple[object, ...], Result] = {}
+    refused: list[tuple[Choice, str]] = []
+    for choice in choices(job, setup.workers):
+        try:
+            chosen = choice.of(job)
+            spec = chosen.spec(chosen.build_model())
+        except JobError as error:
+            refused.append((choice, str(error)))
+            continue
+        mode, pace = consistency.of(spec.consistency), cadences.of(spec)
+        passes = spec.replicas * pace.ticks if mode.assigns_replicas else pace.ticks
+        result = _result(dataclasses.replace(setup, job=spec, steps=max(STEPS, PASSES // passes)), known)
+        samples = job.batch_size * job.accumulate
+        rows.append(
+            Row(
+                choice=choice,
+                result=result,
+                samples_per_s=result.passes_per_s * samples,
+                codec=str(codecs.of(spec)),
+                ticks=pace.ticks if pace.uniform else None,
+            )
+        )
+    rows.sort(
+        key=lambda row: (
+            -_digits(row.samples_per_s),
+            row.result.staleness,
+            len(row.choice.lines(job)),
+            row.result.push_bytes,
+        )
+    )
+    return Menu(rows=rows, refused=refused)
+
+
+def _result(setup: Setup, known: dict[tuple[object, ...], Result]) -> Result:
+    """The simulation's result, shared by codecs of the same size."""
+    job, contents = setup.job, timing_contents(setup)
+    sizes = tuple(
+        (tuple(bucket.push_bytes), tuple(bucket.pull_bytes)) for server in contents.buckets for bucket in server
+    )
+    exact = all(codec.exact for codec in codecs.of(job).ups)
+    key = (job.consistency, job.cadence, job.replicas, exact, sizes)
+    if key not in known:
+        known[key] = Simulation(setup, contents).run()
+    return known[key]
+
+
+def _digits(value: float) -> float:
+    """Two digits: choices that differ by less are equally fast, as far as a simulation can tell."""
+    return float(f"{value:.1e}")

@@ -1,0 +1,328 @@
+"""A job under the virtual clock: the classes of its consistency mode and its update rule, virtual workers and links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardline import cadence as cadences
+from shardline import codecs, consistency
+from shardline import topology as topologies
+from shardline.codecs import coding_of
+from shardline.consistency import Consistency
+from shardline.consistency.assignment import assign, replicas_of
+from shardline.consistency.server import Terms
+from shardline.core.plan import Plan, make_plan
+from shardline.core.reduce import clip_scale, global_norm
+from shardline.core.spec import JobSpec, TensorKind
+from shardline.errors import UsageError
+from shardline.simulator.clock import VirtualClock
+from shardline.simulator.links import Machines, Network
+from shardline.simulator.result import Result, RunCounts
+from shardline.simulator.servers import BucketPlan, VirtualServer
+from shardline.simulator.times import Times, draws
+from shardline.simulator.workers import Gradients, VirtualWorker
+from shardline.topology import Flat
+from shardline.update import chosen
+
+PIECES = 8
+"""Most buckets of a server in a simulation of the timing alone: enough to see pushes and pulls overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker that dies, and when it is started again."""
+
+    worker: int
+    at_s: float
+    back_s: float | None = None
+    """Seconds after its death; None = never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that a simulation depends on."""
+
+    job: JobSpec
+    workers: int
+    times: Sequence[Times]
+    """Of one pass; worker i has number i modulo their count."""
+    servers: int = 1
+    steps: int = 0
+    """0 = the job's."""
+    network: Network = field(default_factory=Network)
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """The machine of a task; a task that is missing here has one of its own."""
+    overlap: bool = True
+    """Gradients leave during the backward pass, and the forward pass waits layer by layer, where the job allows it."""
+    exchange_s: float = 0.0
+    """Time of a worker's exchange besides the links, in seconds: coding, calls, the servers' work."""
+    deaths: Sequence[Death] = ()
+    fence_s: float = 20.0
+    """Seconds until the job goes on without a dead worker."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(topologies.of(self.job), Flat):
+            raise UsageError(
+                f"topology {self.job.topology} can't be simulated: workers exchange with the servers themselves;"
+                f" choose {Flat()}"
+            )
+        for what, count in (("workers", self.workers), ("servers", self.servers), ("steps", self.steps or 1)):
+            if count < 1:
+                raise UsageError(f"a simulation with {count} {what}; give at least 1")
+        for death in self.deaths:
+            if not 0 <= death.worker < self.workers:
+                last = self.workers - 1
+                raise UsageError(
+                    f"worker/{death.worker} can't die: the simulated workers are "
+                    f"{f'worker/0 to worker/{last}' if last else 'worker/0 alone'}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the servers hold, and what virtual workers compute with."""
+
+    plan: Plan
+    buckets: Sequence[Sequence[BucketPlan]]
+    """By server."""
+    gradients: Callable[[int], Gradients] | None = None
+    """Makes what a worker, by its number, computes with; None = only the timing is simulated."""
+
+
+def timing_contents(setup: Setup) -> Contents:
+    """The bytes of each server, in as many buckets as the timing needs."""
+    plan = make_plan(setup.job.tensors, setup.servers)
+    servers = []
+    for number in range(len(plan.shards)):
+        pushes, pulls = (
+            list(zip(*sizes, strict=True)) for sizes in zip(*coded_bytes(setup.job, plan, number), strict=True)
+        )
+        # Without limited links everything arrives at once.
+        most = max(sum(size > 0 for size in sizes) for sizes in pulls) if setup.network.limited else 1
+        count = max(1, min(PIECES, most))
+        push, pull = ([sum(sizes) / count for sizes in each] for each in (pushes, pulls))
+        servers.append([BucketPlan(push_bytes=push, pull_bytes=pull)] * count)
+    return Contents(plan=plan, buckets=servers)
+
+
+def coded_bytes(job: JobSpec, plan: Plan, server: int) -> list[tuple[list[int], list[int]]]:
+    """By bucket of a server: bytes of one contribution, and of the parameters, as the job's codec writes them.
+
+    Of each step in which another fragment is exchanged: see BucketPlan.push_bytes.
+    """
+    coding, fragments = coding_of(job, plan), range(cadences.of(job).fragments)
+    found = []
+    for number, bucket in enumerate(plan.shards[server].buckets):
+        own = plan.tensors[bucket.slices[0].tensor].fragment
+        always, never = bucket.kind is TensorKind.BUFFER, bucket.kind is TensorKind.FROZEN
+        goes = [not never and (always or fragment == own) for fragment in fragments]
+        push, pull = (way.bucket(server, number).usual_bytes for way in (coding.push, coding.pull))
+        found.append(([push * there for there in goes], [pull * there for there in goes]))
+    return found
+
+
+class Simulation:
+    """One run. What counts, when it is applied and who waits is decided by the job's mode, at virtual times."""
+
+    def __init__(self, setup: Setup, contents: Contents | None = None) -> None:
+        self.setup = setup
+        self.clock = VirtualClock()
+        self.steps = setup.steps or setup.job.steps
+        job, mode = setup.job, consistency.of(setup.job.consistency)
+        self._mode = mode
+        self._cadence = cadences.of(job)
+        self.whole_pushes = mode.whole_pushes
+        streams = self._cadence.streams and not _decides_at_the_end(job, mode)
+        self.overlap = setup.overlap and setup.network.limited and streams
+        self.exchange_s = setup.exchange_s
+        self.sums_blocks = mode.sums_in_tree and all(codec.exact for codec in codecs.of(job).ups)
+        self.tally = RunCounts()
+        contents = timing_contents(setup) if contents is None else contents
+        self.servers = self._make_servers(contents)
+        self._buckets = sum(len(server.buckets) for server in self.servers)
+        self._asking: list[tuple[VirtualServer, int]] = []
+        """Servers that wait for the lead's choice of a step."""
+        self._published_at: Counter[int] = Counter()
+        """Buckets that have published a step."""
+        self.workers = self._make_workers(contents)
+        self._assignment: dict[int, str] = {}
+
+    def _make_servers(self, contents: Contents) -> list[VirtualServer]:
+        job = self.setup.job
+        rule = chosen(job.rule)
+        terms = Terms(
+            plan=contents.plan,
+            contributors=job.replicas,
+            nan_policy=job.consistency.nan_policy,
+            share=lambda staleness: rule.share(job.rule, staleness) or 1.0,
+        )
+        return [
+            VirtualServer(
+                number, buckets, self._mode, terms, on_step=self._published, on_complete=self._vote, on_choice=self._ask
+            )
+            for number, buckets in enumerate(contents.buckets)
+        ]
+
+    def _make_workers(self, contents: Contents) -> list[VirtualWorker]:
+        setup, machines = self.setup, Machines(self.clock, self.setup.network)
+        made = []
+        for index in range(setup.workers):
+            here = setup.machines.get(f"worker/{index}", f"worker/{index}")
+            there = [setup.machines.get(f"ps/{server.number}", f"ps/{server.number}") for server in self.servers]
+            streams = [machines.stream(here, one) for one in there], [machines.stream(one, here) for one in there]
+            made.append(
+                VirtualWorker(
+                    index,
+                    self,
+                    self._mode.worker_half(setup.job),
+                    draws(setup.times[index % len(setup.times)], setup.seed, index, self.passes_drawn),
+                    streams,
+                    contents.gradients(index) if contents.gradients is not None else None,
+                )
+            )
+        return made
+
+    def run(self) -> Result:
+        """Simulate until the job's last step. Raises UsageError if it can't get there."""
+        self._admit()
+        for death in self.setup.deaths:
+            self.clock.at(death.at_s, self._die, death)
+        self.clock.run()
+        if len(self.tally.step_ends_s) < self.steps:
+            raise UsageError(
+                f"the simulated job stands still after step {len(self.tally.step_ends_s)} of {self.steps}, at "
+                f"{self.clock.now_s:.1f} s: no worker is left that it waits for; let one come back (back=SECONDS)"
+            )
+        return result(self)
+
+    # Steps
+
+    @property
+    def passes_drawn(self) -> int:
+        """Passes that one compute time stands for."""
+        return self._cadence.ticks if self._cadence.uniform else 1
+
+    @property
+    def passes_used(self) -> int:
+        """Passes whose gradients are in the job's steps so far."""
+        if self.whole_pushes:
+            return self.servers[0].storage.tally.pushes * self._cadence.ticks
+        return self._mode.needed(self.setup.job.replicas) * self._cadence.ticks_before(len(self.tally.step_ends_s))
+
+    def draws_in(self, step: int) -> int:
+        """See VirtualJob."""
+        return 1 if self._cadence.uniform else self._cadence.ticks_in(step)
+
+    def _published(self, step: int) -> None:
+        """A bucket has published a step; the job has done it once all have."""
+        self._published_at[step] += 1
+        if self._published_at[step] == self._buckets:
+            del self._published_at[step]
+            counts, servers = self.tally, [one.storage.tally for one in self.servers]
+            counts.step_ends_s.append(self.clock.now_s)
+            pushes, staleness = sum(one.pushes for one in servers), sum(one.staleness_sum for one in servers)
+            counts.traffic.append((counts.push_bytes + counts.pull_bytes, pushes, staleness))
+            self.clock.stopped = step >= self.steps
+
+    def _ask(self, server: VirtualServer, step: int) -> None:
+        """A server asks the lead whose gradients make a step."""
+        self._asking.append((server, step))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Answer those whose step the lead has chosen for, one exchange later."""
+        lead = self.servers[0].half.choices if self._asking else None
+        asking, self._asking = self._asking, []
+        for server, step in asking:
+            choice = lead.of(step) if lead is not None else None
+            if choice is None:
+                self._asking.append((server, step))
+            else:
+                self.clock.after(2 * self.setup.network.latency_s, self._adopt, server, step, choice)
+
+    def _adopt(self, server: VirtualServer, step: int, choice: int) -> None:
+        assert server.half.choices is not None
+        server.half.choices.adopt(step, choice)
+        server.settle()
+
+    def _vote(self) -> None:
+        """Decide on a step that all servers have completed, one exchange with the lead later."""
+        self._tell()
+        if all(server.completed for server in self.servers):
+            self.clock.after(2 * self.setup.network.latency_s, self._decide)
+
+    def _decide(self) -> None:
+        votes = [server.vote() for server in self.servers]
+        if any(vote is None for vote in votes):
+            return
+        known = [vote for vote in votes if vote is not None]
+        terms = self.setup.job.consistency
+        norm = global_norm([square for vote, _ in known for square in vote.sums])
+        scale = clip_scale(norm, terms.clip_norm) if terms.clip_norm > 0.0 else 1.0
+        skip = terms.nan_policy == "skip" and any(vote.nonfinite for vote, _ in known)
+        for server, (_, staged) in zip(self.servers, known, strict=True):
+            server.half.apply_verdict(staged, scale=scale, skip=skip)
+        for server in self.servers:
+            server.settle()
+
+    # Who takes part
+
+    def _admit(self) -> None:
+        """Tell the servers who takes part, and the workers what they compute."""
+        living = [worker.task for worker in self.workers if worker.alive]
+        for server in self.servers:
+            server.members_changed(living)
+        if self._mode.assigns_replicas:
+            self._assignment = assign(self._assignment, living, self.setup.job.replicas)
+        changed = []
+        for worker in self.workers:
+            owned = replicas_of(self._assignment, worker.task) if self._mode.assigns_replicas else (0,)
+            if worker.alive and (owned != worker.owned or worker.idle):
+                worker.owned = owned
+                changed.append(worker)
+        for worker in changed:
+            worker.begin()
+        for server in self.servers:
+            server.settle()
+
+    def _die(self, death: Death) -> None:
+        worker = self.workers[death.worker]
+        worker.die()
+        self.clock.after(self.setup.fence_s, self._fence, worker, worker.incarnation)
+        if death.back_s is not None:
+            self.clock.after(death.back_s, self._return, worker)
+
+    def _fence(self, worker: VirtualWorker, incarnation: int) -> None:
+        """The job goes on without a dead worker, unless it is back already."""
+        if worker.incarnation == incarnation:
+            self._admit()
+
+    def _return(self, worker: VirtualWorker) -> None:
+        worker.revive(self._mode.worker_half(self.setup.job))
+        self._admit()
+
+
+def _decides_at_the_end(job: JobSpec, mode: Consistency) -> bool:
+    """Whether a worker decides about all of its gradient before it sends any of it."""
+    return mode.clips_at_worker and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
+
+
+def result(simulation: Simulation) -> Result:
+    """The figures of a simulation that has ended."""
+    setup, tally, now_s = simulation.setup, simulation.tally, simulation.clock.now_s
+    busy_s = sum(worker.busy_s for worker in simulation.workers)
+    return Result(
+        step_ends_s=tuple(tally.step_ends_s),
+        passes=sum(worker.passes for worker in simulation.workers) * simulation.passes_drawn,
+        passes_used=simulation.passes_used,
+        staleness=tally.traffic[-1][2] / max(1, tally.traffic[-1][1]),
+        staleness_max=max(server.storage.tally.staleness_max for server in simulation.servers),
+        push_bytes=tally.push_bytes,
+        pull_bytes=tally.pull_bytes,
+        computing=busy_s / (now_s * setup.workers),
+        traffic=tuple(tally.traffic),
+        losses=tuple(tally.losses),
+    )

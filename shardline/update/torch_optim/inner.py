@@ -1,0 +1,110 @@
+"""The job's optimizer on a worker, for cadences that train locally: torch's own class, with a state per replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline import schedule as schedules
+from shardline.core.spec import InnerSpec, TensorKind, TensorSpec
+from shardline.update.arguments import optimizer_class, torch_arguments, with_hyper
+
+State = dict[Tensor, dict[str, Any]]
+"""Of one torch optimizer, by parameter."""
+
+
+class InnerOptimizers:
+    """An optimizer per replica, all over the same tensors: see shardline.cadence.InnerOptimizer. Used by one thread.
+
+    A state belongs to a step of the job: the one at whose beginning it holds. A replica without a state for the step
+    that begins starts with a new optimizer: it has just come from another process, or the job has rolled back.
+    """
+
+    def __init__(self, spec: InnerSpec, tensors: Sequence[TensorSpec], model: Mapping[str, Tensor]) -> None:
+        """model: tensors by name, updated in place. Raises JobError for a schedule out of range."""
+        schedules.check(spec.schedule)
+        self._spec = spec
+        held = [tensor for tensor in tensors if tensor.kind is TensorKind.PARAM and tensor.name in model]
+        self._params = {tensor.name: model[tensor.name] for tensor in held}
+        self._grouped: list[list[Tensor]] = [[] for _ in spec.rule.groups]
+        for tensor in held:
+            self._grouped[tensor.group].append(model[tensor.name])
+        self.rates: dict[int, float] = {}
+        """See shardline.cadence.InnerOptimizer."""
+        self._step: int | None = None
+        self._running: dict[int, torch.optim.Optimizer] = {}
+        self._before: dict[int, State] = {}
+        """States at the beginning of the step, by replica; not changed, since the step may start over."""
+        self._after: dict[int, State] = {}
+        """States for the next step, of replicas that have taken their last local step."""
+
+    def began(self, step: int) -> None:
+        """See shardline.cadence.InnerOptimizer."""
+        if self._step is not None and step == self._step + 1:
+            self._before, self._after = self._after, {}
+        elif step != self._step:
+            self._before, self._after = {}, {}
+        self._running.clear()
+        self._step = step
+
+    def update(
+        self, replica: int, gradients: Mapping[str, Tensor], hyper: Mapping[int, Mapping[str, float]], *, last: bool
+    ) -> None:
+        """See shardline.cadence.InnerOptimizer. Raises ProtocolError for a number that the optimizer doesn't have."""
+        optimizer = self._running.get(replica)
+        if optimizer is None:
+            optimizer = self._running[replica] = self._make(self._before.get(replica))
+        for number, group in enumerate(optimizer.param_groups):
+            group.update(self._arguments(number, hyper.get(number, {})))
+            self.rates[number] = float(group["lr"])
+        lent = {name: value.grad for name, value in self._params.items()}
+        try:
+            for name, value in self._params.items():
+                value.grad = gradients.get(name)
+            self._clip(gradients)
+            optimizer.step()
+        finally:
+            for name, value in self._params.items():
+                value.grad = lent[name]
+        if last:
+            # Not a copy: the next step makes another optimizer, from a copy of it.
+            self._after[replica] = dict(optimizer.state)
+
+    def _make(self, state: State | None) -> torch.optim.Optimizer:
+        rule = self._spec.rule
+        groups = [
+            {"params": params, **torch_arguments(rule.name, group)}
+            for params, group in zip(self._grouped, rule.groups, strict=True)
+        ]
+        # Adagrad takes its first accumulators from the constructor's arguments, not from the group's.
+        optimizer = optimizer_class(rule.name)(groups, **torch_arguments(rule.name, rule.groups[0]))
+        if state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
+        return optimizer
+
+    def _arguments(self, number: int, hyper: Mapping[str, float]) -> dict[str, Any]:
+        """A group's arguments; a learning rate that the script has set replaces the schedule's, as on the servers."""
+        assert self._step is not None
+        rule = self._spec.rule
+        group = rule.groups[number]
+        found = with_hyper(rule.name, group, hyper) if hyper else dict(group)
+        if "lr" not in hyper:
+            found["lr"] = group["lr"] * schedules.factor(self._spec.schedule, self._step)  # type: ignore[operator]
+        return torch_arguments(rule.name, found)
+
+    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
+        if self._spec.clip_norm > 0.0:
+            for name in gradients:
+                self._params[name].grad = gradients[name].clone()
+            torch.nn.utils.clip_grad_norm_([self._params[name] for name in gradients], self._spec.clip_norm)
+
+
+def _copied(state: Mapping[Tensor, Mapping[str, Any]]) -> State:
+    return {
+        parameter: {key: item.clone() if isinstance(item, Tensor) else item for key, item in items.items()}
+        for parameter, items in state.items()
+    }
