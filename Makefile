@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long native-sanitize test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -37,13 +37,17 @@ proto-check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m shardline.observability.metrics > docs/metrics.md
 	$(BIN)/python -m benchmarks.report > docs/results.md
+	$(BIN)/python -m benchmarks.reproductions.page > docs/reproductions.md
 	SHARDLINE_PLUGINS= $(BIN)/python -m shardline.methods > shardline/cli/methods.json
+	SHARDLINE_PLUGINS= $(BIN)/python docs/make_combinations.py > docs/combinations.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/dashboards/shardline.json
 
 docs-check: $(STAMP)
 	@$(BIN)/python -m shardline.observability.metrics | diff docs/metrics.md - && \
 	$(BIN)/python -m benchmarks.report | diff docs/results.md - && \
+	$(BIN)/python -m benchmarks.reproductions.page | diff docs/reproductions.md - && \
 	SHARDLINE_PLUGINS= $(BIN)/python -m shardline.methods | diff shardline/cli/methods.json - && \
+	SHARDLINE_PLUGINS= $(BIN)/python docs/make_combinations.py | diff docs/combinations.md - && \
 	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
 		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }
 
@@ -87,7 +91,17 @@ native-sanitize: $(STAMP)
 	$(BIN)/python native/build.py --sanitize $(SANITIZED)
 	SHARDLINE_NATIVE=$(CURDIR)/$(SANITIZED)/libshardline.so ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD=$$($${CC:-cc} -print-file-name=libasan.so) $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
-		tests/unit/test_update_sgd.py $(ARGS)
+		tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py tests/unit/test_bulk.py tests/unit/test_tls_socket.py $(ARGS)
+
+# The engine alone: random scripts under ASan and UBSan, then under TSan. With clang: make native-fuzz, a million of its inputs.
+TRIALS := runs/native-trials
+native-try: $(STAMP)
+	$(BIN)/python native/build.py --trial address,undefined $(TRIALS)/asan && $(TRIALS)/asan 20000
+	$(BIN)/python native/build.py --trial thread $(TRIALS)/tsan && $(TRIALS)/tsan 5000
+
+native-fuzz: $(STAMP)
+	CC=clang $(BIN)/python native/build.py --trial fuzzer,address,undefined $(TRIALS)/fuzz
+	mkdir -p $(TRIALS)/corpus && $(TRIALS)/fuzz -runs=1000000 -max_len=300 -artifact_prefix=$(TRIALS)/ $(TRIALS)/corpus $(ARGS)
 
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
@@ -164,6 +178,12 @@ bench: $(STAMP)
 # Whether everything runs, in minutes; its figures mean nothing.
 bench-quick: $(STAMP)
 	$(BIN)/python -m benchmarks.run --quick --out runs/bench $(BENCH)
+
+# What papers claim, tried small; half an hour. One of them: make reproduce REPRODUCE="--only R4"
+REPRODUCE ?=
+reproduce: $(STAMP)
+	$(BIN)/python -m benchmarks.reproductions $(REPRODUCE)
+	$(BIN)/python -m benchmarks.reproductions.page > docs/reproductions.md
 
 # Each rival lives in a virtual environment of its own: their pins and ours need not agree.
 bench-peers: $(addprefix benchmarks/.venvs/,$(addsuffix /.installed,tensorflow ray torch))

@@ -14,6 +14,7 @@ EPOCH = 32
 """Batches in one epoch of the small job."""
 LINKS = ("cut", "deaf", "mute", "island", "slow")
 KILLS = ("kill", "away", "together", "writing")
+SPARE = "sync:spares=1"
 PLAIN = 50
 """Seeds from this one on have one event more, of those that came later: earlier seeds stay what they were."""
 
@@ -59,17 +60,27 @@ class Schedule:
     every: int
     """Steps between two checkpoints."""
     clip_norm: float = 0.0
+    codec: str = "raw"
+    """Lossy ones with error_memory="exact"."""
+    codec_down: str = ""
     standbys: int = 0
     networks: bool = False
     """Each task has a network of its own, whose links can be cut."""
     lane: str = "auto"
     events: tuple[Event, ...]
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether every step is one of the whole job."""
+        return self.mode in ("sync", SPARE)
+
     def __str__(self) -> str:
         about = f"seed {self.seed}: {self.mode}, {self.ps} ps, {self.workers} workers"
-        about += f", {self.replicas} replicas" if self.mode == "sync" else ""
+        about += f", {self.replicas} replicas" if self.synchronous else ""
         about += f", {self.steps} steps, a checkpoint every {self.every}"
         about += f", clip {self.clip_norm}" if self.clip_norm else ""
+        about += f", codec {self.codec}" if self.codec != "raw" else ""
+        about += f", {self.codec_down} down" if self.codec_down else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
         about += ", with standbys" if self.standbys else ""
         about += ", networks" if self.networks else ""
@@ -79,29 +90,50 @@ class Schedule:
 def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule:
     """The schedule of a seed: two of five asynchronous, one of three with links that fail, one of four with standbys.
 
+    From PLAIN on, half of the asynchronous ones have bounded staleness; of six synchronous ones one has a spare, one a
+    lossy codec.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
     mode = "async" if seed % 5 in (1, 4) else "sync"
+    if seed >= PLAIN and seed % 10 in (1, 4):
+        mode = "ssp:slack=2"
+    if seed >= PLAIN and seed % 10 == 5:
+        mode = SPARE
     ps, workers = dice.choice([2, 2, 3]), dice.choice([2, 2, 3])
     networks = networks and seed % 3 == 1
     standbys = standbys and seed % 4 == 2
-    clip = 0.5 if mode == "sync" and dice.random() < 0.25 else 0.0
+    synchronous = mode in ("sync", SPARE)
+    clip = 0.5 if synchronous and dice.random() < 0.25 else 0.0
     counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}
+    replicas = dice.choice([workers, workers + 1]) if synchronous else 1
+    every = dice.choice([7, 10, 15]) * (1 if synchronous else 3)
+    up, down = _codecs(seed, every, standbys=standbys)
     return Schedule(
         seed=seed,
         mode=mode,
         ps=ps,
         workers=workers,
-        replicas=dice.choice([workers, workers + 1]) if mode == "sync" else 1,
-        steps=110 if mode == "sync" else 6 * EPOCH,
-        every=dice.choice([7, 10, 15]) * (1 if mode == "sync" else 3),
+        replicas=replicas,
+        steps=110 if synchronous else 6 * EPOCH,
+        every=every,
         clip_norm=clip,
+        codec=up,
+        codec_down=down,
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
         events=_events(dice, counts, networks=networks, later=seed >= PLAIN),
     )
+
+
+def _codecs(seed: int, every: int, *, standbys: bool) -> tuple[str, str]:
+    """Codec of gradients and of parameters. every: steps between two checkpoints."""
+    if seed < PLAIN or seed % 10 != 8:
+        return "raw", ""
+    dice = random.Random(f"codecs of {seed}")
+    up = dice.choice(["onebit", "topk:ratio=0.1", "twobit", "randomk:ratio=0.2", "qsgd"])
+    return up, dice.choice(["", "bf16", *([] if standbys else [f"delta:by=int8,refresh={every}"])])
 
 
 def _events(dice: random.Random, counts: dict[str, int], *, networks: bool, later: bool) -> tuple[Event, ...]:

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
-from tests.chaos.schedules import EPOCH, LINKS, LONG_S, PLAIN, Event, Schedule, draw
+from tests.chaos.schedules import EPOCH, LINKS, LONG_S, PLAIN, SPARE, Event, Schedule, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
 
@@ -22,7 +22,7 @@ def starter() -> Iterator[Starter]:
 
 
 def schedule(*events: Event, mode: str = "sync", networks: bool = False) -> Schedule:
-    sync = mode == "sync"
+    sync = mode in ("sync", SPARE)
     return Schedule(
         seed=-1,
         mode=mode,
@@ -36,12 +36,13 @@ def schedule(*events: Event, mode: str = "sync", networks: bool = False) -> Sche
     )
 
 
+@pytest.mark.parametrize("mode", ["sync", SPARE])
 def test_a_server_a_chief_and_a_worker_that_are_killed_leave_no_trace_in_the_parameters(
-    tmp_path: Path, starter: Starter
+    tmp_path: Path, starter: Starter, mode: str
 ) -> None:
     killed = ("ps/1", "chief/0", "worker/0", "evaluator/0")
     events = [Event(at=0.2 + 0.18 * number, kind="kill", task=task) for number, task in enumerate(killed)]
-    found = play(schedule(*events), tmp_path, starter)
+    found = play(schedule(*events, mode=mode), tmp_path, starter)
     assert [found.codes[name][0] for name in killed] == [-9] * 4
     assert [recovery["task"] for recovery in found.summary["recoveries"]] == ["ps/1"]
     assert found.summary["chief_restarts"] == 1
@@ -96,8 +97,8 @@ def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen
     assert kinds == {"kill", "away", "pause", "second", *LINKS, "together", "writing", "reset"}
     roles = {event.task.split("/")[0] for one in drawn for event in one.events if event.kind == "kill"}
     assert roles == {"chief", "ps", "worker", "evaluator"}
-    assert {one.mode for one in drawn} == {"sync", "async"}
-    assert any(one.standbys for one in drawn)
+    assert {one.mode for one in drawn} == {"sync", "sync:spares=1", "async", "ssp:slack=2"}
+    assert any(one.standbys for one in drawn) and any(one.codec != "raw" for one in drawn)
     links = {*LINKS, "reset"}
     assert not any(event.kind in links for seed in range(60) for event in draw(seed, networks=False).events)
 

@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import MarkDecorator
 
 from shardline.cadence import CADENCES, Cadence, EveryStep, Held, LocalTraining, Outgoing, Ticks
 from shardline.core.exchange import Exchanged, Sender, Sink, Standing, Want
-from shardline.core.spec import TensorKind, TensorSpec
+from shardline.core.spec import InnerSpec, TensorKind, TensorSpec
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, UnreachableError
 from shardline.lanes.base import Lane
 from shardline.model import named_values
 from shardline.seams import doc_line
 from shardline.testing import reference
+from shardline.update import rule
+from shardline.update.torch_optim.inner import InnerOptimizers
 from tests.conformance.toys import toy_cadence, toy_local_steps
 from tests.support.cluster import Cluster, ClusterState, assert_same_end
 from tests.support.jobs import Rich, make_job, mlp
 from tests.support.services import Services, backward, make_model
 
-MORE = {"every": ("every:steps=1", "every:steps=3"), "local": ("local:steps=1", "local:steps=3")}
-"""Further settings of some cadences; the others are tested with their defaults."""
+MORE = {
+    "every": ("every:steps=1", "every:steps=3"),
+    "local": ("local:steps=1", "local:steps=3"),
+    "local-sgd": ("local-sgd:every=1", "local-sgd:every=3"),
+    "post-local-sgd": ("post-local-sgd:start=4,every=3", "post-local-sgd:start=1,every=3"),
+    "easgd": ("easgd:every=3,pull=0.5", "easgd:every=1"),
+    "slowmo": ("slowmo:every=3", "slowmo:every=2,outer_lr=0.5,outer_momentum=0.9"),
+    "diloco": ("diloco:every=3", "diloco:every=2,outer_lr=1.0,outer_momentum=0.0"),
+    "streaming-diloco": (
+        "streaming-diloco:every=4,fragments=2",
+        "streaming-diloco:every=2,fragments=2,alpha=0.5",
+        "streaming-diloco:every=3,fragments=1",
+    ),
+}
+"""Settings of some cadences, with few passes in a step; the others are tested with their defaults."""
 
 
-def choices() -> Iterator[Cadence]:
-    for resident in CADENCES:
-        for text in (resident.name, *MORE.get(resident.name, ())):
-            yield CADENCES.parse(text)
+CHOICES = [[CADENCES.parse(text) for text in MORE.get(resident.name, (resident.name,))] for resident in CADENCES]
+EACH = pytest.mark.parametrize("cadence", list(itertools.chain(*CHOICES)), ids=str)
 
 
-EACH = pytest.mark.parametrize("cadence", list(choices()), ids=str)
+def in_turn(turn: int) -> MarkDecorator:
+    """For what trains on servers: all settings, of which one of each cadence is short. Tests take turns with them."""
+    each = [
+        pytest.param(choice, marks=[] if number == turn % len(of_one) else [pytest.mark.long])
+        for of_one in CHOICES
+        for number, choice in enumerate(of_one)
+    ]
+    return pytest.mark.parametrize("cadence", each, ids=str)
+
+
+DEFAULTS = pytest.mark.parametrize("cadence", [CADENCES.parse(resident.name) for resident in CADENCES], ids=str)
 SPECS = (
     TensorSpec(name="w", shape=(3, 2), dtype="float32"),
     TensorSpec(name="b", shape=(2,), dtype="float32"),
@@ -42,9 +68,13 @@ SPECS = (
 
 def held_by(cadence: Cadence, seed: int = 1) -> Held:
     generator = torch.Generator().manual_seed(seed)
-    model = {spec.name: torch.randn(spec.shape, generator=generator) for spec in SPECS}
+    specs = cadence.fragmented(SPECS)
+    model = {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
     pulled = {name: value.clone() for name, value in model.items()} if cadence.copies else model
-    return Held(model=model, pulled=pulled, specs=SPECS)
+    # With a state after every pass, and bits that depend on it.
+    spec = InnerSpec(rule=rule("AdamW", ({"lr": 0.01},)), clip_norm=1.0)
+    inner = InnerOptimizers(spec, specs, model) if cadence.outer_rule is not None else None
+    return Held(model=model, pulled=pulled, specs=specs, inner=inner, replicas=2, contributors=2)
 
 
 def outgoing(seed: int) -> Outgoing:
@@ -53,13 +83,13 @@ def outgoing(seed: int) -> Outgoing:
     return Outgoing(values=values, samples=4, loss=0.5)
 
 
-def round_of(local: LocalTraining, cadence: Cadence, replicas: int = 2, seed: int = 0) -> dict[int, Outgoing]:
+def round_of(local: LocalTraining, cadence: Cadence, step: int, replicas: int = 2) -> dict[int, Outgoing]:
     """One step of all replicas, one after another; returns what is sent."""
     sent: dict[int, Outgoing] = {}
-    for tick in range(cadence.ticks):
+    for tick in range(cadence.ticks_in(step)):
         for replica in range(replicas):
             local.enter(replica, tick)
-            sent[replica] = local.take(replica, tick, outgoing(seed + 10 * tick + replica))
+            sent[replica] = local.take(replica, tick, outgoing(10 * tick + replica))
     return sent
 
 
@@ -74,9 +104,15 @@ def same(a: Mapping[int, Outgoing], b: Mapping[int, Outgoing]) -> bool:
     )
 
 
-def trained(cadence: Cadence, ownership: list[list[int]], wrap: Any = lambda lane: lane, **more: Any) -> ClusterState:
+def trained(
+    cadence: Cadence,
+    ownership: list[list[int]],
+    wrap: Any = lambda lane: lane,
+    optimizer: str = "momentum",
+    **more: Any,
+) -> ClusterState:
     """The final state of a job of three steps."""
-    job = make_job("momentum", cadence=str(cadence), steps=3, **{"replicas": 2, **more})
+    job = make_job(optimizer, cadence=str(cadence), steps=3, **{"replicas": 2, **more})
     with Cluster(job, ps=2) as cluster:
         workers = [cluster.worker(index, wrap=wrap) for index in range(len(ownership))]
         pairs = zip(workers, ownership, strict=True)
@@ -84,13 +120,43 @@ def trained(cadence: Cadence, ownership: list[list[int]], wrap: Any = lambda lan
         return cluster.state()
 
 
+@functools.cache
+def undisturbed(cadence: Cadence, optimizer: str = "momentum") -> ClusterState:
+    """What one worker ends with that nobody interrupts."""
+    return trained(cadence, [[0, 1]], optimizer=optimizer)
+
+
 @EACH
+def test_its_settings_are_written_as_they_are_read(cadence: Cadence) -> None:
+    assert CADENCES.parse(str(cadence)) == cadence
+
+
+@DEFAULTS
 def test_it_is_written_as_it_is_read_and_says_what_it_is(cadence: Cadence) -> None:
     assert CADENCES.parse(str(cadence)) == cadence
     assert doc_line(type(cadence)).endswith(".")
-    assert cadence.ticks >= 1
+    numbers = [cadence.ticks_before(step) for step in range(6)]
+    assert numbers[0] == 0
+    assert [end - start for start, end in itertools.pairwise(numbers)] == [cadence.ticks_in(s) for s in range(5)]
+    assert cadence.ticks >= 1 and all(cadence.ticks_in(step) >= 1 for step in range(5))
+    assert not cadence.uniform or {cadence.ticks_in(step) for step in range(5)} == {cadence.ticks}
+    assert cadence.common_steps or (cadence.uniform and cadence.fragments == 1)
+    # The model's own tensors are trained, and what is sent is how far they moved.
+    assert cadence.outer_rule is None or (cadence.copies and cadence.sends_deltas)
     # What is sent during the computation can't be held back, or be used by it.
     assert not cadence.streams or (cadence.ticks == 1 and not cadence.copies and not cadence.sends_deltas)
+
+
+@EACH
+def test_a_step_sends_parameters_of_one_fragment(cadence: Cadence) -> None:
+    held = held_by(cadence)
+    fragments = {spec.name: spec.fragment for spec in held.specs if spec.kind is TensorKind.PARAM}
+    assert set(fragments.values()) == set(range(cadence.fragments))
+    local = cadence.local(held)
+    for step in range(4):
+        local.began(step)
+        for sent in round_of(local, cadence, step).values():
+            assert sent.values.keys() == {n for n, own in fragments.items() if own == step % cadence.fragments}
 
 
 @EACH
@@ -98,25 +164,25 @@ def test_a_step_that_starts_over_is_the_step_that_was_never_begun(cadence: Caden
     plain, again = held_by(cadence), held_by(cadence)
     expected = cadence.local(plain)
     expected.began(3)
-    wanted = round_of(expected, cadence)
+    wanted = round_of(expected, cadence, 3)
     local = cadence.local(again)
     local.began(5)
     local.enter(0, 0)
     local.take(0, 0, outgoing(99))
     # As after a rollback: the servers' parameters, and nothing of the step that was begun.
     local.began(3)
-    assert same(round_of(local, cadence), wanted)
+    assert same(round_of(local, cadence, 3), wanted)
 
 
 @EACH
 def test_a_replica_does_not_see_what_others_on_its_worker_compute(cadence: Cadence) -> None:
     together = cadence.local(held_by(cadence))
     together.began(0)
-    both = round_of(together, cadence)
+    both = round_of(together, cadence, 0)
     for replica in range(2):
         alone = cadence.local(held_by(cadence))
         alone.began(0)
-        for tick in range(cadence.ticks):
+        for tick in range(cadence.ticks_in(0)):
             alone.enter(replica, tick)
             sent = alone.take(replica, tick, outgoing(10 * tick + replica))
         assert same({replica: sent}, {replica: both[replica]})
@@ -130,14 +196,14 @@ def test_gradients_that_are_given_and_parameters_that_were_pulled_stay_as_they_a
     before = {name: value.clone() for name, value in held.pulled.items()}
     given = outgoing(1)
     kept = {name: value.clone() for name, value in given.values.items()}
-    for tick in range(cadence.ticks):
+    for tick in range(cadence.ticks_in(0)):
         local.enter(0, tick)
         local.take(0, tick, given)
     assert all(torch.equal(given.values[name], kept[name]) for name in kept)
     assert all(torch.equal(held.pulled[name], before[name]) for name in before)
 
 
-@EACH
+@in_turn(2)
 def test_who_runs_a_replica_does_not_change_a_bit(cadence: Cadence) -> None:
     assert_same_end(trained(cadence, [[0, 1]], model=Rich), trained(cadence, [[0], [1]], model=Rich))
 
@@ -170,12 +236,12 @@ class Breaking(Lane):
         self._lane.close()
 
 
-@EACH
+@in_turn(1)
 def test_an_answer_that_was_lost_changes_no_bit(cadence: Cadence) -> None:
-    assert_same_end(trained(cadence, [[0, 1]], wrap=Breaking), trained(cadence, [[0, 1]]))
+    assert_same_end(trained(cadence, [[0, 1]], wrap=Breaking), undisturbed(cadence))
 
 
-@EACH
+@in_turn(1)
 def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cadence: Cadence) -> None:
     job = make_job("momentum", cadence=str(cadence), replicas=2, steps=3)
     with Cluster(job, ps=2) as cluster:
@@ -186,24 +252,41 @@ def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cade
         # Its orders have changed in mid-step.
         worker.trainer.give_up()
         worker.run([0, 1], job.steps)
-        assert_same_end(cluster.state(), trained(cadence, [[0, 1]]))
+        assert_same_end(cluster.state(), undisturbed(cadence))
 
 
-@EACH
+@in_turn(1)
 def test_another_process_takes_over_at_the_open_step(cadence: Cadence) -> None:
-    job = make_job("momentum", cadence=str(cadence), replicas=2, steps=3)
+    # Where workers keep the optimizer's state it dies with them, and the bits are the same only if it has none.
+    optimizer = "sgd" if cadence.keeps_state else "momentum"
+    found, whole = taken_over(cadence, optimizer), undisturbed(cadence, optimizer)
+    if cadence.keeps_copies:
+        # Its replicas start again from the servers' parameters.
+        assert found.step == whole.step == 3
+        assert any(not torch.equal(found.params[name], value) for name, value in whole.params.items())
+    else:
+        assert_same_end(found, whole)
+
+
+def taken_over(cadence: Cadence, optimizer: str) -> ClusterState:
+    """The final state of a job of three steps whose first worker dies in the last one."""
+    job = make_job(optimizer, cadence=str(cadence), replicas=2, steps=3)
     with Cluster(job, ps=2) as cluster:
         doomed = cluster.worker(0).run([0, 1], 2)
         doomed.tick([0, 1])
         doomed.close()
         cluster.workers.remove(doomed)
         cluster.worker(1).run([0, 1], job.steps)
-        assert_same_end(cluster.state(), trained(cadence, [[0, 1]]))
+        return cluster.state()
 
 
 @EACH
 def test_asynchronous_workers_follow_it_too(cadence: Cadence) -> None:
     job = make_job("sgd", cadence=str(cadence), consistency="async", steps=3)
+    if cadence.common_steps:
+        with pytest.raises(JobError, match="no common steps"):
+            job.spec(job.build_model())
+        return
     with Cluster(job) as cluster:
         worker = cluster.worker(0)
         worker.trainer.exchange.arm()
@@ -216,11 +299,11 @@ def test_asynchronous_workers_follow_it_too(cadence: Cadence) -> None:
             assert torch.equal(value, {**state.params, **state.buffers}[name]), name
 
 
-@EACH
+@in_turn(0)
 def test_a_script_trains_by_it_with_a_chief(cadence: Cadence, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.cadence.of", lambda job: cadence)
     services: Services = start(ps=1, workers=1)
-    model, steps = make_model(), 4 * cadence.ticks
+    model, steps = make_model(), cadence.ticks_before(4)
     with services.connect() as session:
         optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
         seen = []
@@ -301,7 +384,7 @@ def test_ticks_number_all_passes_of_a_job() -> None:
         numbers.append(ticks.number(step))
         step += ticks.advance()
     assert numbers == [0, 1, 2, 3, 4]
-    ticks.restart()
+    ticks.begin(step)
     assert (ticks.number(step), ticks.last) == (3, False)
 
 

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import re
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.codecs import CODECS, coding_of, keep_whole
-from shardline.codecs.base import PLAIN_TURN, Codec, Direction, Layout, Memory, MemoryKey, Turn
-from shardline.codecs.coding import PLAIN, BucketCoding, Coding, JobCoding, pulled, pushed
+from shardline.codecs import CODECS, coding_of, keep_whole, of
+from shardline.codecs.base import PLAIN_TURN, Codec, Direction, Memory, MemoryKey, Turn
+from shardline.codecs.coding import PLAIN, BucketCoding, Coding, JobCodec, JobCoding, pulled, pushed
 from shardline.codecs.parts import ERROR
 from shardline.codecs.push import PushEncoders
 from shardline.core.plan import BUCKET_BYTES, Plan, make_plan
-from shardline.core.spec import DTYPES, TensorKind, TensorSpec
+from shardline.core.settings import Settings
+from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import JobError, ProtocolError
 from shardline.seams import settings_of, usage
 from tests.conformance.toys import toy_codec
-
-FLOATS = ("float32", "float64")
-MORE = {"top": ("top:ratio=0.25", "top:ratio=1.0")}
-"""Further settings of some codecs; the others are tested with their defaults."""
-
-
-def choices() -> Iterator[Codec]:
-    for resident in CODECS:
-        for text in (resident.name, *MORE.get(resident.name, ())):
-            yield CODECS.parse(text)
-
+from tests.support.codecs import FLOATS, choices, first, model, numbers, spec, turn
 
 EACH = pytest.mark.parametrize("codec", list(choices()), ids=str)
 
@@ -49,46 +42,8 @@ class Kept(toy_codec.Top):
     memory = Memory.RESTORED
 
 
-REMEMBERING = pytest.mark.parametrize(
-    "codec", [*(c for c in choices() if c.memory is not Memory.NONE), Kept(ratio=0.25)], ids=str
-)
-
-
-def spec(name: str, shape: Sequence[int], dtype: str = "float32", kind: TensorKind = TensorKind.PARAM) -> TensorSpec:
-    return TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind)
-
-
-def model(dtype: str = "float32", kind: TensorKind = TensorKind.PARAM) -> Plan:
-    """One bucket: a matrix, a vector that needs padding, a scalar, an empty tensor; and a trained tensor."""
-    shapes = {"matrix": (40, 8), "vector": (33,), "scalar": (), "empty": (3, 0)}
-    tensors = [spec(name, shape, dtype, kind) for name, shape in shapes.items()]
-    return make_plan([*tensors, spec("trained", (4,))], 1)
-
-
-def first(codec: Codec, plan: Plan) -> BucketCoding:
-    """The bucket of `matrix`, pushed or pulled, whichever the codec is for."""
-    coding = Coding(codec, plan)
-    buckets = range(len(plan.shards[0].buckets))
-    found = [coding.bucket(0, number) for number in buckets]
-    return next(
-        item for item in found if any(plan.tensors[s.tensor].name == "matrix" for s in item.layout.bucket.slices)
-    )
-
-
-def numbers(layout: Layout, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """Random values for all slices; padding is zero."""
-    bucket = layout.bucket
-    draw = torch.randn(bucket.elements, generator=torch.Generator().manual_seed(seed)) * 40.0 * scale
-    dtype = DTYPES[bucket.dtype]
-    drawn = draw > 0 if dtype is torch.bool else draw.abs().to(dtype) if dtype is torch.uint8 else draw.to(dtype)
-    values = torch.zeros(bucket.elements, dtype=dtype)
-    for piece in bucket.slices:
-        values[piece.offset : piece.end] = drawn[piece.offset : piece.end]
-    return values
-
-
-def turn(step: int = 0, replica: int = 0, memory: dict[MemoryKey, torch.Tensor] | None = None) -> Turn:
-    return Turn(step, replica, seed=7, memory={} if memory is None else memory)
+WITH_MEMORY = [*(codec for codec in choices() if pushed(codec).memory is not Memory.NONE), Kept(ratio=0.25)]
+REMEMBERING = pytest.mark.parametrize("codec", WITH_MEMORY, ids=str)
 
 
 # What it reports about itself
@@ -127,35 +82,66 @@ def test_a_job_uses_it_in_its_direction_alone(codec: Codec) -> None:
             job.of_pull(name)
 
 
+def test_each_direction_may_have_a_codec_of_its_own() -> None:
+    both = of(Settings(codec="top", codec_down="bf16"))
+    assert (str(both.ups[0]), str(both.downs[0]), str(both)) == ("top", "bf16", "top up, bf16 down")
+    assert str(of(Settings(codec="bf16"))) == str(of(Settings(codec_up="bf16", codec_down="bf16"))) == "bf16"
+    # One for gradients alone leaves the parameters as they are.
+    assert of(Settings(codec="top")).downs == (PLAIN,) == of(Settings(codec_up="top")).downs
+    coding = coding_of(Settings(codec_up="fp16", codec_down="bf16"), model())
+    assert (coding.push.name, coding.pull.name) == ("fp16", "bf16")
+    with pytest.raises(JobError, match="codec_down is 'top', which does not encode parameters; choose from raw, "):
+        of(Settings(codec_down="top"))
+
+
+@EACH
+def test_what_it_changes_is_measured_from_time_to_time(codec: Codec) -> None:
+    coding = Coding(pushed(codec), model())
+    written = first(pushed(codec), model())
+    number = next(n for n in range(9) if coding.bucket(0, n).layout.bucket == written.layout.bucket)
+    encoders_of, values = PushEncoders(coding), numbers(written.layout, seed=3)
+    for step in (0, 1):
+        encoders_of.begin(0, step)
+        encoders_of.encode(0, number, 0, values)
+        encoders_of.settle()
+        if pushed(codec).exact:
+            assert coding.relative_error is None and encoders_of.memory_norm is None
+            continue
+        assert coding.relative_error is not None and 0.0 <= coding.relative_error < 10.0
+        owed = encoders_of.memory_norm
+        assert (owed is None) == (pushed(codec).memory is Memory.NONE)
+        if owed is not None and {name for held in encoders_of.state_dict(0).values() for name in held} == {ERROR}:
+            error = coding.relative_error * float(torch.linalg.vector_norm(values))
+            assert owed == pytest.approx(error, rel=1e-3, abs=1e-6)
+
+
 def test_one_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, bf16, fp16"):
+    with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, auto, bf16, fp16"):
         coding_of("zip", model())
 
 
 @EACH
-@pytest.mark.parametrize("kind", TensorKind)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_that_it_does_not_take_travel_to_the_bit(codec: Codec, dtype: str, kind: TensorKind) -> None:
-    if kind is TensorKind.PARAM and dtype not in FLOATS and not DTYPES[dtype].is_floating_point:
-        # Only dtypes that can have gradients are trained.
-        kind = TensorKind.BUFFER
-    written = first(codec, model(dtype, kind))
-    taken = any(codec.takes(part.tensor) for part in written.layout.parts(codec.scope))
-    assert taken == (codec.takes(spec("matrix", (40, 8), dtype, kind)))
-    if taken and not codec.exact:
-        assert kind is TensorKind.PARAM and dtype in FLOATS and written.codec == codec
-        return
-    values = numbers(written.layout)
-    payload = bytes(written.encoder.encode(values, PLAIN_TURN))
-    assert written.codec.exact and bytes(tensor_bytes(written.decoder.decode(payload, PLAIN_TURN))) == bytes(
-        tensor_bytes(values)
-    )
+def test_tensors_that_it_does_not_take_travel_to_the_bit(codec: Codec) -> None:
+    for dtype, kind in itertools.product(DTYPES, TensorKind):
+        if kind is TensorKind.PARAM and not DTYPES[dtype].is_floating_point:
+            # Only dtypes that can have gradients are trained.
+            continue
+        written = first(codec, model(dtype, kind))
+        taken = any(codec.takes(part.tensor) for part in written.layout.parts(codec.scope))
+        assert taken == codec.takes(spec("matrix", (40, 32), dtype, kind)), (dtype, kind)
+        if taken and not codec.exact:
+            assert kind is TensorKind.PARAM and dtype in FLOATS and written.codec == codec, (dtype, kind)
+            continue
+        values = numbers(written.layout)
+        payload = bytes(written.encoder.encode(values, PLAIN_TURN))
+        back = written.decoder.decode(payload, PLAIN_TURN)
+        assert written.codec.exact and bytes(tensor_bytes(back)) == bytes(tensor_bytes(values)), (dtype, kind)
 
 
 @EACH
 def test_tensors_that_it_needs_whole_are_not_cut(codec: Codec) -> None:
     tensors = (spec("large", (2048, 1024)), spec("counts", (2048, 1024), "int64", TensorKind.BUFFER))
-    marked = keep_whole(codec, tensors)
+    marked = keep_whole(JobCodec.both(codec), tensors)
     assert [tensor.whole for tensor in marked] == [codec.wants_whole((2048, 1024)), False]
     plan = make_plan(marked, 2)
     for number in range(len(plan.shards[0].buckets)):
@@ -180,14 +166,14 @@ def test_one_that_needs_whole_tensors_refuses_a_plan_that_cuts_them() -> None:
 
 @EACH
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
-def test_a_payload_is_never_longer_than_it_said(codec: Codec, dtype: str, scale: float) -> None:
+def test_a_payload_is_never_longer_than_it_said(codec: Codec, dtype: str) -> None:
     written = first(codec, model(dtype))
     assert written.max_bytes <= written.layout.bucket.nbytes
-    payload = written.encoder.encode(numbers(written.layout, scale=scale), turn())
-    assert len(payload) <= written.max_bytes
-    assert len(payload) == written.max_bytes or not codec.fixed_size
-    assert written.misfit(len(payload)) == ""
+    for scale in (0.0, 1e-30, 1.0, 1e30):
+        payload = written.encoder.encode(numbers(written.layout, scale=scale), turn())
+        assert len(payload) <= written.max_bytes, scale
+        assert len(payload) == written.max_bytes or not codec.fixed_size, scale
+        assert written.misfit(len(payload)) == "", scale
     assert f"codec {codec} makes" in written.misfit(written.max_bytes + 1)
     assert written.misfit(-1)
 
@@ -299,12 +285,28 @@ def test_random_numbers_depend_on_seed_step_replica_and_tensor() -> None:
 # What strangers send
 
 
+@functools.cache
+def sample(codec: Codec) -> tuple[BucketCoding, bytes]:
+    written = first(codec, model())
+    return written, bytes(written.encoder.encode(numbers(written.layout), turn()))
+
+
 @EACH
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_malformed_payload_is_refused_or_stays_within_the_bucket(codec: Codec, data: st.DataObject) -> None:
-    written = first(codec, model())
-    payload = bytearray(written.encoder.encode(numbers(written.layout), turn()))
+    is_refused_or_stays_within_the_bucket(codec, data)
+
+
+@pytest.mark.long
+@EACH
+@given(data=st.data())
+def test_so_are_many_more_malformed_payloads(codec: Codec, data: st.DataObject) -> None:
+    is_refused_or_stays_within_the_bucket(codec, data)
+
+
+def is_refused_or_stays_within_the_bucket(codec: Codec, data: st.DataObject) -> None:
+    written, whole = sample(codec)
+    payload = bytearray(whole)
     match data.draw(st.sampled_from(["cut", "longer", "changed", "any"])):
         case "cut":
             payload = payload[: data.draw(st.integers(0, max(0, len(payload) - 1)))]
@@ -350,7 +352,7 @@ def test_a_lying_payload_takes_no_memory(codec: Codec) -> None:
 # Memory
 
 
-def encoders(codec: Codec, plan: Plan, **more: int) -> PushEncoders:
+def encoders(codec: Codec, plan: Plan, **more: Any) -> PushEncoders:
     return PushEncoders(Coding(pushed(codec), plan), seed=7, **more)
 
 
@@ -370,7 +372,8 @@ def remembered(worker: PushEncoders, replica: int = 0) -> torch.Tensor:
     for part in written.layout.parts(worker.coding.codec.scope):
         if part.tensor.name in state:
             start = part.first_row * part.tensor.row_elements
-            values[part.offset : part.end] = state[part.tensor.name][ERROR].reshape(-1)[start : start + part.elements]
+            held = state[part.tensor.name].get(ERROR, torch.zeros(part.tensor.elements))
+            values[part.offset : part.end] = held.reshape(-1)[start : start + part.elements]
     return values
 
 
@@ -382,13 +385,13 @@ def test_a_codec_without_memory_leaves_none(codec: Codec) -> None:
     assert bool(memory) is (codec.memory is not Memory.NONE)
 
 
-@REMEMBERING
+@pytest.mark.parametrize("codec", [codec for codec in WITH_MEMORY if not codec.has_momentum], ids=str)
 def test_what_was_decoded_and_what_is_remembered_are_what_was_pushed(codec: Codec) -> None:
     plan = model()
     worker = encoders(codec, plan)
     layout = worker.coding.bucket(0, 0).layout
     total, sent = torch.zeros(layout.bucket.elements, dtype=torch.float64), torch.zeros(layout.bucket.elements)
-    for step in range(20):
+    for step in range(50):
         values = numbers(layout, seed=step)
         total += values
         sent += decoded(worker, push(worker, step, values))
@@ -455,6 +458,64 @@ def test_a_skipped_step_leaves_memory_as_it_was(codec: Codec) -> None:
 
 
 @REMEMBERING
+@pytest.mark.parametrize("why", ["a checkpoint follows", "the worker leaves"])
+def test_a_whole_push_sends_all_that_is_owed_and_leaves_nothing(codec: Codec, why: str) -> None:
+    plan = model()
+    checkpoint = why == "a checkpoint follows"
+    worker = encoders(codec, plan, keep_every=4, cut_after=lambda number: checkpoint and number % 4 == 3)
+    written = worker.coding.bucket(0, 0)
+    sent, total = torch.zeros(written.layout.bucket.elements), torch.zeros(written.layout.bucket.elements)
+    for step in range(4):
+        worker.leaving = step == 3 and not checkpoint
+        values = numbers(written.layout, seed=step)
+        payload = push(worker, step, values)
+        assert step < 3 or len(payload) == written.layout.bucket.nbytes
+        assert not written.misfit(len(payload))
+        assert push(worker, step, values) == payload
+        sent, total = sent + decoded(worker, payload), total + values
+        worker.settle()
+    if not codec.has_momentum:
+        torch.testing.assert_close(sent, total, rtol=1e-5, atol=1e-4)
+    assert not worker.state_dict(0)
+    # Whoever has the replica from here on encodes the same bits.
+    worker.leaving = False
+    assert push(worker, 4, values) == push(encoders(codec, plan), 4, values)
+
+
+@REMEMBERING
+@pytest.mark.parametrize("event", ["skipped", "its answer was lost", "both", "gone back to"])
+def test_nothing_is_owed_at_a_checkpoint_whatever_became_of_the_push_before_it(codec: Codec, event: str) -> None:
+    worker = encoders(codec, model(), keep_every=2, cut_after=lambda number: number % 2 == 1)
+    layout = worker.coding.bucket(0, 0).layout
+    for step in range(2):
+        push(worker, step, numbers(layout, seed=step))
+        if step == 0 or event == "gone back to":
+            worker.settle()
+    if event == "skipped":
+        worker.settle(skipped=True)
+    elif event != "gone back to":
+        worker.locate({(0, 0): 2}, skipped=event == "both")
+    else:
+        push(worker, 2, numbers(layout, seed=2))
+        worker.settle()
+        assert worker.state_dict(0)
+        worker.locate({(0, 0): 2})
+    assert not worker.state_dict(0)
+
+
+@REMEMBERING
+def test_a_skipped_step_whose_answer_was_lost_leaves_memory_as_it_was(codec: Codec) -> None:
+    worker = encoders(codec, model())
+    layout = worker.coding.bucket(0, 0).layout
+    push(worker, 0, numbers(layout))
+    worker.settle()
+    before = remembered(worker)
+    push(worker, 1, numbers(layout, seed=1))
+    worker.locate({(0, 0): 2}, skipped=True)
+    assert torch.equal(remembered(worker), before)
+
+
+@REMEMBERING
 def test_memory_is_each_replicas_own_and_goes_with_it(codec: Codec) -> None:
     plan = model()
     both, alone = encoders(codec, plan), encoders(codec, plan)
@@ -488,7 +549,7 @@ def test_after_a_rollback_memory_is_what_the_codec_says(codec: Codec, back_to: i
     after.locate({(0, 0): back_to})
     expected = states[back_to] if codec.memory is Memory.RESTORED and back_to else states[0]
     assert torch.equal(remembered(after), expected)
-    if not bool(expected.any()):
+    if not after.state_dict(0):
         assert push(after, back_to, numbers(layout)) == push(fresh, back_to, numbers(layout))
 
 
@@ -504,7 +565,7 @@ def test_memory_is_part_of_a_replicas_state_on_any_number_of_servers(codec: Code
             worker.encode(shard, number, 3, numbers(worker.coding.bucket(shard, number).layout))
     worker.settle()
     state = worker.state_dict(3)
-    assert set(state) == {"large", "small"}
+    assert set(state) == {tensor.name for tensor in tensors if codec.takes(tensor)}
     for plan in (one, two):
         other = encoders(codec, plan)
         other.load_state_dict(3, state, number=1)
@@ -538,12 +599,13 @@ def test_pulls_are_remembered_for_each_receiver_and_bucket() -> None:
         name: ClassVar[str] = "delta"
         direction = Direction.PULL
 
-    coding = JobCoding(Delta(), model()).pull
+    large = make_plan([spec("matrix", (512, 1024))], 1, bucket_bytes=BUCKET_BYTES // 4)
+    coding = JobCoding(Delta(), large).pull
     held = coding.memory(0, 0, "worker/0")
-    held["matrix", 0, "sent"] = torch.ones(320)
+    held["matrix", 0, "sent"] = torch.ones(1280)
     assert coding.memory(0, 0, "worker/0") == held
     assert not coding.memory(0, 0, "worker/1") and not coding.memory(0, 1, "worker/0")
-    plain = JobCoding(Delta(), model()).push
+    plain = JobCoding(Delta(), large).push
     assert plain.memory(0, 0, "worker/0") is not plain.memory(0, 0, "worker/0")
 
 

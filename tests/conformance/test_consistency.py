@@ -35,9 +35,11 @@ COUNTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED)
 ENOUGH = 64
 """Contributions after which every mode should have made an update."""
 
+OTHERS = ("softsync:n=2", "ssp:slack=0", "sync:spares=1")
+"""Settings under which a mode is another one."""
 SPECS = [
-    ConsistencySpec(mode=resident.name, clip_norm=clip_norm, nan_policy=nan_policy)
-    for resident in CONSISTENCIES
+    ConsistencySpec(mode=mode, clip_norm=clip_norm, nan_policy=nan_policy)
+    for mode in (*CONSISTENCIES.names, *OTHERS)
     for clip_norm, nan_policy in ((0.0, "stop"), (100.0, "stop"), (0.0, "skip"))
 ]
 each = pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.mode}-{s.clip_norm:.0f}-{s.nan_policy}")
@@ -55,6 +57,9 @@ class Job:
         self.shard = Shard(0, settings, observers=observers) if shard is None else shard
         self.shard.storage.observers = observers
         self.shard.mode.members_changed(["worker/0", "worker/1"])
+        if self.shard.mode.choices is not None:
+            # There is no other shard that could know more.
+            self.shard.mode.choices.heard_all()
         if shard is None:
             for bucket in self.shard.buckets:
                 self.shard.initialize(bucket.number, torch.full((bucket.spec.elements,), 2.0))
@@ -80,7 +85,7 @@ class Job:
         if self.mode.whole_pushes:
             task = f"worker/{worker}"
             seq = shard.mode.last_push(task, 1) + (not again)
-            push = Push(task=task, incarnation=1, seq=seq, base_version=shard.version)
+            push = Push(task=task, incarnation=1, seq=seq, base_version=shard.version, clock=seq)
             decision, _ = shard.push(push, self.gradients(amount), guard=guard)
             return {decision.outcome}
         step, found = shard.mode.progress(worker) - again, set()
@@ -125,7 +130,9 @@ def test_the_traits_of_a_mode_fit_together(spec: ConsistencySpec) -> None:
     mode = consistency.of(spec)
     assert isinstance(mode.clock, Clock) and mode.contributors(6) >= 1
     assert not (mode.whole_pushes and (mode.sums_in_tree or mode.waits_for_verdict))
-    assert mode.whole_pushes or not mode.replies_with_push
+    assert mode.whole_pushes or not (mode.replies_with_push or mode.sums_pushes or mode.holds_back)
+    # The answer to a push is made with it, so it can't wait.
+    assert not (mode.replies_with_push and mode.holds_back)
     assert mode.assigns_replicas != mode.leases_batches
     # A worker replaced in mid-step needs the previous step, and only steps can be requested by number.
     assert mode.keeps_previous or not mode.pulls_by_step
@@ -259,6 +266,8 @@ def test_a_standby_takes_over_with_the_same_bits(spec: ConsistencySpec) -> None:
     heir = Job(spec, standby.shard)
     assert same(heir.values(), job.values())
     assert heir.shard.mode.sequences() == job.shard.mode.sequences()
+    if job.shard.mode.choices is not None and heir.shard.mode.choices is not None:
+        assert heir.shard.mode.choices.made() == job.shard.mode.choices.made()
     for each_job in (heir, alone):
         each_job.update()
     assert same(heir.values(), alone.values())
@@ -299,13 +308,15 @@ def copy_to_standby(job: Job) -> tuple[Standby, Callable[[], None]]:
     standby.take(Begin(1))
     log.restart(1)
     for bucket in shard.buckets:
-        with shard.storage.order, bucket.lock:
-            shard.mode.settle(bucket)
-            assert log.image(1, bucket.number, copied_image(bucket))
+        with shard.storage.order:
+            shard.mode.settle()
+            with bucket.lock:
+                assert log.image(1, bucket.number, copied_image(bucket))
         link()
     with shard.storage.order:
         pushes, verdict = shard.mode.remembered()
-        log.mark(1, pushes=pushes, verdict=verdict)
+        known = shard.mode.choices
+        log.mark(1, pushes=pushes, verdict=verdict, choices=known.made() if known is not None else None)
     link()
     return standby, link
 

@@ -476,8 +476,8 @@ def test_an_exchange_is_cancelled_wherever_it_waits(bench: KindBench) -> None:
     assert bench.pull(0).heads
 
 
-DYING_WORKER = """
-import sys, threading
+DYING_WORKERS = """
+import os, sys, threading
 from shardline.lanes import LANES
 from tests.support.lanes import *
 from tests.conformance.test_lane import FROZEN, STATS, config, floats
@@ -488,26 +488,41 @@ class Stuck(Whole):
 
     def batches(self):
         yield [payload(floats([1.0] * 12))]
-        print("sent", flush=True)
+        print(os.getpid(), flush=True)
         threading.Event().wait(60.0)
 
-kind = LANES.parse(sys.argv[1])
-lane = kind.connect(config(kind), Peer("ps/0", sys.argv[2], TIMEOUTS), 0, spec())
-push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
-lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
+def work(name, address):
+    kind = LANES.parse(name)
+    lane = kind.connect(config(kind), Peer("ps/0", address, TIMEOUTS), 0, spec())
+    push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
+    lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
+
+for line in iter(sys.stdin.readline, ""):
+    if os.fork() == 0:
+        work(*line.split())
 """
+
+
+@pytest.fixture(scope="module")
+def dying_workers() -> Iterator[subprocess.Popen[str]]:
+    """A process that is told lanes and addresses, forks a worker for each, and says its pid once a bucket was sent."""
+    command = [sys.executable, "-c", DYING_WORKERS]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @every_lane
 def test_a_worker_killed_in_mid_push_leaves_what_came_whole_and_its_next_life_completes_the_step(
-    two: KindBench,
+    two: KindBench, dying_workers: subprocess.Popen[str]
 ) -> None:
     bucket = two.ps.store.shards[0].buckets[W]
-    command = [sys.executable, "-c", DYING_WORKER, two.kind.name, two.ps.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as worker:
-        assert worker.stdout is not None and worker.stdout.readline() == "sent\n"
-        wait_for(lambda: bucket.contributions.counted == {0}, "the bucket to be counted")
-        worker.send_signal(signal.SIGKILL)
+    assert dying_workers.stdin is not None and dying_workers.stdout is not None
+    print(two.kind.name, two.ps.address, file=dying_workers.stdin, flush=True)
+    worker = int(dying_workers.stdout.readline())
+    wait_for(lambda: bucket.contributions.counted == {0}, "the bucket to be counted")
+    os.kill(worker, signal.SIGKILL)
     wait_for(lambda: two.open == 0, "the attachment to be dropped")
     assert [ack.outcome for ack in two.exchange(of(0, 9.0)).acks] == [Outcome.COUNTED]
     sink = two.sink()

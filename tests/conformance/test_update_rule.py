@@ -16,7 +16,7 @@ from torch import Tensor
 import tests.conformance.toys.toy_compensation
 import tests.conformance.toys.toy_rule  # noqa: F401  # the toys are in the table from here on
 from shardline.checkpoint import CheckpointStore
-from shardline.core.contributions import Partial
+from shardline.core.contributions import Contributions, Partial
 from shardline.core.image import BucketImage
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
@@ -81,6 +81,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 CASES = [
     *(Case("torch", name, ARGUMENTS.get(name, {"lr": 0.01})) for name in ALLOWED),
     *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in RULES.names if method != "torch"),
+    *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in ("dc-asgd:kind=c", "dana:kind=zero", "dana:kind=dc")),
+    Case("gap-aware", "Adafactor", {"lr": 0.01, "weight_decay": 0.01}),
     Case("toy-compensation:strength=0.5", "AdamW", {"lr": 0.01}),
 ]
 every_rule = pytest.mark.parametrize("case", CASES, ids=str)
@@ -105,7 +107,7 @@ class Servers:
                 spec,
                 self.plan.tensors,
                 functools.partial(bucket_rule, case.spec, SCHEDULE, spec, self.plan.tensors),
-                replicas=1,
+                contributions=Contributions(spec, 1),
                 pub=self._memory(spec, number),
             )
             for shard, of in enumerate(self.plan.shards)

@@ -152,7 +152,7 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "unknown schedule": (lambda: {"schedule": plan_pb2.ScheduleSpec(kind="spiral")}, "spiral"),
     "infinite schedule": (lambda: {"schedule": plan_pb2.ScheduleSpec(gamma=INFINITY)}, "both must be finite"),
-    "unknown codec": (lambda: {"codec": "zip"}, "codec 'zip' does not exist; choose from raw, bf16, fp16"),
+    "unknown codec": (lambda: {"codec": "zip"}, "codec 'zip' does not exist; choose from raw, auto, bf16, fp16"),
 }
 
 

@@ -383,9 +383,8 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
         done = lane.exchange(sender, [push], None, Mapping(), timeout_s=DEADLINE_S)
         assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
     assert bench.open == 65
-    # Two ends of the calls' socket. Gradients there; here gradients, two descriptors of them since they are passed on,
-    # and two areas.
-    assert all_descriptors() - before[0] == 64 * 7
+    # Two ends of the calls' socket. Gradients there; here gradients, two descriptors of them since they are passed on.
+    assert all_descriptors() - before[0] == 64 * 5
     assert threading.active_count() - before[1] <= 2 and len(os.listdir("/proc/self/task")) - native < 16
     assert bench.pull(1).weights() == tuple(value - 31.5 * RATE for value in FIRST_W)
     for lane in lanes:
@@ -536,9 +535,10 @@ def test_a_server_that_is_configured_anew_keeps_nothing_of_before(ps: Ps, client
             bench.lane.close()
             done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sender=sender)
             assert done.end is not None and done.end.outcome is Outcome.SERVED
-            # One shard's two areas at both ends, and gradients, with one descriptor per mapping and one to pass on.
+            # One shard's two areas at both ends, and gradients, with one descriptor to pass on, and one for each
+            # mapping but the worker's of the areas.
             wait_for(
-                lambda: (descriptors("shardline"), len(mappings("shardline"))) == (before[0] + 9, before[1] + 3),
+                lambda: (descriptors("shardline"), len(mappings("shardline"))) == (before[0] + 7, before[1] + 3),
                 "the shard of before to be freed without the cycle collector",
             )
     finally:

@@ -28,17 +28,21 @@ from tests.support.lanes import (
     Taken,
     TcpBench,
     a_push_that_does_not_count_ends_the_exchange,
+    contexts,
     gradient,
+    natively,
 )
 from tests.support.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
 from tests.support.refusals import unchanged
 
 
-@pytest.fixture
-def bench(ps: Ps, ready: PlainClient) -> Iterator[TcpBench]:
-    made = TcpBench(ps)
-    yield made
-    made.close()
+@pytest.fixture(params=["plain", "tls", "tls in python"])
+def bench(ps: Ps, ready: PlainClient, request: pytest.FixtureRequest) -> Iterator[TcpBench]:
+    plain = request.param == "plain"
+    with contextlib.nullcontext() if plain else natively(request.param == "tls"):
+        made = TcpBench(ps, None if plain else contexts())
+        yield made
+        made.close()
 
 
 def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
@@ -90,7 +94,7 @@ def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_n
 
     def overheard(sender: Sender, *, timeout_s: float) -> Any:
         opened = opens(sender, timeout_s=timeout_s)
-        thief = bulk.dial("127.0.0.1", opened.port, getattr(opened, stolen), timeout_s=5.0, stall_s=5.0)
+        thief = bench.dial(opened.port, getattr(opened, stolen))
         thieves.append(thief)
         # Bytes that no push refers to.
         thief.sendall(floats([9.0] * 12))
@@ -130,14 +134,14 @@ def test_bytes_are_referred_to_only_by_who_opened_their_sockets(bench: TcpBench,
 
 def test_a_used_token_is_of_no_use_from_another_connection_or_at_another_server(bench: TcpBench) -> None:
     opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
-    other = TcpOffer("127.0.0.1", timeout_s=5.0, take=bench.ps.store.buffers.take)
+    other = TcpOffer("127.0.0.1", bench.server_tls, timeout_s=5.0, take=bench.ps.store.buffers.take)
     try:
         for port in (other.port, opened.port):
             for token in (opened.up_token, opened.down_token):
                 if port == opened.port:
-                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0).close()
+                    bench.dial(port, token).close()
                 with pytest.raises(bulk.RefusedError):
-                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0)
+                    bench.dial(port, token)
     finally:
         other.close()
 
@@ -147,7 +151,7 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
     bench: TcpBench, ready: PlainClient, sent: int
 ) -> None:
     opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
-    up = bulk.dial("127.0.0.1", opened.port, opened.up_token, timeout_s=5.0, stall_s=5.0)
+    up = bench.dial(opened.port, opened.up_token)
 
     def after(batch: Sequence[BucketPayload]) -> None:
         bulk.send_all(up, memoryview(batch[0].data)[:sent])

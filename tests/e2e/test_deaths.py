@@ -18,6 +18,7 @@ from tests.e2e.support import (
     in_a_fork,
     mortal_cluster,
     summary_of,
+    train,
     wait_for_event,
     wait_until,
     write_job,
@@ -102,3 +103,22 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Pat
     noticed = r"worker/1(: a new process replaces a silent one| is dead: last heard)"
     assert any(re.search(noticed, text) for text in told), told
     assert any(re.search(r"worker/0 is dead: last heard .* replicas? .* to worker/1", text) for text in told), told
+
+
+def test_with_exact_error_memory_lossy_jobs_end_in_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    lossy = {"replicas": 3, "steps": 36, "width": 400, "checkpoint_every": 5}
+    lossy |= {"codec": "onebit", "error_memory": "exact"}
+    ends = in_a_fork(train_and_die, folder=str(write_job(tmp_path / "job.py", **lossy, after=MID_STEP).parent))
+    assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
+    alone = train(write_job(tmp_path / "alone.py", **lossy), tmp_path / "alone", "--workers", "1", "--ps", "2")
+    assert alone.code == 0, alone
+    found, other = summary_of(tmp_path / "run"), summary_of(tmp_path / "alone")
+    assert (found["sha256"], found["steps"]) == (other["sha256"], 36)
+    assert len(found["recoveries"]) >= 2 and not other["recoveries"]
+    gone = (
+        r"the error memory of replicas? .* is lost \(error_memory is 'exact'\); rolling back all shards to step 2?[05]"
+    )
+    assert any(re.search(gone, text) for text in events(tmp_path / "run")), events(tmp_path / "run")
+    # Otherwise all of it would prove nothing.
+    plain = write_job(tmp_path / "plain.py", **{**lossy, "codec": "raw"})
+    assert found["sha256"] != expected_sha256(plain)

@@ -16,6 +16,7 @@ from tests.e2e.support import (
     mortal_cluster,
     slow_job,
     summary_of,
+    train,
     wait_for_event,
     wait_for_step,
 )
@@ -48,6 +49,21 @@ def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_
     assert 0 <= recovery["lost"] == recovery["at_step"] - recovery["from_step"]
     moved = [text for text in events(out) if "moves from ps/1 to ps/0" in text]
     assert len(moved) == (0 if comes_back else 1)
+
+
+@pytest.mark.parametrize("victim", ["ps/1", "worker/1"])
+def test_parameters_sent_as_changes_end_in_the_same_bits_whoever_dies(tmp_path: Path, victim: str) -> None:
+    job = slow_job(
+        tmp_path / "job.py", replicas=2, steps=60, checkpoint_every=10, codec="bf16", codec_down="delta:refresh=10"
+    )
+    undisturbed = train(job, tmp_path / "undisturbed", "--ps", "2", "--workers", "2")
+    assert undisturbed.code == 0, undisturbed
+    out = tmp_path / "run"
+    with mortal_cluster(job, out) as cluster:
+        wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
+        cluster.kill(victim)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0
+    assert summary_of(out)["sha256"] == summary_of(tmp_path / "undisturbed")["sha256"]
 
 
 def test_a_killed_ps_of_an_asynchronous_job_costs_updates_of_its_shard_only(tmp_path: Path) -> None:

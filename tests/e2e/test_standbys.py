@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from shardline.core.digest import params_sha256
 from shardline.core.timeouts import Timeouts
+from shardline.job import load_job
 from tests.e2e.support import (
     DEATH_TIMEOUT_S,
     PATIENCE_S,
@@ -20,6 +22,7 @@ from tests.e2e.support import (
     wait_for_event,
     wait_for_step,
 )
+from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
@@ -56,6 +59,16 @@ def test_a_killed_ps_with_a_standby_costs_no_step_and_no_bit(tmp_path: Path, cli
     told = events(out)
     assert any("taken over: shard 1 by ps/0; no step is lost" in text for text in told), told
     assert not any("go back to step" in text for text in told), told
+
+
+@pytest.mark.parametrize("cadence", ["easgd:every=2", "streaming-diloco:every=4,fragments=2"])
+def test_replicas_keep_parameters_of_their_own_when_a_ps_with_a_standby_is_killed(tmp_path: Path, cadence: str) -> None:
+    job, out = run_and_kill(tmp_path, steps=60, replicas=2, cadence=cadence)
+    with Cluster(load_job(job)) as cluster:
+        cluster.train([[0, 1]])
+        assert summary_of(out)["sha256"] == params_sha256(cluster.state().params)
+    (recovery,) = summary_of(out)["recoveries"]
+    assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
 
 
 @pytest.mark.chaos

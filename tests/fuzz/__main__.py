@@ -1,4 +1,4 @@
-"""make fuzz: a million frames, ten thousand calls, thousands of things to load.
+"""make fuzz: a million frames, ten thousand calls, thousands of things to load, a million payloads per codec.
 
 python -m tests.fuzz --seed 7 --only frames
 """
@@ -19,12 +19,16 @@ from tests.fuzz.runs import plan
 @click.option("--frames", type=click.IntRange(1), default=1_000_000, show_default=True)
 @click.option("--calls", type=click.IntRange(1), default=10_000, show_default=True, help="Handshakes included.")
 @click.option("--loads", type=click.IntRange(1), default=1_000, show_default=True, help="Of each kind.")
+@click.option("--payloads", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each codec.")
 @click.option("--only", multiple=True, help="Runs whose name begins so.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON with the figures.")
-def main(seed: int, frames: int, calls: int, loads: int, only: tuple[str, ...], out: Path | None) -> None:
+def main(
+    seed: int, frames: int, calls: int, loads: int, payloads: int, only: tuple[str, ...], out: Path | None
+) -> None:
     """Run, print; exit code 1 at the first finding of a run, after the others have run."""
     failed, figures = [], {}
-    for name, run in plan(seed, frame_count=frames, call_count=calls, load_count=loads).items():
+    counts = {"frame_count": frames, "call_count": calls, "load_count": loads, "payload_count": payloads}
+    for name, run in plan(seed, **counts).items():
         if only and not name.startswith(only):
             continue
         try:

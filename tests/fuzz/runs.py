@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import loading, resources
+from tests.fuzz import loading, payloads, resources
 from tests.fuzz.calls import HOSTS, Caller, draw_case
 from tests.fuzz.frames import KINDS, check, long_messages, mutated, seeds
 from tests.fuzz.sockets import Visitor, draw_visit
@@ -148,7 +148,20 @@ def loads(kind: str, count: int, number: int) -> dict[str, Any]:
     return {"loads": count, "taken": taken[0], "seconds": round(time.monotonic() - began_s, 1), **memory.figures()}
 
 
-def plan(number: int, *, frame_count: int, call_count: int, load_count: int) -> dict[str, Callable[[], dict[str, Any]]]:
+def payloads_of(name: str, count: int, number: int) -> dict[str, Any]:
+    """Payloads of a codec with bytes changed."""
+    rng, known, memory = random.Random(f"{name} {number}"), payloads.seeds(name), Memory(count)
+    began_s, taken = time.monotonic(), 0
+    for _ in range(count):
+        seed = known[rng.randrange(len(known))]
+        taken += payloads.check(name, seed, payloads.mutated(rng, seed.payload))
+        memory.one()
+    return {"payloads": count, "taken": taken, "seconds": round(time.monotonic() - began_s, 1), **memory.figures()}
+
+
+def plan(
+    number: int, *, frame_count: int, call_count: int, load_count: int, payload_count: int
+) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name. call_count: over all hosts together."""
     each = max(1, call_count // (len(HOSTS) + 1))
     found: dict[str, Callable[[], dict[str, Any]]] = {"frames": lambda: frames(frame_count, number)}
@@ -157,4 +170,6 @@ def plan(number: int, *, frame_count: int, call_count: int, load_count: int) -> 
     found["handshakes"] = lambda: visits(each, number)
     for kind in loading.LOADERS:
         found[f"loading {kind}"] = lambda kind=kind: loads(kind, load_count, number)
+    for name in payloads.NAMES:
+        found[f"payloads of {name}"] = lambda name=name: payloads_of(name, payload_count, number)
     return found

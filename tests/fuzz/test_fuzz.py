@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardline.wire.protobuf import ReplyView, RequestView
-from tests.fuzz import frames, loading, runs
+from tests.fuzz import frames, loading, payloads, runs
 from tests.fuzz.calls import HOSTS, SERVED_BY, methods
 
 
@@ -56,3 +56,9 @@ def test_strangers_at_the_doors_of_lanes_get_nowhere() -> None:
 @pytest.mark.parametrize("kind", list(loading.LOADERS))
 def test_what_can_not_be_loaded_ends_in_a_sentence(kind: str, count: int) -> None:
     assert runs.loads(kind, count, 1)["loads"] == count
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", payloads.NAMES)
+def test_payloads_with_bytes_changed_are_decoded_or_refused(name: str, count: int) -> None:
+    assert runs.payloads_of(name, count, 1)["payloads"] == count

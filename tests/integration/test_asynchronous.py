@@ -23,6 +23,7 @@ from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.model import named_values
 from tests.support.cluster import PATIENCE_S, Cluster, Worker
+from tests.support.covering import covering
 from tests.support.jobs import OPTIMIZERS, Rich, make_job, mse
 
 
@@ -49,8 +50,7 @@ def plain_torch(job: Job, steps: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("ps", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "ps"), covering(OPTIMIZERS, [1, 3]))
 def test_one_worker_is_plain_torch_to_the_bit(optimizer: str, ps: int) -> None:
     job = make_async(optimizer, model=Rich)
     with Cluster(job, ps=ps, bucket_bytes=512) as cluster:

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ if "WAIT" in os.environ:
 """
 
 
+Light = Callable[..., list[str]]
+
+
 class Forks:
     """A fork server, and what is needed to ask it for processes that say what they are."""
 
@@ -68,9 +72,22 @@ class Forks:
         return found
 
 
-def assert_execs(starter: TaskStarter, folder: Path) -> None:
+@pytest.fixture
+def light(fake_roles: Path) -> Light:
+    """Makes the command of a role that runs some code and ends, without the seconds that it takes to import torch."""
+
+    def command(code: str = PLUGIN) -> list[str]:
+        (fake_roles / "light.py").write_text(f"def run(config):\n{textwrap.indent(code, '    ')}\n    return 0\n")
+        next(fake_roles.glob("*.dist-info/entry_points.txt")).write_text("[shardline.roles]\nps = light:run\n")
+        cluster = fake_roles / "cluster.json"
+        cluster.write_text(json.dumps({"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:0"]}))
+        return [*COMMAND, "ps", "--task", "ps/0", "--cluster", str(cluster)]
+
+    return command
+
+
+def assert_execs(starter: TaskStarter, command: list[str], folder: Path) -> None:
     """It starts a task by exec; ends it."""
-    command = [*COMMAND, "methods", "--plugin", str(folder / "plugin.py")]
     with (folder / "log").open("ab") as output:
         process = starter.start(command, {**os.environ, "FOLDER": str(folder)}, output, ())
     assert isinstance(process, subprocess.Popen)
@@ -171,12 +188,10 @@ def test_a_fork_server_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
     forks.server.close()
 
 
-@without_torch
-def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path) -> None:
+def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path, light: Light) -> None:
+    command = light()
     starter = TaskStarter()
     starter.begin(dict(os.environ))
-    (tmp_path / "plugin.py").write_text(PLUGIN)
-    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
     settings = {**os.environ, "FOLDER": str(tmp_path)}
     kinds = []
     for _ in range(2):
@@ -190,18 +205,17 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path)
     starter.close()
 
 
-@without_torch
 def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, light: Light, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forkserver, "ANSWER_S", 0.5)
-    (tmp_path / "plugin.py").write_text(PLUGIN)
+    command = light()
     starter = TaskStarter()
     starter.begin(dict(os.environ))
     assert starter.await_ready(60.0)
     assert starter.server is not None
     os.kill(starter.server.pid, signal.SIGSTOP)
-    assert_execs(starter, tmp_path)
+    assert_execs(starter, command, tmp_path)
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
@@ -238,20 +252,18 @@ def test_a_task_leads_its_group_as_soon_as_it_is_known(forks: Forks) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
-@without_torch
-def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_path: Path) -> None:
+def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_path: Path, light: Light) -> None:
+    command = light("import sys\nassert 'colorsys' in sys.modules")
     server = ForkServer(dict(os.environ), ["colorsys", "no_such_module"])
-    (tmp_path / "plugin.py").write_text("import sys\nassert 'colorsys' in sys.modules")
     with (tmp_path / "log").open("ab") as log:
-        command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
         assert ForkedProcess(server.start(command, os.environ, log.fileno(), ())).wait() == 0
     server.close()
 
 
-@without_torch
 def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, light: Light, caplog: pytest.LogCaptureFixture
 ) -> None:
+    command = light()
     (tmp_path / "beating.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, name='heart', daemon=True).start()"
     )
@@ -260,8 +272,7 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     starter.begin(environment, ["beating"])
     assert starter.await_ready(60.0)
     assert "an import has started threads, which a forked process would not have: heart" in caplog.text
-    (tmp_path / "plugin.py").write_text(PLUGIN)
-    assert_execs(starter, tmp_path)
+    assert_execs(starter, command, tmp_path)
 
 
 @without_torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.job import Job
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, Worker, assert_same_end
+from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
 
 LANES = ["grpc", "tcp", "shm"]
@@ -64,8 +66,7 @@ def lane_names(worker: Worker) -> set[str]:
     return {lane.name for lane in worker.trainer.exchange.lanes.values()}
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("kind", ["rich", "voted", "wide"])
+@pytest.mark.parametrize(("lane", "kind"), covering(LANES, ["rich", "voted", "wide"]))
 def test_every_lane_gives_the_bits_of_the_reference(lane: str, kind: str) -> None:
     with Cluster(job_of(kind), ps=2, bucket_bytes=SMALL_BUCKETS if kind != "wide" else 1 << 18, lane=lane) as cluster:
         workers = cluster.train([[0, 2], [1]])
@@ -84,28 +85,38 @@ def test_tensors_without_elements_travel_on_every_lane(lane: str) -> None:
         assert all(host.store.staging.in_use == 0 for host in cluster.hosts)
 
 
+Values = Mapping[str, torch.Tensor]
+
+
+def asynchronous_end(lane: str) -> tuple[Values, Values]:
+    """What the shards and the worker hold."""
+    job = make_job("momentum", model=Wide, steps=3, consistency="async")
+    with Cluster(job, ps=2, bucket_bytes=1 << 18, lane=lane) as cluster:
+        worker = cluster.worker(0).run_async([0, 1, 2])
+        return cluster.state().params, {name: value.clone() for name, value in worker.values.items()}
+
+
+def rounded_end(lane: str, codec: str) -> Values:
+    job = make_job("adam", model=Wide, steps=2, codec=codec)
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=lane) as cluster:
+        cluster.train([[0], [1, 2]])
+        return cluster.state().params
+
+
+asynchronous_end_on_grpc = functools.cache(functools.partial(asynchronous_end, "grpc"))
+rounded_end_on_grpc = functools.cache(functools.partial(rounded_end, "grpc"))
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_asynchronous_pushes_are_those_of_the_grpc_lane(lane: str) -> None:
-    ends = []
-    for name in ("grpc", lane):
-        job = make_job("momentum", model=Wide, steps=3, consistency="async")
-        with Cluster(job, ps=2, bucket_bytes=1 << 18, lane=name) as cluster:
-            worker = cluster.worker(0).run_async([0, 1, 2])
-            ends.append((cluster.state().params, {name: value.clone() for name, value in worker.values.items()}))
-    for ours, theirs in zip(*ends, strict=True):
+    for ours, theirs in zip(asynchronous_end(lane), asynchronous_end_on_grpc(), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp16"])
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(("lane", "codec"), covering(LANES, ["bf16", "fp16"]))
 def test_rounding_codecs_travel_on_every_lane(lane: str, codec: str) -> None:
-    ends = []
-    for name in ("grpc", lane):
-        job = make_job("adam", model=Wide, steps=2, codec=codec)
-        with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=name) as cluster:
-            cluster.train([[0], [1, 2]])
-            ends.append(cluster.state().params)
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    ours, theirs = rounded_end(lane, codec), rounded_end_on_grpc(codec)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -97,7 +97,7 @@ def test_an_asynchronous_worker_is_plain_torch_to_the_bit(ps: int) -> None:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.2], ids=["eager", "clipped"])
 def test_a_nan_that_is_met_while_others_have_left_skips_the_step_everywhere(clip_norm: float) -> None:
-    job = make_job("adam", model=Rich, dataset=data_with_a_nan, nan_policy="skip", clip_norm=clip_norm, steps=8)
+    job = make_job("adam", model=Rich, dataset=data_with_a_nan, nan_policy="skip", clip_norm=clip_norm)
     expected = reference(job)
     assert len(expected.skipped) == 1
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
@@ -179,7 +179,7 @@ def test_a_worker_that_dies_in_its_backward_pass_is_replaced_and_the_bits_stay(c
 
 
 def test_exchanges_that_break_during_the_backward_pass_are_made_again_and_change_no_bit() -> None:
-    job = make_job("adam", model=Rich, replicas=1)
+    job = make_job("adam", model=Rich, replicas=1, steps=6)
     lanes: list[LosingLane] = []
 
     def losing(lane: Lane) -> Lane:
@@ -351,10 +351,9 @@ class LazyDevice:
                     self.loaded += 1
 
 
-@pytest.mark.parametrize("lane", ["grpc", "shm"])
-@pytest.mark.parametrize("per_layer", [True, False])
+@pytest.mark.parametrize(("lane", "per_layer"), covering(["grpc", "shm"], [True, False]))
 def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
-    per_layer: bool, lane: str, monkeypatch: pytest.MonkeyPatch
+    lane: str, per_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[LazyDevice] = []
 
@@ -362,7 +361,7 @@ def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
         devices.append(LazyDevice())
         return devices[-1]
 
-    job = make_job("adam", model=Rich)
+    job = make_job("adam", model=Rich, steps=6)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, lane=lane) as cluster:
         monkeypatch.setattr("shardline.client.step.weights.host_path", lazy)
         train(cluster, [[0, 1], [2]], per_layer=per_layer)

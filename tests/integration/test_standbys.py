@@ -17,7 +17,8 @@ from shardline.testing import ReferenceResult, reference
 from shardline_ps.standby import record_log as replication
 from tests.integration.test_asynchronous import plain_torch
 from tests.support.cluster import COMPUTE, Worker, assert_same_end, same_bits
-from tests.support.jobs import Rich, make_job
+from tests.support.covering import covering
+from tests.support.jobs import Rich, broad, make_job
 from tests.support.standbys import Protected
 from tests.support.waiting import wait_for
 
@@ -25,8 +26,8 @@ SMALL_BUCKETS = 512
 MODES = pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])
 
 
-def standby_job(clip_norm: float = 0.0) -> Job:
-    return make_job("adam", model=Rich, steps=12, clip_norm=clip_norm)
+def standby_job(clip_norm: float = 0.0, **changes: Any) -> Job:
+    return make_job("adam", **{"model": Rich, "steps": 8, "clip_norm": clip_norm, **changes})
 
 
 # Each two of the three in every combination; the rest in `make test-long`.
@@ -37,7 +38,7 @@ LOSSES = [
         marks=[] if zombie ^ lost ^ (clip_norm > 0.0) else [pytest.mark.long],
     )
     for zombie in (False, True)
-    for lost, step in ((0, 5), (1, 1))
+    for lost, step in ((0, 3), (1, 1))
     for clip_norm in (0.0, 0.05)
 ]
 
@@ -77,6 +78,18 @@ def test_a_standby_holds_what_its_primary_holds_to_the_bit(clip_norm: float) -> 
             found = cluster.status(shard)
             assert (found.standby, found.standby_task) == ("synced", f"ps/{1 - shard}")
             assert found.standby_record > job.steps
+            for bucket in range(len(cluster.plan.shards[shard].buckets)):
+                mine = image(cluster, shard, shard, bucket, standby=False)
+                assert_equal_images(mine, image(cluster, 1 - shard, shard, bucket, standby=True))
+
+
+@pytest.mark.parametrize("codec", ["sign-vote", "onebit"])
+def test_a_standby_applies_what_a_codec_makes_of_the_mean(codec: str) -> None:
+    with Protected(standby_job(codec=codec, model=broad), ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        cluster.await_synced()
+        cluster.train([[0, 2], [1]])
+        for shard in range(2):
+            assert cluster.status(shard).standby == "synced"
             for bucket in range(len(cluster.plan.shards[shard].buckets)):
                 mine = image(cluster, shard, shard, bucket, standby=False)
                 assert_equal_images(mine, image(cluster, 1 - shard, shard, bucket, standby=True))
@@ -241,11 +254,10 @@ def test_a_rollback_leaves_no_standby_of_the_history_before() -> None:
 
 
 def async_job(**changes: Any) -> Job:
-    return make_job("momentum", consistency="async", steps=40, **changes)
+    return make_job("momentum", consistency="async", steps=30, **changes)
 
 
-@pytest.mark.parametrize("zombie", [False, True], ids=["killed", "cut_off"])
-@pytest.mark.parametrize("pushes", [3, 17])
+@pytest.mark.parametrize(("pushes", "zombie"), covering([3, 12], [False, True]))
 def test_one_asynchronous_worker_stays_plain_torch_to_the_bit_when_its_server_is_lost(
     pushes: int, zombie: bool
 ) -> None:
@@ -280,7 +292,7 @@ def test_no_asynchronous_push_that_was_acknowledged_is_lost_with_a_server() -> N
         def run(index: int, worker: Worker) -> None:
             worker.trainer.exchange.arm()
             worker.trainer.locate([0], cluster.timeline)
-            while pushed[index] < 30:
+            while pushed[index] < 20:
                 with COMPUTE:
                     worker.compute(pushed[index], 0)
                 figures = worker.trainer.finish()
@@ -291,11 +303,11 @@ def test_no_asynchronous_push_that_was_acknowledged_is_lost_with_a_server() -> N
                     )
 
         workers = [functools.partial(cluster.persist, index, functools.partial(run, index)) for index in range(3)]
-        cluster.together([*workers, cluster.at_step(20, 1, lambda: cluster.fail_over(1, zombie=True))])
+        cluster.together([*workers, cluster.at_step(15, 1, lambda: cluster.fail_over(1, zombie=True))])
         assert cluster.host_of(1) == 0
         for (shard, index), last in acknowledged.items():
             held = cluster.shards[shard].mode.last_push(f"worker/{index}")
             assert held >= last >= 1
         for found in cluster.shards:
             applied = sum(record.last_seq for record in found.mode.sequences().values())
-            assert applied == found.version >= 90, "something counted twice, or was lost"
+            assert applied == found.version >= 60, "something counted twice, or was lost"

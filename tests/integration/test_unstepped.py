@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,8 @@ def test_a_worker_for_whose_step_the_others_wait_ends_the_job(
 
         def train() -> None:
             for step in session.steps(6):
+                # A pass takes some time, in which nothing else is kept from running.
+                threading.Event().wait(0.002)
                 if step < 3 or how == "backward":
                     optimizer.zero_grad()
                     backward(model, step)

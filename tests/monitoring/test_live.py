@@ -101,7 +101,9 @@ def without_data(prometheus: Prometheus, expressions: list[Expression]) -> list[
 def test_every_expression_has_data_of_real_clusters(tmp_path: Path, prometheus: Prometheus) -> None:
     pace = {"imports": "import time", "after_loss": "time.sleep(0.02)", "steps": 1_000_000, "checkpoint_every": 50}
     sync = write_job(tmp_path / "sync.py", **pace)
-    other = write_job(tmp_path / "async.py", consistency="async", codec="fp16", **pace)
+    # Wide enough that tensors are encoded.
+    codecs = {"codec_up": "onebit", "codec_down": "fp16"}
+    other = write_job(tmp_path / "async.py", width=400, consistency="async", **codecs, **pace)
     outs = [tmp_path / "sync", tmp_path / "async"]
     # Eight processes start at once; on a busy machine that takes longer than other tests have.
     flags = ["--no-page", "--timeout", "60"]
@@ -188,8 +190,9 @@ def check_alerts(prometheus: Prometheus) -> None:
 
 
 def check_bytes(prometheus: Prometheus) -> None:
-    """Shared memory counts bytes in memory and none on the wire; the codec halves what the other lane sends."""
-    for way in ("push", "pull"):
+    """Shared memory counts bytes in memory and none on the wire; codecs shorten what the other lane sends."""
+    # Batch norm's statistics are never rounded, and a bucket has a head.
+    for way, low, high in (("push", 3.0, 32.0), ("pull", 1.5, 2.0)):
         for task in ("ps/.*", "worker/.*"):
             chosen = f'task=~"{task}"'
             held, sent = f"shardline_{way}_raw_bytes_total", f"shardline_{way}_wire_bytes_total"
@@ -199,9 +202,8 @@ def check_bytes(prometheus: Prometheus) -> None:
             ratio = f'shardline:compression:ratio{{run="async",way="{way}",{chosen}}}'
             # A rate needs two scrapes of a task, and that of another may have been there before.
             wait_until(lambda ratio=ratio: prometheus.values(ratio), f"data for {ratio}", limit_s=30.0)
-            # Batch norm's statistics are never rounded.
             ratios = prometheus.values(ratio)
-            assert ratios and all(1.5 < value < 2.0 for value in ratios), (way, task, ratios)
+            assert ratios and all(low < value < high for value in ratios), (way, task, ratios)
     assert prometheus.total('shardline:compression:ratio{run="sync"}') == 0
 
 

@@ -10,8 +10,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shardline.consistency.assignment import assign, replicas_of
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state.assignment import assign, replicas_of
 from shardline_chief.rules.state.leases import Lease, Leases
 from shardline_ps.control.authority import Term
 from tests.protocol_model.chief_tasks import Copy, Refusal, Server, Steps, Worker, World

@@ -55,6 +55,8 @@ class Entry:
     verdict: Verdict = APPLY
     voted: int = -1
     """Step that the verdict is of, where steps are voted."""
+    choice: int = 0
+    """Whose gradients made that step, where the lead chooses."""
 
 
 class Standby:
@@ -67,6 +69,7 @@ class Standby:
         self.buckets: dict[int, Bucket] = {}
         self.applied: dict[int, list[tuple[int, int]]] = {}
         self.verdict: tuple[int, Verdict] | None = None
+        self.choice = 0
         self.synced = False
         self.closed = False
         """It was promoted, or is forgotten: it takes no records any more."""
@@ -91,7 +94,7 @@ class Standby:
             self.applied[number].append((step, replicas))
             bucket.publish(advance(bucket.state, mean, step, entry.verdict))
         if entry.voted >= 0:
-            self.verdict = entry.voted, entry.verdict
+            self.verdict, self.choice = (entry.voted, entry.verdict), entry.choice
         self.synced |= entry.whole
 
 
@@ -167,12 +170,17 @@ class StandbyModel(Model):
         copied = [bucket for bucket in buckets if bucket.number in link.copied]
         if copied:
             means = {b.number: (b.step, self.mean(b), sum(block.count for block in b.held)) for b in copied}
-            n = link.append(Entry(n=link.sent + 1, means=means, verdict=verdict, voted=voted))
+            choice = self.choice_of(shard, voted)
+            n = link.append(Entry(n=link.sent + 1, means=means, verdict=verdict, voted=voted, choice=choice))
             self.counts.records += 1
             if self.rules.hold:
                 link.pending[n] = items
                 return
         self.release(shard, items)
+
+    def choice_of(self, shard: Shard, step: int) -> int:
+        """Whose gradients make a step; 0 where all do."""
+        return 0
 
     def release(self, shard: Shard, items: list[tuple[Bucket, Verdict]]) -> None:
         for bucket, verdict in items:
@@ -214,7 +222,8 @@ class StandbyModel(Model):
         left = [bucket for bucket in shard.buckets if bucket.number not in link.copied]
         if not left:
             step, verdict = shard.verdict if shard.verdict is not None else (-1, APPLY)
-            link.append(Entry(n=link.sent + 1, whole=True, verdict=verdict, voted=step))
+            choice = self.choice_of(shard, step)
+            link.append(Entry(n=link.sent + 1, whole=True, verdict=verdict, voted=step, choice=choice))
             link.marked = True
             self.counts.copies += 1
             return
@@ -248,8 +257,11 @@ class StandbyModel(Model):
             super().vote(shard)
             return
         # A promoted standby may know the verdict of a step whose contributions went with the old primary.
-        complete = all(len(bucket.counted) == self.setup.replicas for bucket in shard.buckets)
-        if complete and shard.status == "active" and not any(self.links[shard].holds(b) for b in shard.buckets):
+        if (
+            self.complete(shard, step)
+            and shard.status == "active"
+            and not any(self.links[shard].holds(b) for b in shard.buckets)
+        ):
             self.decided(shard, list(shard.buckets), shard.verdict[1], step)
 
     def tell_lead(self, shard: Shard) -> None:

@@ -35,6 +35,8 @@ class Servers:
         self.counts = Counts(schedules=1)
         self.expected = reference(setup)
         self.whole = Block(0, setup.replicas)
+        self.needed = setup.replicas
+        """Replicas that make one update."""
         self.members: set[int] = set()
         self.applied: list[list[tuple[int, int]]] = [[] for _ in range(setup.buckets)]
         """Per bucket: (step, replicas counted in it) of the surviving history."""
@@ -111,10 +113,14 @@ class Servers:
         if shard.verdict is not None and shard.verdict[0] == step:
             bucket = self.random.choice([b for b in shard.buckets if b.step == step])
             self.publish(shard, bucket, shard.verdict[1])
-        elif all(b.step == step and len(b.counted) == self.setup.replicas for b in shard.buckets):
+        elif self.complete(shard, step):
             verdict = self.lead_vote(shard, step, {b.number: self.mean(b) for b in shard.buckets})
             if verdict is not None and self.random.random() < 0.7:  # else the answer is lost, and asked for again
                 shard.verdict = step, verdict
+
+    def complete(self, shard: Shard, step: int) -> bool:
+        """Whether all contributions of a step are at a shard, none of whose buckets is past it."""
+        return all(b.step == step and len(b.counted) == self.setup.replicas for b in shard.buckets)
 
     def lead_vote(self, shard: Shard, step: int, means: dict[int, float]) -> Verdict | None:
         """The commit point of the step is here, where the last vote comes in. A repeated vote changes nothing."""
@@ -167,7 +173,7 @@ class Model(Servers):
             bucket = shard.buckets[n]
             require(bucket.state == self.expected[-1][number], f"bucket {number} ends in other bits")
             require(bucket.read(self.setup.steps) == bucket.state.theta, f"bucket {number} publishes something else")
-            each_once = [(t, self.setup.replicas) for t in range(self.setup.steps)]
+            each_once = [(t, self.needed) for t in range(self.setup.steps)]
             require(self.applied[number] == each_once, f"bucket {number} applied {self.applied[number]}")
         return self.counts
 
@@ -293,15 +299,18 @@ class Model(Servers):
         outcome = self.setup.serve(worker.want, bucket_step=bucket.step, oldest=bucket.oldest)
         if outcome is Outcome.OVERTAKEN:
             self.counts.overtaken += 1
-            if self.setup.fencing:
-                raise Broken(f"step {worker.want} of bucket {number} is gone, a living worker needs it")
-            worker.restart()
+            self.overtaken(worker, number)
         elif outcome is Outcome.SERVED:
             worker.params[number] = bucket.read(worker.want)
             worker.to_pull.remove(number)
             worker.past(number)
             if not worker.to_pull:
                 self.compute(worker)
+
+    def overtaken(self, worker: Worker, bucket: int) -> None:
+        if self.setup.fencing:
+            raise Broken(f"step {worker.want} of bucket {bucket} is gone, a living worker needs it")
+        worker.restart()
 
     def compute(self, worker: Worker) -> None:
         thetas = [theta for theta in worker.params if theta is not None]
@@ -434,6 +443,6 @@ class Model(Servers):
             shard.buckets = self.make_buckets(numbers, self.rollback_to, self.cuts[self.rollback_to])
             for b in numbers:
                 # What the cut holds; it may be of a history that an older cut has since replaced.
-                self.applied[b] = [(t, self.setup.replicas) for t in range(self.rollback_to)]
+                self.applied[b] = [(t, self.needed) for t in range(self.rollback_to)]
         else:
             shard.status = "active"

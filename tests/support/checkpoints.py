@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,20 @@ def operations(tmp_path: Path) -> int:
     return files.count
 
 
+@functools.cache
+def prepared() -> Mapping[Path, bytes]:
+    """The files of a folder with checkpoints of steps 10 and 20."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder), keep=2, files=MortalFiles())
+        for step in (10, 20):
+            store.commit(cut_of(step=step))
+        return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
 def prepare(folder: Path) -> None:
-    store = CheckpointStore(folder, keep=2, files=MortalFiles())
-    for step in (10, 20):
-        store.commit(cut_of(step=step))
+    for path, content in prepared().items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def flip_byte(path: Path, position: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardline.core.choices import Choices
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
@@ -112,6 +113,8 @@ class FakePs:
     copies: dict[int, int] = field(default_factory=dict)
     """Appointment of each standby copied here, by shard, until this server is ordered to drop it."""
     took_over: bool = False
+    choices: Choices = field(default_factory=Choices)
+    """With spares: what it reports as the lead; Release shortens it."""
 
     @property
     def task(self) -> str:
@@ -126,6 +129,7 @@ class FakePs:
             initialized=self.initialized,
             waiting_for=self.waiting_for,
             cuts=tuple(self.cuts.values()),
+            choices=self.choices,
         )
         # A server that took over another's shards reports the same state for all of them.
         held = [
@@ -202,6 +206,7 @@ class FakePs:
                 return self._cut(order)
             case Release():
                 self.cuts = {step: cut for step, cut in self.cuts.items() if step > order.step}
+                self.choices = self.choices.since(order.noted)
             case AskStatus():
                 return self.status()
         return None

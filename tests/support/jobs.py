@@ -54,12 +54,12 @@ class Rich(nn.Module):
 
 
 class Wide(nn.Module):
-    """A matrix of 480 KB, which a plan cuts into several quanta over shards and buckets, and small tensors."""
+    """A matrix of 320 KB, which a plan cuts into several quanta over shards and buckets, and small tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Linear(5, 24_576)
-        self.out = nn.Linear(24_576, 1)
+        self.rows = nn.Linear(5, 16_384)
+        self.out = nn.Linear(16_384, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.tanh(self.rows(x)))
@@ -67,6 +67,11 @@ class Wide(nn.Module):
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def broad() -> nn.Module:
+    """Two matrices large enough for every codec, and vectors."""
+    return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,7 +95,7 @@ def make_job(optimizer: str = "momentum", **changes: Any) -> Job:
         "optimizer_args": arguments,
         "batch_size": 4,
         "replicas": 3,
-        "steps": 6,
+        "steps": 4,
         "seed": 7,
         "name": "test",
     }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import pytest
+import trustme
 
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
@@ -21,8 +25,10 @@ from shardline.host import segments
 from shardline.lanes.base import Lane
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.shm.server import ShmOffer
+from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.client import TcpLane
 from shardline.lanes.tcp.server import TcpOffer
+from shardline.native import library
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
 from tests.support.cluster import Ps
@@ -138,9 +144,37 @@ class Bench(Generic[L]):
 
 
 class TcpBench(Bench[TcpLane]):
-    def __init__(self, ps: Ps) -> None:
-        offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s, take=ps.store.buffers.take)
-        super().__init__(ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS))
+    """tls: the server's context and the client's."""
+
+    def __init__(self, ps: Ps, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None) -> None:
+        self.server_tls, self._theirs = tls or (None, None)
+        offer = TcpOffer("127.0.0.1", self.server_tls, timeout_s=TIMEOUTS.rpc_s, take=ps.store.buffers.take)
+        super().__init__(ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS, tls=self._theirs))
+
+    def dial(self, port: int, token: bytes) -> socket.socket:
+        return bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0, tls=self._theirs)
+
+
+@contextlib.contextmanager
+def natively(wanted: bool) -> Iterator[None]:
+    """Sockets made meanwhile have their TLS moved by the native library, or by Python."""
+    level = library.level()
+    if wanted and level is None:
+        pytest.skip("there is no native library")
+    library.use(level.name if level is not None and wanted else None)
+    try:
+        yield
+    finally:
+        library.use(level.name if level is not None else None)
+
+
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS for a server at 127.0.0.1, and for its clients."""
+    ca = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca.issue_cert("127.0.0.1").configure_cert(server)
+    ca.configure_trust(client)
+    return server, client
 
 
 class ShmBench(Bench[ShmLane]):

@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 from shardline.core.orders import Phase
+from shardline.core.spec import JobSpec
 from shardline_chief.rules.actions import (
     Action,
     Command,
     Cut,
     JournalLine,
 )
+from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
 from shardline_chief.rules.state.settings import ChiefSettings
@@ -31,6 +33,7 @@ class Mortal(Cluster):
         """Number of actions carried out before the chief is killed; negative: it stays alive."""
         self.changes: list[str] = []
         """Names of the newest chief's commands."""
+        self.job: JobSpec | None = fields.get("job")
         super().__init__(**fields)
 
     @property
@@ -68,7 +71,9 @@ class Mortal(Cluster):
         settings = ChiefSettings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
         trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0
         known = remembered if remembered.unfinished else None
-        job = self.program.state.job
+        # As its user starts it again: the job may have changed meanwhile.
+        job = self.job if self.job is not None else self.program.state.job
+        assert job is None or not obstacle(remembered, job, settings)
         self.program: Program = Program(settings, self.now_s, job=job, remembered=known, trained_s=trained_s)
         self.note("chief", uuid="v", resume=None, takes_over=known is not None)
         self.settle()

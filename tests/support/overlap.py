@@ -44,6 +44,8 @@ class OverlapWorker(Worker):
         wishes = Wishes(overlap=True, **settings)
         super().__init__(cluster, index, incarnation=incarnation, lane=cluster.lane, wrap=wrap, wishes=wishes)
         self.early_steps = 0
+        self.hyper: dict[int, dict[str, float]] = {}
+        """What its optimizer says instead of the job's numbers."""
         self.per_layer = per_layer
         trainer = self.trainer
         self.gate = Gate(
@@ -84,7 +86,9 @@ class OverlapWorker(Worker):
 
         def expect(loss: Callable[[], float], samples: int) -> None:
             self.yielding(self.settle)
-            trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=loss()))
+            trainer.expect(
+                Expected(replica=replica, owned=owned, samples=samples, loss=loss(), hyper=lambda: self.hyper)
+            )
 
         self.yielding(lambda: trainer.begin(replica))
         watch = StepWatch(self.gate, lambda: trainer.open.uses, expect)
@@ -93,7 +97,7 @@ class OverlapWorker(Worker):
         if self.clips:
             torch.nn.utils.clip_grad_norm_([v for v in self.values.values() if v.grad is not None], self.job.clip_norm)
         gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
-        trainer.contribute(replica, gradients, samples=samples, loss=loss, keep=True)
+        trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=self.hyper, keep=True)
 
     def send(self) -> None:
         """Close the step, or start sending it."""

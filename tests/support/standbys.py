@@ -151,11 +151,11 @@ class Protected(Cluster):
         def run() -> None:
             pause = threading.Event()
             held = self.shards[shard]
-            for _ in range(int(PATIENCE_S / 0.0005)):
+            for _ in range(int(PATIENCE_S / 0.002)):
                 if held.step_max >= step:
                     function()
                     return
-                pause.wait(0.0005)
+                pause.wait(0.002)
             raise AssertionError(f"shard {shard} did not reach step {step}")
 
         return run

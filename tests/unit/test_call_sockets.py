@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
+import ssl
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -21,8 +24,10 @@ from shardline.lanes import call_server, call_socket
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
 from shardline.lanes.call_server import CallServer, ReplyWriter
 from shardline.lanes.call_socket import CallSocket, Request
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ReplyView, RequestView, write_reply
+from tests.support.lanes import contexts, natively
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 20.0
@@ -107,15 +112,30 @@ class Waits:
             self.ended.set()
 
 
+Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
+
+
+def secured(worker: socket.socket, server: socket.socket, tls: Contexts) -> tuple[TlsSocket, TlsSocket]:
+    """Both ends after their handshake."""
+    theirs, ours = TlsSocket(worker, tls[1], name="127.0.0.1"), TlsSocket(server, tls[0], name=None)
+    with ThreadPoolExecutor(1) as pool:
+        shaken = pool.submit(theirs.do_handshake)
+        ours.do_handshake()
+        shaken.result(PATIENCE_S)
+    return theirs, ours
+
+
 class Pair:
     """Both halves of a socket, the server's with a handler."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, tls: Contexts | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.reasons: list[str] = []
         self.worker, there = socket.socketpair()
+        if tls is not None:
+            self.worker, there = secured(self.worker, there, tls)
         there.setblocking(False)
         self.server = CallServer(self.loop, handler, who="worker/0", broke=self.reasons.append)
         self.server.attach(there)
@@ -152,17 +172,24 @@ class Pair:
         self.loop.close()
 
 
-@pytest.fixture
-def made() -> Iterator[Callable[[Handler], Pair]]:
+@pytest.fixture(scope="module")
+def tls() -> Contexts:
+    return contexts()
+
+
+@pytest.fixture(params=["plain", "tls", "tls in python"])
+def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Callable[[Handler], Pair]]:
     pairs: list[Pair] = []
+    plain = request.param == "plain"
 
     def make(handler: Handler) -> Pair:
-        pairs.append(Pair(handler))
+        pairs.append(Pair(handler, None if plain else tls))
         return pairs[-1]
 
-    yield make
-    for pair in pairs:
-        pair.close()
+    with contextlib.nullcontext() if plain else natively(request.param == "tls"):
+        yield make
+        for pair in pairs:
+            pair.close()
 
 
 async def echo(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
@@ -216,7 +243,7 @@ def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
     assert pair.call(pull(4)) == [4]
 
 
-@pytest.mark.parametrize(("count", "padding", "most"), [(20_000, 0, call_server.MAX_REQUESTS + 64), (30, 300_000, 5)])
+@pytest.mark.parametrize(("count", "padding", "most"), [(5_000, 0, call_server.MAX_REQUESTS + 64), (30, 300_000, 5)])
 def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
     made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch, count: int, padding: int, most: int
 ) -> None:

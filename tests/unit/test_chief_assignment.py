@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline_chief.rules.state.assignment import assign, replicas_of
+from shardline.consistency.assignment import assign, replicas_of
 
 WORKERS = [f"worker/{i}" for i in range(8)]
 

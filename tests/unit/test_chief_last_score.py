@@ -12,7 +12,9 @@ from shardline.checkpoint.compat import resume_notes
 from shardline.cli.train import report
 from shardline.core.spec import RuleSpec
 from shardline.errors import CheckpointError
+from shardline.observability.metrics import Metrics
 from shardline_chief.io.checkpointer import ResumePoint
+from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import summary
 from tests.support.chief_cluster import Cluster, FakeResume, T, make_job
 
@@ -22,7 +24,8 @@ def ended(cluster: Cluster) -> bool:
 
 
 def unscored(cluster: Cluster) -> str:
-    return str(summary(cluster.program, sha256="", out=Path("/out"), now_s=cluster.now_s)["unscored"])
+    reporter = Reporter(Path("/out"), Metrics("chief", "chief/0"))
+    return str(summary(cluster.program, reporter, sha256="", out=Path("/out"), now_s=cluster.now_s)["unscored"])
 
 
 def short_job(evaluators: int = 1) -> Cluster:

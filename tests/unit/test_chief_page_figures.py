@@ -35,6 +35,20 @@ def test_pace_is_the_mean_of_the_last_steps() -> None:
     assert pace.steps == 1000
 
 
+def test_the_whole_of_a_worker_is_its_staleness_by_step_and_the_time_that_it_waited_for_others() -> None:
+    pace = TaskSpeed()
+    for step in range(1000):
+        for replica in (0, 1):
+            pace.add(report(step, replica, staleness=step % 3, blocked_s=0.5, drift=1.5 + replica))
+    assert (pace.blocked_s, pace.drift) == (0.5, 2.0)
+    assert pace.whole() == {
+        "steps": 1000,
+        "blocked_seconds": 500.0,
+        "staleness": {"0": 334, "1": 333, "2": 333},
+        "drift": 2.0,
+    }
+
+
 def test_a_worker_of_several_replicas_makes_one_step_of_their_reports() -> None:
     pace = TaskSpeed()
     for step in (7, 7, 7, 8, 8, 8, 3):

@@ -68,16 +68,20 @@ def test_no_order_is_given_and_no_batch_before_the_servers_have_been_led() -> No
     assert cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s).outcome == "SERVED"
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_killed_at_any_point_a_chief_is_followed_by_one_that_ends_the_job(mode: str) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"mode": "sync"}, {"mode": "async"}, {"codec": "onebit", "error_memory": "exact"}],
+    ids=["sync", "async", "exact error memory"],
+)
+def test_killed_at_any_point_a_chief_is_followed_by_one_that_ends_the_job(fields: dict[str, str]) -> None:
     for actions in range(0, 120, 3):
-        cluster = Mortal(job=make_job(mode=mode, steps=40))
+        cluster = Mortal(job=make_job(**fields, steps=40))
         cluster.kill_in = actions
         configured = drive(cluster)
         assert cluster.finish is not None, actions
         assert cluster.finish.exit_code == 0, (actions, cluster.finish.reason)
-        # Once training was under way no server had to be filled again.
-        assert not configured, actions
+        # Once training was under way no server had to be filled again, unless error memory may have moved.
+        assert not configured or "error_memory" in fields, actions
 
 
 def drive(cluster: Mortal) -> bool:

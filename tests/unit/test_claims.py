@@ -112,17 +112,18 @@ TAKE = Buffers(lambda: 1 << 20).take
 
 def test_bytes_that_moved_are_marked_here_where_their_sender_has_not_marked_them() -> None:
     payload = torch.arange(ELEMENTS, dtype=torch.float32).numpy().tobytes()
-    assert opened(slot_of(payload), TAKE).fingerprint == fingerprint(payload)
-    assert opened(slot_of(payload, fingerprint=9), TAKE).fingerprint == 9
-    assert opened(slot_of(payload, borrowed=True, moved=False), TAKE).fingerprint == 0
-    assert opened(slot_of(payload, borrowed=True, moved=False, fingerprint=9), TAKE).fingerprint == 9
+    assert opened(slot_of(payload), TAKE, repeated=True).fingerprint == fingerprint(payload)
+    assert opened(slot_of(payload), TAKE, repeated=False).fingerprint == 0
+    assert opened(slot_of(payload, fingerprint=9), TAKE, repeated=True).fingerprint == 9
+    assert opened(slot_of(payload, borrowed=True, moved=False), TAKE, repeated=True).fingerprint == 0
+    assert opened(slot_of(payload, borrowed=True, moved=False, fingerprint=9), TAKE, repeated=True).fingerprint == 9
 
 
 def test_a_bound_holds_for_the_bytes_that_were_sent_and_not_for_what_a_codec_makes_of_them() -> None:
     values = torch.ones(ELEMENTS)
-    assert opened(slot_of(tensor_bytes(values).tobytes(), bound=1.0), TAKE).bound == 1.0
+    assert opened(slot_of(tensor_bytes(values).tobytes(), bound=1.0), TAKE, repeated=True).bound == 1.0
     half = tensor_bytes(values.half()).tobytes()
-    assert opened(slot_of(half, codec="fp16", bound=1.0), TAKE).bound == math.inf
+    assert opened(slot_of(half, codec="fp16", bound=1.0), TAKE, repeated=True).bound == math.inf
 
 
 # What a worker says

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,13 @@ from shardline.client.api import workplace
 from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Standing
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
+from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
-from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
@@ -109,3 +111,40 @@ def test_a_renewal_whose_servers_can_not_be_found_is_made_again_as_a_whole(
     place.renew(told)  # type: ignore[arg-type]
     assert place.view is told.view
     assert place.trainer is not before
+
+
+def test_a_worker_that_wakes_goes_on_where_the_slowest_is(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = view_of(5)
+    told = Told(replace(view, job=replace(view.job, consistency=ConsistencySpec(mode="ssp"))))
+    place.renew(told)  # type: ignore[arg-type]
+    asked: list[Sequence[int]] = []
+
+    def standings(replicas: Sequence[int]) -> dict[int, Standing]:
+        asked.append(replicas)
+        least = dict.fromkeys(replicas, 7)
+        told = {"outcome": Outcome.SERVED, "reason": "", "step_max": 9, "version": 9, "last_seq": 3}
+        return {0: Standing(timeline=5, replicas=least, **told)}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(place.trainer, "standings", standings)
+    half = place.trainer.half
+    place.rest()
+    assert half.stamp(0).clock == 1
+    place.wake()
+    assert half.stamp(0).clock == 8
+    assert asked == [(), (0,)]
+
+
+def test_a_worker_that_could_not_wake_is_still_resting(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = view_of(5)
+    place.renew(Told(replace(view, job=replace(view.job, consistency=ConsistencySpec(mode="ssp")))))  # type: ignore[arg-type]
+    answers: list[dict[int, Standing] | None] = [{}, None]
+
+    def standings(replicas: Sequence[int]) -> dict[int, Standing]:
+        found = answers.pop(0)
+        if found is None:
+            raise UnreachableError("ps/1 did not answer")
+        return found
+
+    monkeypatch.setattr(place.trainer, "standings", standings)
+    place.rest()
+    assert not place.wake() and place.resting

@@ -47,13 +47,14 @@ def places(text: str) -> list[Place]:
 
 
 def rooms(way: str, lane: str = "grpc") -> list[Place]:
-    """The rows of a way, with the lane's own room in the row that is the lane's."""
+    """The rows of a way, with the lane's own room in the row that is the lane's, without those of copies on shm."""
     found = []
     for number, line in enumerate(re.findall(r"^\| \d+.*$", section(way), re.MULTILINE), start=1):
-        row = re.match(r"\| (\d+)( \(lane\))? \| ", line)
+        row = re.match(r"\| (\d+)(?: \((lane|copied)\))? \| ", line)
         assert row is not None and int(row.group(1)) == number, line
         (place,) = places(line)
-        found.append(rooms_of_lanes()[lane][way] if row.group(2) and lane != "grpc" else place)
+        if row.group(2) != "copied" or lane != "shm":
+            found.append(rooms_of_lanes()[lane][way] if row.group(2) == "lane" and lane != "grpc" else place)
     return found
 
 

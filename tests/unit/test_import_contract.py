@@ -103,7 +103,7 @@ LAYERS = (
     ("topology", "checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),
-    ("server", "config"),
+    ("server", "config", "simulator"),
     ("observability",),
     ("client",),
     ("cli",),

@@ -172,6 +172,7 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
         ({"clip_norm": -1.0}, r"clip_norm is -1\.0"),
         ({"nan_policy": "ignore"}, r"nan_policy is 'ignore'"),
         ({"best_mode": "best"}, r"Job\.best_mode is 'best'; it must be 'max' or 'min'"),
+        ({"error_memory": "kept"}, r"Job\.error_memory is 'kept'; it must be reset or exact"),
         ({"schedule": "cosine"}, r"Job\.schedule is 'cosine'; use shardline\.schedule\.constant"),
         ({"schedule": schedule.cosine(warmup_steps=10)}, r"10 warm-up steps use up all 10"),
         ({"optimizer": "LBFGS"}, r"optimizer LBFGS can't run on parameter servers"),
@@ -388,15 +389,18 @@ def test_the_character_model_takes_a_text_from_the_command_line(
 
 
 def test_an_unknown_codec_is_refused_by_name() -> None:
-    with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, bf16, fp16"):
+    with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, auto, bf16, fp16"):
         make_job(codec="zip")
 
 
 def test_every_choice_of_a_method_can_be_an_object_and_be_set_from_outside(tmp_path: Path) -> None:
+    momentum = JOB.replace('optimizer="SGD"', 'optimizer="SGD", optimizer_args={"momentum": 0.9}')
     for seam in methods.SEAMS:
         for name, _ in methods.written()[seam]:
-            assert getattr(make_job(**{seam: methods.table(seam).parse(name)}), seam) == name
-            assert getattr(load_job(write(tmp_path / "job.py", JOB), [(seam, name)]), seam) == name
+            chosen = methods.table(seam).parse(name)
+            # Some rules need momentum.
+            assert getattr(make_job(**{seam: chosen}, optimizer_args={"momentum": 0.9}), seam) == str(chosen)
+            assert getattr(load_job(write(tmp_path / "job.py", momentum), [(seam, name)]), seam) == str(chosen)
 
 
 def test_the_codec_is_part_of_the_job() -> None:

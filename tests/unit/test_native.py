@@ -292,12 +292,13 @@ def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
     """Another process: torch chooses its instructions when it is imported."""
     code = (
         "import torch; from tests.unit import test_native as t; from shardline.native import kernels as k\n"
+        "from shardline.update.torch_optim import eager; eager.leave_compiler_out()  # which takes seconds to import\n"
         "given = dict(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01, nesterov=False, maximize=True)\n"
         "values, *rest = (t.numbers(n, torch.float32, 3100, 1, finite=n == 0) for n in range(4))\n"
         "found = t.native_steps(values.clone(), rest, given, beside=True)\n"
         "parameter = torch.nn.Parameter(values.clone()); rule = torch.optim.SGD([parameter], **given)\n"
         "for gradient, mine in zip(rest, found[:-1], strict=True):\n"
-        "    parameter.grad = gradient; rule.step(); assert t.same(parameter.detach(), mine)\n"
+        "    parameter.grad = gradient; eager.step(rule); assert t.same(parameter.detach(), mine)\n"
         "print(torch.backends.cpu.get_cpu_capability(), k._torch_fuses(torch.float32), len(found))\n"
     )
     if not library.levels():
@@ -392,7 +393,7 @@ def test_nothing_is_native_where_it_is_turned_off() -> None:
     ],
 )
 def test_the_variable_chooses_the_level(wanted: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = library._State({name: library.Level(name, True, {}) for name in ("slow", "fast")}, "")
+    state = library._State({name: library.Level(name, True, {}, 0) for name in ("slow", "fast")}, "")
     library._choose(state, wanted)
     monkeypatch.setattr(library, "_state", state)
     assert library.describe() == says

@@ -15,6 +15,7 @@ from shardline.consistency import replica_steps
 from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.asynchronous import AsyncCounts, AsyncModel, AsyncSetup
 from tests.protocol_model.numbers import Broken, Setup
+from tests.protocol_model.paced import PacedCounts, PacedModel, PacedSetup
 from tests.protocol_model.synchronous import Model
 from tests.protocol_model.tasks import Counts
 from tests.support.covering import number_of_schedules
@@ -58,7 +59,7 @@ def broken_schedules(schedules: int, **options: Any) -> int:
     return sum(map(fails, range(schedules)))
 
 
-@number_of_schedules(100, 3000)
+@number_of_schedules(50, 3000)
 def test_steps_end_in_the_same_bits_whoever_dies_and_whatever_comes_late(schedules: int) -> None:
     counts = play(schedules)
     # The promises mean little unless the schedules were as rough as they claim to be.
@@ -69,7 +70,7 @@ def test_steps_end_in_the_same_bits_whoever_dies_and_whatever_comes_late(schedul
     assert counts.overtaken == 0
 
 
-@number_of_schedules(60, 200)
+@number_of_schedules(30, 200)
 def test_a_job_without_deaths_needs_no_repetition_of_steps(schedules: int) -> None:
     counts = play(schedules, kills=0)
     assert counts.kills == counts.fenced == counts.overtaken == 0
@@ -82,7 +83,7 @@ def test_without_fences_a_zombie_can_overtake_the_living_yet_bits_stay_equal(sch
     assert counts.overtaken > 0
 
 
-@number_of_schedules(40, 500)
+@number_of_schedules(20, 500)
 def test_voted_steps_end_in_the_same_bits_with_clipping_skips_and_lost_verdicts(schedules: int) -> None:
     counts = play(schedules, voted=True)
     assert counts.skipped_steps > schedules
@@ -90,7 +91,7 @@ def test_voted_steps_end_in_the_same_bits_with_clipping_skips_and_lost_verdicts(
     assert counts.overtaken == 0
 
 
-@number_of_schedules(25, 80)
+@number_of_schedules(13, 80)
 @pytest.mark.parametrize("voted", [False, True])
 def test_every_cut_taken_while_training_is_the_state_of_its_step(voted: bool, schedules: int) -> None:
     counts = Counts()
@@ -147,13 +148,13 @@ def progress_optimist(bucket_step: int, replica_counted: bool) -> int:
     return bucket_step + 1
 
 
-@number_of_schedules(90, 300)
+@number_of_schedules(45, 300)
 @pytest.mark.parametrize("serve", [replica_steps.serve_pull, serve_newest_only])
 def test_one_published_buffer_fails_in_a_third_of_the_schedules(serve: Callable[..., Outcome], schedules: int) -> None:
     assert broken_schedules(schedules, published=1, serve=serve) > schedules / 3
 
 
-@number_of_schedules(40, 150)
+@number_of_schedules(20, 150)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -169,7 +170,7 @@ def test_a_wrong_rule_is_found_out(wrong: dict[str, Any], schedules: int) -> Non
     assert broken_schedules(schedules, **wrong) > schedules / 10
 
 
-@number_of_schedules(20, 60)
+@number_of_schedules(10, 60)
 def test_a_replacement_that_takes_its_work_for_done_is_found_out(
     monkeypatch: pytest.MonkeyPatch, schedules: int
 ) -> None:
@@ -204,7 +205,7 @@ def broken_async(schedules: int, **options: Any) -> int:
     return sum(map(fails, range(schedules)))
 
 
-@number_of_schedules(100, 400)
+@number_of_schedules(50, 400)
 def test_no_asynchronous_push_counts_twice_or_is_lost_once_acknowledged(schedules: int) -> None:
     counts = play_async(schedules, kills=4, give_up=0.1)
     assert counts.duplicates > 25 * schedules
@@ -213,14 +214,14 @@ def test_no_asynchronous_push_counts_twice_or_is_lost_once_acknowledged(schedule
     assert counts.out_of_sequence == 0
 
 
-@number_of_schedules(100, 400)
+@number_of_schedules(50, 400)
 def test_a_shard_that_goes_back_alone_repeats_nothing_and_loses_only_what_its_cut_lacks(schedules: int) -> None:
     counts = play_async(schedules, kills=2, give_up=0.1, shard_losses=3)
     assert counts.wrong_timeline > 2.5 * schedules
     assert counts.lost_with_shard > schedules / 4
 
 
-@number_of_schedules(60, 200)
+@number_of_schedules(30, 200)
 def test_dense_numbers_hold_even_with_several_pushes_under_way(schedules: int) -> None:
     assert play_async(schedules, window=3, kills=2).out_of_sequence > 5 * schedules
 
@@ -235,7 +236,7 @@ def next_number(seq: int, *, last_seq: int) -> int:
     return last_seq + 1
 
 
-@number_of_schedules(40, 100)
+@number_of_schedules(20, 100)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -247,3 +248,62 @@ def next_number(seq: int, *, last_seq: int) -> int:
 )
 def test_a_wrong_asynchronous_rule_is_found_out(wrong: dict[str, Any], schedules: int) -> None:
     assert broken_async(schedules, **wrong) > schedules / 20
+
+
+# Bounded staleness.
+
+
+def play_paced(schedules: int, **options: Any) -> PacedCounts:
+    total = PacedCounts()
+    for seed in range(schedules):
+        try:
+            total.add(PacedModel(PacedSetup(seed=seed, **options)).run())
+        except Broken as broken:
+            broken.add_note(f"play it again: PacedModel(PacedSetup(seed={seed}, **{options})).run()")
+            raise
+    return total
+
+
+@number_of_schedules(30, 1000)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kills": 4},
+        {"kills": 4, "losses": 3},
+        {"kills": 3, "slow": 5},
+        {"kills": 6, "losses": 2, "slack": 1, "shards": 3, "workers": 4},
+        {"kills": 2, "slack": 1000},
+    ],
+    ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_workers_that_wait_for_slower_ones_finish_every_batch(options: dict[str, int], schedules: int) -> None:
+    counts = play_paced(schedules, **options)
+    slack = options.get("slack", 2)
+    assert counts.rests > schedules / 2
+    assert counts.timelines == options.get("losses", 0) * schedules
+    if slack < 1000:
+        assert counts.spread == slack
+        assert counts.held > schedules
+    else:
+        assert counts.held == 0 < counts.spread
+
+
+@number_of_schedules(10, 60)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rests": False}, {"told": False, "kills": 10, "slack": 1, "batches": 100, "workers": 5}],
+    ids=["a worker without work stays in the minimum", "each shard counts for itself"],
+)
+def test_a_wrong_way_to_wait_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], schedules: int
+) -> None:
+    monkeypatch.setattr("tests.protocol_model.paced.LIMIT", 15_000)
+
+    def fails(seed: int) -> bool:
+        try:
+            PacedModel(PacedSetup(seed=seed, **wrong)).run()
+        except Broken:
+            return True
+        return False
+
+    assert sum(map(fails, range(schedules))) > schedules / 20

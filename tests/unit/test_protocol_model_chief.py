@@ -52,7 +52,7 @@ def test_synchronous_steps_go_on_without_a_chief_and_end_in_the_same_bits_with_t
     assert counts.refused_commands > schedules
 
 
-@number_of_schedules(18, 30)
+@number_of_schedules(9, 30)
 def test_with_servers_lost_as_well_the_next_chief_goes_back_to_a_checkpoint_and_the_bits_stay_equal(
     schedules: int,
 ) -> None:

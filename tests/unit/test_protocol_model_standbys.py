@@ -57,7 +57,7 @@ def any_broken(schedules: int, **options: Any) -> bool:
     return any(map(fails, range(schedules)))
 
 
-@number_of_schedules(30, 150)
+@number_of_schedules(15, 150)
 @pytest.mark.parametrize("voted", [False, True], ids=["eager", "voted"])
 def test_one_ps_after_another_dies_without_a_rollback_and_the_bits_stay_equal(voted: bool, schedules: int) -> None:
     counts = play(schedules, voted=voted)
@@ -79,7 +79,7 @@ def test_servers_that_die_before_their_shards_are_protected_again_cost_a_rollbac
     assert counts.overtaken == 0
 
 
-@number_of_schedules(20, 40)
+@number_of_schedules(10, 40)
 def test_cuts_taken_around_a_promotion_are_states_of_the_training(schedules: int) -> None:
     counts = play(schedules, steps=7, cut_every=2)
     assert counts.promotions > 1.25 * schedules
@@ -115,7 +115,7 @@ def play_async(schedules: int, **options: Any) -> AsyncCounts:
     return total
 
 
-@number_of_schedules(20, 50)
+@number_of_schedules(10, 50)
 def test_asynchronous_shards_lose_nothing_acknowledged_with_their_primaries(schedules: int) -> None:
     counts = play_async(schedules, give_up=0.05)
     assert counts.promotions > 3 * schedules

@@ -46,7 +46,7 @@ def play(schedules: int, **options: Any) -> tuple[Counts, int]:
     return total, taken_over
 
 
-@number_of_schedules(48, 120)
+@number_of_schedules(24, 120)
 def test_a_server_lost_with_its_chief_or_in_a_failover_that_its_chief_did_not_end_costs_no_rollback(
     schedules: int,
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_server_lost_with_its_chief_or_in_a_failover_that_its_chief_did_not_en
     assert taken_over > schedules / 2
 
 
-@number_of_schedules(36, 60)
+@number_of_schedules(18, 60)
 def test_servers_and_chiefs_that_die_at_any_time_cost_rollbacks_and_no_bits(schedules: int) -> None:
     counts, taken_over = play(schedules, one_at_a_time=False)
     assert counts.rollbacks > schedules

@@ -13,7 +13,7 @@ import torch
 
 from shardline.codecs import coding_of
 from shardline.consistency.server import Observers, Push, StepWanted
-from shardline.core.contributions import Partial
+from shardline.core.contributions import Contributions, Partial
 from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.outcome import Decision, Outcome
@@ -51,7 +51,7 @@ def make_bucket(number: int = PARAM, *, double: bool = True, spec: RuleSpec = SG
     first = memory.tensor(0, number)
     second = memory.tensor(1, number) if num_areas(held, keeps_previous=double) == 2 else first
     make_rule = functools.partial(bucket_rule, spec, ScheduleSpec(), held, made.tensors)
-    return Bucket(0, number, held, made.tensors, make_rule, replicas=1, pub=(first, second))
+    return Bucket(0, number, held, made.tensors, make_rule, contributions=Contributions(held, 1), pub=(first, second))
 
 
 def flat(*numbers: float) -> torch.Tensor:

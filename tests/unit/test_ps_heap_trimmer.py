@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -156,6 +157,22 @@ def test_tensor_work_is_followed_by_a_look() -> None:
         assert await store.work_whole(lambda: 4, lambda: looks.append("after")) == 4
         assert looks == ["look", "after", "look"]
         store.close()
+
+    asyncio.run(main())
+
+
+def test_work_that_a_closed_pool_never_begins_ends_and_is_followed_by_its_after() -> None:
+    async def main() -> None:
+        store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
+        gate, ends = threading.Event(), []
+        first = store.work_whole(lambda: gate.wait(20.0), lambda: ends.append("first"))
+        second = store.work_whole(lambda: True, lambda: ends.append("second"))
+        closing = asyncio.get_running_loop().run_in_executor(None, store.close)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(second, 20.0)
+        gate.set()
+        await closing
+        assert await asyncio.wait_for(first, 20.0) and sorted(ends) == ["first", "second"]
 
     asyncio.run(main())
 

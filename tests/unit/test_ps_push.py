@@ -337,7 +337,7 @@ class Segment:
         self.holder = holder
         self._memory = memoryview(memory)
 
-    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+    def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
         return ShmTicket(self._memory[offset : offset + nbytes])
 
     def published(self, bucket: int, step: int) -> None:
@@ -346,7 +346,7 @@ class Segment:
     def reply_slot(self, bucket: int, nbytes: int) -> None:
         raise AssertionError("nothing is pulled here")
 
-    async def send(self, payload: Any, intact: Callable[[], bool]) -> None:
+    async def send(self, payload: Any, intact: Any) -> None:
         raise AssertionError("nothing is pulled here")
 
     def abort(self, reason: str) -> None:
@@ -401,9 +401,9 @@ class Wire(Segment):
     window = 8
     expected = 0
 
-    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+    def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
         self.expected += 1
-        return super().expect(offset, nbytes)
+        return super().expect(offset, nbytes, digest)
 
 
 class WireOffer(SegmentOffer):

@@ -53,7 +53,7 @@ def test_bucket_whose_push_ended_before_the_pool_began_with_it_is_not_counted(ar
     slot = arrived()
     slot.release()
     with pytest.raises(ProtocolError, match="bucket 3: its push ended before it was counted"):
-        opened(slot, TAKE)
+        opened(slot, TAKE, repeated=True)
 
 
 @WAYS
@@ -69,6 +69,6 @@ def test_bucket_whose_push_ends_while_its_digest_is_made_has_all_of_its_values(
 
     monkeypatch.setattr(slots, "digest", while_it_ends)
     slot.digest = digest(PAYLOAD)
-    values = opened(slot, TAKE).values
+    values = opened(slot, TAKE, repeated=True).values
     assert values is not None
     assert torch.equal(values, VALUES)

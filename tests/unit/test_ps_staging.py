@@ -273,7 +273,7 @@ class Unprivileged(Ledger):
         return Entry(ask, Grant.ROOM if held + ask.nbytes <= self.limit else Grant.WAIT, 0, False)
 
 
-@number_of_schedules(400, 2000)
+@number_of_schedules(200, 2000)
 def test_every_schedule_ends_and_stays_within_the_limit(schedules: int) -> None:
     for seed in range(schedules):
         assert World(random.Random(seed)).run(), f"schedule {seed} stopped"

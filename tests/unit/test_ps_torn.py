@@ -11,12 +11,13 @@ import torch
 
 from shardline.codecs import coding_of
 from shardline.consistency.server import StepWanted
+from shardline.core.contributions import none_present
 from shardline.core.exchange import CHUNK_BYTES, Arrival
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.messages.data import PullReader
@@ -207,3 +208,18 @@ def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overt
         store.close()
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
+
+
+def test_a_frozen_bucket_stays_intact_while_others_are_trained() -> None:
+    tensors = (
+        TensorSpec(name="w", shape=(4,), dtype="float32"),
+        TensorSpec(name="f", shape=(4,), dtype="float32", kind=TensorKind.FROZEN),
+    )
+    shard = make_shard(tensors, value=1.0, rule=rule("SGD", ({"lr": 0.5},)))
+    frozen = next(bucket for bucket in shard.buckets if bucket.spec.kind is TensorKind.FROZEN)
+    held = frozen.writes.intact(0)
+    for bucket in shard.buckets:
+        present = () if bucket is frozen else (True,)
+        values = None if bucket is frozen else torch.ones(bucket.spec.elements)
+        shard.contribute(bucket.number, 0, Block(0, 1), Gradient(values, present or none_present(bucket.spec)))
+    assert frozen.step == 1 and held()

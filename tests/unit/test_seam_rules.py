@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("shardline", "services", "chief", "worker", "evaluator")
 HOME = "shardline/consistency/"
 MODES = {resident.name for resident in RESIDENTS} | {"eager"}
-OWN = ("eager", "voted", "asynchronous", "replica_steps", "numbered_pushes")
+OWN = ("eager", "voted", "asynchronous", "softsync", "ssp", "spares", "replica_steps", "numbered_pushes")
 """Modules of single modes; others know the package, its base and its two halves."""
 QUESTIONS = {"is_sync", "is_async", "voted"}
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,7 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
                 dtype=draw(st.sampled_from(sorted(DTYPES))),
                 kind=kind,
                 group=draw(st.integers(0, 2)) if kind is TensorKind.PARAM else 0,
+                fragment=draw(st.sampled_from([0, 0, 1, 7])) if kind is TensorKind.PARAM else 0,
                 whole=draw(st.booleans()),
                 aliases=(f"alias{n}",) if draw(st.booleans()) else (),
             )
@@ -77,20 +79,18 @@ def test_a_plan_holds_every_row_of_every_tensor_exactly_once(
     plan = make_plan(tensors, shards, bucket_bytes=bucket_bytes)
     check_plan(plan)
     # Without check_plan's help: paint the rows.
-    painted = [bytearray(tensor.rows) for tensor in tensors]
+    painted = [np.zeros(tensor.rows, np.uint8) for tensor in tensors]
     for shard in plan.shards:
         for bucket in shard.buckets:
             end = 0
             for piece in bucket.slices:
-                rows = painted[piece.tensor]
-                for row in range(piece.first_row, piece.first_row + piece.rows):
-                    rows[row] += 1
+                painted[piece.tensor][piece.first_row : piece.first_row + piece.rows] += 1
                 assert piece.elements == piece.rows * tensors[piece.tensor].row_elements
                 assert end <= piece.offset
                 assert piece.offset % ALIGNMENT_ELEMENTS == 0
                 end = piece.end
             assert end <= bucket.elements < end + ALIGNMENT_ELEMENTS
-    assert all(set(rows) <= {1} for rows in painted)
+    assert all((rows == 1).all() for rows in painted)
     assert {piece.tensor for s in plan.shards for b in s.buckets for piece in b.slices} == set(range(len(tensors)))
 
 
@@ -177,6 +177,19 @@ def smallest_piece_bytes(tensor: TensorSpec) -> int:
     return padded(min(quantum_rows(tensor), tensor.rows) * tensor.row_elements) * size
 
 
+def fragment_pieces(plan: Plan, fragment: int) -> list[list[int]]:
+    """Bytes of each slice of a fragment, by shard."""
+    return [
+        [
+            padded(piece.elements) * itemsize(bucket.dtype)
+            for bucket in shard.buckets
+            for piece in bucket.slices
+            if plan.tensors[piece.tensor].fragment == fragment
+        ]
+        for shard in plan.shards
+    ]
+
+
 def planned_bytes(plan: Plan) -> int:
     return sum(shard.nbytes for shard in plan.shards)
 
@@ -187,14 +200,11 @@ def test_no_plan_is_worse_balanced_than_its_largest_piece_explains(
     tensors: list[TensorSpec], shards: int, bucket_bytes: int
 ) -> None:
     plan = make_plan(tensors, shards, bucket_bytes=bucket_bytes)
-    mean = planned_bytes(plan) / shards
-    largest = max(
-        padded(piece.elements) * itemsize(bucket.dtype)
-        for shard in plan.shards
-        for bucket in shard.buckets
-        for piece in bucket.slices
-    )
-    assert max(shard.nbytes for shard in plan.shards) <= mean + (1 - 1 / shards) * largest + 1e-6
+    for fragment in {tensor.fragment for tensor in tensors}:
+        placed = fragment_pieces(plan, fragment)
+        mean = sum(map(sum, placed)) / shards
+        largest = max(map(max, filter(None, placed)))
+        assert max(map(sum, placed)) <= mean + (1 - 1 / shards) * largest + 1e-6
 
 
 @settings(max_examples=200, deadline=None)
@@ -212,6 +222,17 @@ def test_shards_differ_by_a_tenth_at_most_whenever_tensors_can_be_cut_finely_eno
     if mean >= 10 * PIECE_FLOOR_BYTES and max(map(smallest_piece_bytes, tensors)) <= mean / 10:
         assert len(plan.shards) == shards
         assert balance(plan) <= 1.1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, 8])
+def test_every_fragment_of_a_model_is_shared_evenly(shards: int) -> None:
+    plan = make_plan(
+        [dataclasses.replace(one, fragment=n % 4) for n, one in enumerate(specs([(1024, 1024)] * 12))], shards
+    )
+    for fragment in range(4):
+        sizes = list(map(sum, fragment_pieces(plan, fragment)))
+        assert max(sizes) * shards <= 1.1 * sum(sizes) == 1.1 * (12 << 20)
+    check_plan(plan)
 
 
 @pytest.mark.parametrize("shards", range(1, 33))
@@ -407,6 +428,14 @@ def test_a_sound_plan_passes() -> None:
                     p.shards[0].buckets[2].slices[0], offset=61_440)),
             ),
             "shard 1, bucket 1 mixes 'e' of group 1 into group 0",
+        ),
+        (
+            lambda p: with_bucket(
+                with_tensor(p, 3, group=0, fragment=2), 1, 1, elements=61_440, slices=(
+                    *p.shards[1].buckets[1].slices, dataclasses.replace(
+                        p.shards[0].buckets[2].slices[0], offset=61_440)),
+            ),
+            "shard 1, bucket 1 mixes 'e' of fragment 2 into fragment 0",
         ),
     ],
 )  # fmt: skip

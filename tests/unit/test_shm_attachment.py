@@ -51,7 +51,7 @@ def test_a_worker_that_was_welcomed_can_push_at_once(make: Make, monkeypatch: py
 
     def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) -> None:
         # What the loop's thread does for a worker that is faster than this one.
-        read.append(bytes(attachment.expect(0, 4).memory))
+        read.append(bytes(attachment.expect(0, 4, 0).memory))
         plain(sock, areas, replies)
 
     monkeypatch.setattr(segments, "welcome", welcome)

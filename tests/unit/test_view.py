@@ -20,6 +20,8 @@ TASKS = (
         steps_per_s=9.0,
         compute_s=0.02,
         exchange_s=0.01,
+        blocked_s=0.004,
+        drift=1.5,
         staleness=1.5,
     ),
     TaskStatus(task="worker/0", state="alive", last_heard_s=0.4, step=40, push_bytes_per_s=3e6, steps_per_s=10.0),

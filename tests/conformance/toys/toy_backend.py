@@ -25,6 +25,7 @@ from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec, Plan, ShardSpec
 from shardline.core.reduce import Block
+from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import ProtocolError
 from shardline.lanes import LANES
 from shardline.lanes.attachments import Attachments
@@ -34,6 +35,7 @@ from shardline.server.data_plane import data_plane_alone
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
 from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline.storage.writes import WriteCounts
 
 T = TypeVar("T")
 
@@ -43,7 +45,8 @@ class SumBlock:
 
     def __init__(self, number: int, spec: BucketSpec, names: tuple[str, ...], members: int, publication: Publication):
         self.lock, self.number, self.spec, self.names = threading.Lock(), number, spec, names
-        self.step = self.version = self.changed_step = self.restored = 0
+        self.step = self.version = self.changed_step = 0
+        self.writes = WriteCounts()
         self.overwritten, self.initialized = -1, True
         self.gathered = Contributions(spec, members)
         self._values = areas(publication, number, spec, keeps_previous=True)
@@ -51,9 +54,13 @@ class SumBlock:
     def values_at(self, step: int) -> torch.Tensor:
         return self._values[step & 1]
 
+    def bytes_at(self, step: int) -> memoryview:
+        return tensor_bytes(self._values[step & 1])
+
     def close(self) -> None:
         """All members have contributed: publish their sum in place of the older one."""
         total, self.overwritten = self.gathered.take(), self.step - 1
+        self.writes.begin(self.step + 1)
         following = self.values_at(self.step + 1)
         following.zero_() if total.values is None else following.copy_(total.values)
         self.gathered.clear()
@@ -113,6 +120,12 @@ class SumShard:
 
     def waiting_for(self) -> list[int]:
         return min(self.buckets, key=lambda block: block.step).gathered.missing()
+
+    def slowest(self) -> list[str]:
+        return []
+
+    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
+        """Nobody is held back."""
 
     def progress(self, replica: int) -> int:
         return min(block.step + (replica in block.gathered.counted) for block in self.buckets)
@@ -176,14 +189,14 @@ class Aggregator:
     async def work(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args))
 
-    async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
+    def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> asyncio.Future[T]:
         def whole() -> T:
             try:
                 return function()
             finally:
                 after()
 
-        return await asyncio.shield(self.work(whole))
+        return asyncio.shield(self.work(whole))
 
     def filled(self) -> None: ...
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardline.core.push_context import PushContext
 from shardline.update import RULES, Need
 from shardline.update.base import Site, StateSpec
+from shardline.update.elementwise import Run
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule
 
 
@@ -53,15 +54,9 @@ class ToyCompensationBucket(WrappingBucketRule):
         numbers = self.kept.numbers("was_sent", worker)
         numbers[:] = [1.0] * len(numbers)
 
-    def changed(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
+    def changed(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
         """See WrappingBucketRule."""
-        if context.task not in self.workers:
-            return gradient
-        sent = self.kept.tensor("sent", context.task)
-        changed = gradient.clone()
-        for piece, known in zip(self.site.bucket.slices, self.kept.numbers("was_sent", context.task), strict=True):
-            if known:
-                part = slice(piece.offset, piece.end)
-                guess = gradient[part].square().mul_(values[part] - sent[part])
-                changed[part].add_(guess, alpha=self._strength)
-        return changed
+        if not run.number("was_sent"):
+            return run.gradient
+        guess = run.gradient.square().mul_(run.values - run.state("sent"))
+        return run.gradient.add(guess, alpha=self._strength)

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from shardline.consistency import CONSISTENCIES, Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
-from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
+from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, scaled
 from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
@@ -23,6 +24,7 @@ class Every(Consistency):
     name: ClassVar[str] = "every"
     clock: ClassVar[Clock] = Clock.VERSION
     whole_pushes: ClassVar[bool] = True
+    sums_pushes: ClassVar[bool] = True
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
@@ -50,7 +52,7 @@ class EveryPushes(NumberedPushes):
         self._open: dict[int, tuple[int, Partial]] = {}
         """(number of pushes added up, their sum) by bucket."""
 
-    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
+    def take(self, totals: Totals, context: PushContext, *, outcome: Outcome, scale: float, record: int | None) -> None:
         """Add the push; apply the mean of the last COUNT."""
         for bucket, total in totals:
             gathered, kept = self._open.pop(bucket.number, (0, None))
@@ -71,16 +73,16 @@ class EveryPushes(NumberedPushes):
                 self.storage.hold(total.held_bytes)
                 self._open[bucket.number] = gathered + 1, total
 
-    def settle(self, bucket: BucketView) -> None:
+    def settle(self) -> None:
         """Drops open sums, which is good enough for a toy: primary and standby then count from the same push."""
-        _, kept = self._open.pop(bucket.number, (0, Partial(None, ())))
-        self.storage.hold(-kept.held_bytes)
+        for _, kept in self._open.values():
+            self.storage.hold(-kept.held_bytes)
+        self._open.clear()
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf."""
         with self.storage.order:
-            for bucket in self.storage.buckets:
-                self.settle(bucket)
+            self.settle()
         super().restored(sequences)
 
 

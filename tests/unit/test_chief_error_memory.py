@@ -1,0 +1,157 @@
+"""Lost error memory: the job goes back to a checkpoint, or goes on and counts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardline.core.orders import Phase
+from shardline.errors import JobError
+from shardline.fit import check_fit
+from shardline_chief.rules.actions import Cut, Restore
+from tests.support.chief_cluster import Cluster, T, make_job, phase, running
+from tests.support.mortal_chief import Mortal, cut, mortal
+
+EXACT = {"codec": "onebit", "error_memory": "exact"}
+
+
+def at_checkpoint_and_beyond(**fields: object) -> Cluster:
+    """A cluster with a checkpoint of step 10, in step 17."""
+    cluster = running(**fields)
+    for ps in cluster.ps:
+        ps.obey(Cut(timeline=ps.timeline, step=10))
+    cluster.advance(10)
+    cluster.advance(17)
+    return cluster
+
+
+def steps(cluster: Cluster) -> list[int]:
+    return [ps.step for ps in cluster.ps]
+
+
+def test_a_lost_worker_takes_the_job_back_to_where_nobody_had_any() -> None:
+    cluster = at_checkpoint_and_beyond(**EXACT)
+    before = cluster.orders("worker/0").timeline
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [10, 10]
+    orders = cluster.orders("worker/0")
+    assert (orders.replicas, orders.first_step) == ((0, 1, 2, 3), 10) and orders.timeline > before
+    (recovered,) = cluster.program.state.losses.recoveries
+    assert (recovered.at_step, recovered.from_step, recovered.lost) == (17, 10, 7)
+    (restore,) = cluster.kinds(Restore)
+    assert restore.keep == frozenset()
+    assert "the error memory of replicas 2, 3 is lost (error_memory is 'exact'); rolling back all" in cluster.text()
+    assert cluster.program.state.figures.dropped_memories == 0
+
+
+def test_a_worker_that_joins_or_is_started_again_does_too_and_nobody_else() -> None:
+    cluster = at_checkpoint_and_beyond(**EXACT)
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.join("worker", 1)
+    cluster.tick()
+    assert steps(cluster) == [10, 10] and len(cluster.program.state.losses.recoveries) == 1
+    cluster.advance(17)
+    cluster.join("worker", 2)
+    cluster.tick()
+    assert steps(cluster) == [10, 10] and len(cluster.program.state.losses.recoveries) == 2
+    cluster.advance(17)
+    cluster.join("evaluator")
+    cluster.tick()
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    # The server's shard went back, as always, and with it whatever had moved.
+    assert steps(cluster) == [10, 10] and len(cluster.program.state.losses.recoveries) == 3
+
+
+def test_a_worker_lost_while_servers_are_filled_costs_nothing_more() -> None:
+    cluster = at_checkpoint_and_beyond(**EXACT)
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.restart_ps(1)
+    cluster.tick()
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [10, 10]
+    assert len(cluster.program.state.losses.recoveries) == 1
+
+
+@pytest.mark.parametrize("fields", [{"codec": "onebit"}, {"codec": "int8", "error_memory": "exact"}, {}], ids=str)
+def test_otherwise_the_job_goes_on(fields: dict[str, str]) -> None:
+    cluster = at_checkpoint_and_beyond(**fields)
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [17, 17]
+    assert not cluster.program.state.losses.recoveries
+    dropped = fields.get("codec") == "onebit"
+    assert cluster.program.state.figures.dropped_memories == 2 * dropped
+    assert ("the error memory of replicas 2, 3 is dropped: what it still owed" in cluster.text()) is dropped
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:slack=2", "softsync:n=2"])
+def test_without_common_steps_there_is_no_checkpoint_to_go_back_to(mode: str) -> None:
+    with pytest.raises(JobError, match=r"goes back to a checkpoint of one step, but consistency .* has none"):
+        check_fit(make_job(mode=mode, **EXACT))
+
+
+def test_what_would_depend_on_deaths_all_the_same_is_refused() -> None:
+    with pytest.raises(JobError, match="doesn't cover what cadence local-sgd:every=2 keeps on each worker"):
+        check_fit(make_job(**EXACT, cadence="local-sgd:every=2"))
+    check_fit(make_job(codec="int8", error_memory="exact"))
+
+
+def test_without_a_checkpoint_or_with_a_finished_script_the_job_goes_on() -> None:
+    cluster = running(**EXACT)
+    cluster.advance(5)
+    cluster.program.state.saves.checkpoint_step = -1
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [5, 5]
+    assert cluster.program.state.figures.dropped_memories == 2
+
+
+def test_a_chief_that_restarts_beside_a_lost_server_goes_back_though_a_standby_stands_in() -> None:
+    cluster = Mortal(job=make_job(**EXACT), standbys=1)
+    cluster.start()
+    cluster.tick()
+    # Replicas are no more where a chief would put them that begins with all these workers.
+    cluster.tick(T / 3 + 2, silent=("worker/0",))
+    cluster.join("worker", 0)
+    cluster.tick()
+    cut(cluster, 10)
+    cluster.advance(17)
+    cluster.next_chief()
+    for task in ("ps/0", "ps/1"):
+        cluster.beat(task)
+    cluster.program.stream_broken("ps/1", cluster.lives["ps/1"], cluster.now_s)
+    cluster.restart_ps(1)
+    cluster.hear()
+    cluster.tick()
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [10, 10]
+
+
+def test_what_was_dropped_is_counted_over_all_chiefs() -> None:
+    cluster = mortal(codec="onebit")
+    cluster.advance(5)
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.next_chief()
+    cluster.hear()
+    assert cluster.program.state.figures.dropped_memories == 2
+
+
+def test_an_asynchronous_workers_memory_goes_with_it() -> None:
+    cluster = running(mode="async", codec="topk")
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    assert cluster.program.state.figures.dropped_memories == 1
+    assert "the error memory of worker/1 is dropped" in cluster.text()
+
+
+def test_the_next_chief_goes_back_since_it_cannot_know_who_had_what() -> None:
+    cluster = mortal(**EXACT)
+    cut(cluster, 10)
+    cluster.advance(17)
+    cluster.next_chief()
+    cluster.hear()
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [10, 10]
+    assert "the new chief does not know who held which error memory; rolling back all shards to" in cluster.text()
+    cluster.advance(100)
+    assert cluster.finish is not None and cluster.finish.exit_code == 0
