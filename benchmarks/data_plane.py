@@ -98,6 +98,7 @@ def configuration(work: Work, plan: Plan, placement: tuple[Placement, ...], shar
         cut_every=0,
         placement=placement,
         codec=work.codec,
+        codec_down=work.codec_down,
         activate=True,
     )
 
@@ -109,7 +110,12 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     plan = make_plan(specs, work.ps)
     placement = tuple(Placement(shard=s, task=f"ps/{s}", address=address) for s, address in enumerate(addresses))
     job = JobSpec(
-        name="bench", tensors=specs, rule=rule("SGD", groups=({"lr": 0.1},)), codec=work.codec, replicas=work.workers
+        name="bench",
+        tensors=specs,
+        rule=rule("SGD", groups=({"lr": 0.1},)),
+        codec=work.codec,
+        codec_down=work.codec_down,
+        replicas=work.workers,
     )
     view = JobView(job=job, plan=plan, placement=placement, timeline=1)
     generator = torch.Generator().manual_seed(index)

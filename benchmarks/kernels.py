@@ -7,6 +7,7 @@ native one is. By the size of a bucket: 256 KB and 4 MB that lie in a cache, 64 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +15,20 @@ from collections.abc import Callable, Iterator
 import torch
 
 from shardline.client.step.layout import copy_and_look
+from shardline.codecs import CODECS
+from shardline.codecs.base import Turn
 from shardline.codecs.cast import cast
+from shardline.codecs.coding import Coding
+from shardline.core.plan import make_plan
 from shardline.core.reduce import magnitude, tree_sum
+from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.tensor_bytes import fingerprint, tensor_bytes
 from shardline.native import library
 from shardline.update.torch_optim import sgd
 
 SIZES = {"256 KB": 1 << 16, "4 MB": 1 << 20, "64 MB": 1 << 24}
 """float32 elements."""
+CODED = ("int8", "onebit", "ef-sign", "qsgd", "terngrad", "topk")
 PLAIN = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
@@ -46,6 +53,13 @@ def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "to bfloat16", lambda: cast(values, "bfloat16")
     half = values.to(torch.bfloat16)
     yield "from bfloat16", lambda: cast(half, "float32")
+    tensor = TensorSpec(name="rows", shape=(elements >> 8, 256), dtype="float32", kind=TensorKind.PARAM)
+    for name in CODED:
+        coding = Coding(CODECS.parse(name), make_plan([tensor], 1)).bucket(0, 0)
+        part = gradient[: coding.layout.bucket.elements]
+        payload = bytearray(coding.encoder.encode(part, Turn()))
+        yield f"{name}, encoding", functools.partial(coding.encoder.encode, part, Turn())
+        yield f"{name}, decoding", functools.partial(coding.decoder.decode, payload, Turn())
 
 
 def median_ms(action: Callable[[], object], levels: list[str | None], repeats: int) -> list[float]:

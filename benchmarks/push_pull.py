@@ -41,6 +41,8 @@ class Work:
     steps: int = 20
     warmup: int = 3
     codec: str = "raw"
+    codec_down: str = ""
+    """Of parameters, where it is another."""
     lane: str = "auto"
     zero_copy: bool = False
     workers: int = 1
@@ -53,6 +55,8 @@ class Work:
         flags = ["--megabytes", self.megabytes, "--tensors", self.tensors, "--steps", self.steps]
         flags += ["--warmup", self.warmup, "--codec", self.codec, "--lane", self.lane, "--workers", self.workers]
         flags += ["--ps", self.ps]
+        if self.codec_down:
+            flags += ["--codec-down", self.codec_down]
         if self.kilobytes is not None:
             flags += ["--kilobytes", *self.kilobytes]
         if self.zero_copy:
@@ -200,8 +204,9 @@ def serve(address: str, index: int, tls: Path | None) -> None:
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--codec", default="raw", show_default=True)
+@click.option("--codec-down", default="", help="Of parameters. Default: --codec.")
 @click.option("--lane", type=click.Choice(LANES), default="auto", show_default=True)
-@click.option("--zero-copy", is_flag=True, help="Tensors that the session allocates (shm).")
+@click.option("--zero-copy", is_flag=True, help="Gradients in memory that the server reads (shm).")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--ps", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--tls", is_flag=True, help="With a certificate made for this run.")

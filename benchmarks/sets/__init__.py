@@ -8,7 +8,19 @@ from typing import Any, Protocol
 
 from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
-from benchmarks.sets import data_plane, links, overhead, overlap, scaling, sizes, small_tensors, start, workers
+from benchmarks.sets import (
+    codecs,
+    data_plane,
+    links,
+    modes,
+    overhead,
+    overlap,
+    scaling,
+    sizes,
+    small_tensors,
+    start,
+    workers,
+)
 
 Collected = tuple[dict[str, list[dict[str, Any]]], dict[str, str]]
 """Samples by contender, and why some have none."""
@@ -31,5 +43,5 @@ class Set(Protocol):
 
 ALL: dict[str, ModuleType] = {
     module.NAME: module
-    for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead, start)
+    for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead, start, modes, codecs)
 }

@@ -1,0 +1,219 @@
+"""R9: codecs beside each other: what they send, and what it costs in accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.reproductions import base, local
+from benchmarks.reproductions.base import Found, Reproduction, Row, mean, spread
+from shardline.codecs import coding_of
+from shardline.codecs.base import MemoryKey, Turn
+from shardline.codecs.push import PushEncoders
+from shardline.core.gradients import flat_bucket
+from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.settings import Settings
+from shardline.core.spec import TensorSpec
+from shardline.core.tensor_bytes import tensor_bytes
+
+REPLICAS, BATCH = 4, 16
+LINK = 100e6
+"""Bits per second of the link for which times are given."""
+LARGE = TensorSpec(name="large", shape=(6400, 1024), dtype="float32")
+"""A model of 26 MB, whose bytes and times are given."""
+RAW = "raw"
+CHOICES: Sequence[tuple[str, str]] = (
+    (RAW, RAW),
+    ("lossless", "lossless"),
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+    *((name, RAW) for name in ("int8", "fp8", "qsgd", "terngrad", "twobit", "onebit", "ef-sign")),
+    *((name, RAW) for name in ("topk", "randomk", "dgc")),
+    *((name, f"delta:by={name}") for name in ("int8", "onebit", "topk")),
+)
+"""Codecs of gradients and of parameters, with their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Something to learn. score: of the parameters, on what was not trained on."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], TensorDataset]
+    score: Callable[[Mapping[str, torch.Tensor]], float] = field(repr=False)
+    steps: int
+    lr: float
+
+
+DIGITS = Task(model=base.perceptron, data=lambda: base.digits(train=True), score=base.accuracy, steps=1200, lr=0.05)
+TEXT = Task(model=local.model, data=lambda: local.windows(train=True), score=local.test_loss, steps=1200, lr=0.1)
+
+
+@dataclass
+class Parameters:
+    """One side's parameters in a plan of one shard, and its memory of pulls."""
+
+    plan: Plan
+    values: Mapping[str, torch.Tensor]
+    memories: list[dict[MemoryKey, torch.Tensor]]
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """A bucket, flat."""
+        return flat_bucket(self.plan, self.buckets[number], self.values)
+
+    @torch.no_grad()
+    def load(self, number: int, flat: torch.Tensor) -> None:
+        """Write a bucket's numbers into the parameters."""
+        fill(self.plan, self.buckets[number], flat, self.values)
+
+    @property
+    def buckets(self) -> Sequence[BucketSpec]:
+        """Of the shard."""
+        return self.plan.shards[0].buckets
+
+
+def fill(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    """Write a flat bucket into tensors by name."""
+    for piece in bucket.slices:
+        tensor = plan.tensors[piece.tensor]
+        start = piece.first_row * tensor.row_elements
+        values[tensor.name].view(-1)[start : start + piece.elements] = flat[piece.offset : piece.end]
+
+
+def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tensor]:
+    """Train as synchronous servers and workers do, with their codecs and error memory; the servers' parameters."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model, data = task.model(), task.data()
+    own = dict(model.named_parameters())
+    plan = make_plan([TensorSpec(name=name, shape=tuple(p.shape), dtype="float32") for name, p in own.items()], 1)
+    coding = coding_of(Settings(codec_up=up, codec_down=down), plan)
+    count = len(plan.shards[0].buckets)
+    held = {name: nn.Parameter(p.detach().clone()) for name, p in own.items()}
+    server = Parameters(plan, {name: p.data for name, p in held.items()}, [{} for _ in range(count)])
+    worker = Parameters(plan, {name: p.data for name, p in own.items()}, [{} for _ in range(count)])
+    # dgc brings its own momentum.
+    optimizer = torch.optim.SGD(held.values(), lr=task.lr, momentum=0.0 if coding.push.codec.has_momentum else 0.9)
+    encoders = PushEncoders(coding.push, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(task.steps):
+        for number in range(count):
+            pull(coding.pull.bucket(0, number), server, worker, number, step)
+        for p in held.values():
+            p.grad = torch.zeros_like(p)
+        gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
+        encoders.begin(0, step)
+        for replica in range(REPLICAS):
+            chosen = torch.randint(len(data), (BATCH,), generator=draw)
+            model.zero_grad()
+            base.cross_entropy(model, data[chosen]).backward()
+            mine = {name: p.grad for name, p in own.items() if p.grad is not None}
+            for number, bucket in enumerate(server.buckets):
+                sent = encoders.encode(0, number, replica, flat_bucket(plan, bucket, mine))
+                found = coding.push.bucket(0, number).decoder.decode(bytearray(sent), Turn(step))
+                before = flat_bucket(plan, bucket, gradients)
+                fill(plan, bucket, before + found / REPLICAS, gradients)
+        encoders.settle()
+        optimizer.step()
+    return {name: p.data for name, p in held.items()}
+
+
+def pull(coding: Any, server: Parameters, worker: Parameters, number: int, step: int) -> None:
+    """One bucket from the server to the worker."""
+    turn = Turn(step, receiver="worker", base=step - 1 if step else None, changed=step, memory=server.memories[number])
+    sent = bytearray(coding.encoder.encode(server.bucket(number), turn))
+    worker.load(number, coding.decoder.decode(sent, Turn(step, memory=worker.memories[number])))
+
+
+def sent_bytes(up: str, down: str) -> tuple[int, int]:
+    """Bytes of a push and of a pull of LARGE after some steps, without messages around them."""
+    plan = make_plan([LARGE], 1)
+    coding = coding_of(Settings(codec_up=up, codec_down=down), plan)
+    draw = torch.Generator().manual_seed(0)
+    pushed = pulled = 0
+    for number, bucket in enumerate(plan.shards[0].buckets):
+        values = 0.01 * torch.randn(bucket.elements, generator=draw)
+        one = PushEncoders(coding.push, seed=0)
+        one.begin(0, 1)
+        pushed += len(tensor_bytes_of(one.encode(0, number, 0, values)))
+        memory: dict[MemoryKey, torch.Tensor] = {}
+        encoder = coding.pull.bucket(0, number).encoder
+        for step in (1, 2):
+            moved = values + 1e-3 * step * torch.randn(bucket.elements, generator=draw)
+            found = encoder.encode(moved, Turn(step, receiver="w", base=step - 1, changed=step, memory=memory))
+        pulled += len(tensor_bytes_of(found))
+    return pushed, pulled
+
+
+def tensor_bytes_of(data: Any) -> memoryview:
+    """Any buffer's bytes."""
+    return tensor_bytes(data) if isinstance(data, torch.Tensor) else memoryview(data)
+
+
+def zoo(seeds: Sequence[int]) -> Found:
+    """R9."""
+    rows: list[Row] = []
+    accuracy: dict[tuple[str, str], float] = {}
+    losses: dict[tuple[str, str], float] = {}
+    times: dict[tuple[str, str], float] = {}
+    for up, down in CHOICES:
+        chosen = (up, down)
+        scores = [DIGITS.score(train(DIGITS, up, down, seed)) for seed in seeds]
+        texts = [TEXT.score(train(TEXT, up, down, seed)) for seed in seeds]
+        accuracy[chosen], losses[chosen] = 100.0 * mean(scores), mean(texts)
+        pushed, pulled = sent_bytes(up, down)
+        times[chosen] = 8.0 * (pushed + pulled) / LINK
+        rows.append(
+            {
+                "up": f"`{up}`",
+                "down": f"`{down}`",
+                "MB per step": f"{pushed / 1e6:.3g} + {pulled / 1e6:.3g}",
+                "seconds at 100 Mbit/s": f"{times[chosen]:.3g}",
+                "digits, %": spread([100.0 * score for score in scores], 1),
+                "points": f"{accuracy[chosen] - accuracy[RAW, RAW]:+.1f}",
+                "characters, loss": spread(texts, 3),
+                "more": f"{losses[chosen] / losses[RAW, RAW] - 1.0:+.1%}",
+            }
+        )
+    near = {
+        chosen
+        for chosen in CHOICES
+        if accuracy[chosen] > accuracy[RAW, RAW] - 0.5 and losses[chosen] < 1.02 * losses[RAW, RAW]
+    }
+    both = [one for one in CHOICES if one[1].startswith("delta")]
+    far = ", ".join(f"{up} ({down} down)" for up, down in CHOICES if (up, down) not in near)
+    return Found(
+        rows=rows,
+        verdicts={
+            "at 100 Mbit/s top-k and random-k take the least time up, then one bit, then dense": times["topk", RAW]
+            <= times["onebit", RAW]
+            < times["int8", RAW]
+            < times[RAW, RAW],
+            "with changes down, one bit and top-k take less than a tenth of the time of dense": all(
+                times[one] < times[RAW, RAW] / 10 for one in both if one[0] != "int8"
+            ),
+            f"every codec is within 0.5 points and 2 % of loss of raw{f', except: {far}' if far else ''}": not far,
+        },
+    )
+
+
+ALL = (
+    Reproduction(
+        number="R9",
+        title="Codecs beside each other",
+        source="Zhong et al., Compressed Communication for Distributed Training: Adaptive Methods and System (BytePS "
+        "gradient compression), 2021",
+        claim="On CIFAR-100 with a link of 100 Mbit/s top-k and random-k are about 6 times, one bit 2.7 times faster "
+        "than dense; the accuracy is 71.4 (dense), 70.6 (one bit), 70.4 (top-k) and 69.9 (random-k).",
+        setting="Two small models (not ResNet-18): digits of scikit-learn, 9,000 parameters, and the next character of "
+        "Python's standard library, 40,000 parameters; SGD with momentum 0.9, 4 replicas, 1,200 steps, each codec at "
+        "its defaults. Bytes are those of a step of a worker with 26 MB of float32, and the seconds theirs alone, "
+        "without coding and without other workers ([measured](results.md#codecs)).",
+        run=zoo,
+    ),
+)

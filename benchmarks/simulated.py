@@ -1,0 +1,241 @@
+"""Predictions of `shardline simulate` beside real runs on this machine; prints a table for docs/simulator.md.
+
+    python -m benchmarks.simulated                      # all runs, in ten minutes, on a machine that does nothing else
+    python -m benchmarks.simulated --only sync --json runs.json
+
+One run of one worker calibrates: its compute times, and the time that its exchanges take on loopback. Everything else
+is predicted from these two and the settings of a run. Passes sleep (benchmarks/simulated_job.py), so that several
+workers fit on two cores. Runs with a link need root: each task has a host of its own with a shaped link (netns-lab).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network import lab
+from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment
+from shardline.job import load_job
+from shardline.simulator import Network, Setup, Simulation, Times, quantities, runs
+
+JOB = ROOT / "benchmarks" / "simulated_job.py"
+PORT = 2422
+RUN_S = 300.0
+TIMEOUT_S = 30.0
+GOODPUT = 0.94
+"""Share of an Ethernet link's bits that are TCP payload."""
+LIMIT = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A real run."""
+
+    name: str
+    workers: int
+    steps: int
+    consistency: str = "sync"
+    cadence: str = "every-step"
+    link: str = ""
+    """Rate of each host's link as tc writes it; "" = loopback."""
+    width: int = 256
+    """A megabyte of parameters is a width of 256."""
+    mean_s: float = 0.1
+    """Of a pass."""
+    slow: float = 1.0
+    """The last worker takes so many times as long."""
+    pauses: float = 1.0
+    """One pass of ten takes so many times as long."""
+
+    def arguments(self, worker: int) -> str:
+        """What the job file is told by a worker's environment."""
+        mean_s = self.mean_s * (self.slow if worker == self.workers - 1 else 1.0)
+        return shlex.join(["--width", str(self.width), "--mean", str(mean_s), "--pauses", str(self.pauses)])
+
+    @property
+    def replicas(self) -> int:
+        """Of the job."""
+        return self.workers if self.consistency.startswith("sync") else 1
+
+    @property
+    def overrides(self) -> list[tuple[str, str]]:
+        """Fields of the job."""
+        fields = ("consistency", "cadence", "replicas", "steps")
+        return [(field, str(getattr(self, field))) for field in fields]
+
+
+CALIBRATION = Run(name="calibration", workers=1, steps=200, consistency="async")
+RUNS = (
+    Run(name="sync", workers=2, steps=200),
+    Run(name="sync", workers=4, steps=150),
+    Run(name="sync:spares=1", workers=4, steps=150, consistency="sync:spares=1"),
+    Run(name="async", workers=4, steps=800, consistency="async"),
+    Run(name="ssp:slack=1", workers=4, steps=600, consistency="ssp:slack=1"),
+    Run(name="softsync", workers=4, steps=150, consistency="softsync"),
+    Run(name="local-sgd, 4 passes a step", workers=3, steps=40, cadence="local-sgd:every=4"),
+    Run(name="sync, 1 MB", workers=1, steps=120, link="100mbit"),
+    Run(name="sync, 1 MB", workers=2, steps=100, link="100mbit"),
+    Run(name="sync, 1 MB", workers=4, steps=60, link="100mbit"),
+    Run(name="async, 1 MB", workers=3, steps=200, consistency="async", link="100mbit"),
+    Run(name="ssp:slack=1, 1 MB", workers=3, steps=200, consistency="ssp:slack=1", link="100mbit"),
+    Run(name="async, 4 MB", workers=3, steps=100, consistency="async", link="200mbit", width=512),
+    Run(name="ssp:slack=1, 4 MB", workers=3, steps=100, consistency="ssp:slack=1", link="200mbit", width=512),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Of a run, real or predicted."""
+
+    steps_per_s: float
+    staleness: float
+
+
+@contextmanager
+def places(run: Run) -> Iterator[tuple[dict[str, list[str]], list[Prefix]]]:
+    """Addresses by role, and what stands before the commands of chief and ps, and of each worker."""
+    if run.link:
+        with lab(1 + run.workers, run.link) as hosts:
+            addresses = [hosts.address(host) for host in range(1, 2 + run.workers)]
+            workers = [f"{address}:{PORT}" for address in addresses[1:]]
+            spec = {"chief": [f"{addresses[0]}:{PORT}"], "ps": [f"{addresses[0]}:{PORT + 1}"], "worker": workers}
+            yield spec, [hosts.prefix(host) for host in range(1, 2 + run.workers)]
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    local = "127.0.0.1:0"
+    spec = {"chief": [f"127.0.0.1:{port}"], "ps": [local], "worker": [local] * run.workers}
+    yield spec, [HERE] * (1 + run.workers)
+
+
+def real(run: Run, out: Path) -> Figures:
+    """Run it; `out` holds the run's folder then. Raises ContenderError."""
+    fields = [word for field, value in run.overrides for word in ("--set", f"{field}={value}")]
+    with places(run) as (spec, prefixes), ExitStack() as stack:
+
+        def task(role: str, prefix: Prefix, *more: str, index: int = 0) -> Child:
+            settings = environment(more={"SHARDLINE_JOB_ARGS": run.arguments(index)})
+            command = [sys.executable, "-m", "shardline", role, "--cluster", json.dumps(spec)]
+            command += ["--timeout", str(TIMEOUT_S), *more]
+            return stack.enter_context(Child(command, prefix=prefix, what=role, env=settings))
+
+        chief = task("chief", prefixes[0], "--job", str(JOB), "--out", str(out), "--no-page", *fields)
+        task("ps", prefixes[0])
+        for index in range(run.workers):
+            task("worker", prefixes[1 + index], "--task", f"worker/{index}", "--job", str(JOB), *fields, index=index)
+        code = chief.wait(RUN_S)
+        if code:
+            raise ContenderError(f"{run.name}: the chief ended with code {code}{chief.last_words()}")
+    return measured(out)
+
+
+def measured(out: Path) -> Figures:
+    """Figures of a run's folder, without its first fifth, in which workers still join."""
+    lines = [json.loads(line) for line in (out / "logs" / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    kept = lines[len(lines) // 5 :]
+    # In asynchronous modes a line is a batch, of which several may make one step.
+    rate = (len(kept) - 1) / (kept[-1]["time"] - kept[0]["time"])
+    staleness = statistics.fmean(line["staleness"] for line in kept)
+    return Figures(steps_per_s=rate * summary["steps"] / len(lines), staleness=staleness)
+
+
+def gradients_per_s(out: Path) -> float:
+    """Passes that made updates, per second, without the run's first fifth. A pass is of one sample."""
+    lines = [json.loads(line) for line in (out / "logs" / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    kept = lines[len(lines) // 5 :]
+    gradients = sum(line["samples"] for line in kept[1:])
+    return float(gradients / (kept[-1]["time"] - kept[0]["time"]))
+
+
+def predicted(run: Run, times: Sequence[Times], exchange_s: float) -> Figures:
+    """What the simulator says of a run."""
+    os.environ["SHARDLINE_JOB_ARGS"] = run.arguments(0)
+    job = load_job(JOB, run.overrides)
+    network = Network(bytes_per_s=quantities.bytes_per_s(run.link, "link") * GOODPUT) if run.link else Network()
+    setup = Setup(
+        job=job.spec(job.build_model()),
+        workers=run.workers,
+        times=times,
+        network=network,
+        exchange_s=exchange_s,
+        steps=2 * run.steps,
+    )
+    found = Simulation(setup).run()
+    return Figures(steps_per_s=found.steps_per_s, staleness=found.staleness)
+
+
+def calibrate(out: Path) -> tuple[tuple[Times, ...], float]:
+    """Compute times, and the rest of a step on loopback in seconds.
+
+    The logged times of exchanges are of no use here: with overlap one begins while gradients are still computed.
+    """
+    found, times = real(CALIBRATION, out), runs.read_times(out)
+    return times, max(0.0, 1 / found.steps_per_s - times[0].mean_s)
+
+
+def row(run: Run, found: Figures, expected: Figures) -> str:
+    """A line of the table."""
+    error = expected.steps_per_s / found.steps_per_s - 1
+    lag = f"{expected.staleness / found.staleness - 1:+.0%}" if found.staleness > 0.05 else "-"
+    cells = (
+        run.name,
+        str(run.workers),
+        run.link or "-",
+        f"{found.steps_per_s:.2f}",
+        f"{expected.steps_per_s:.2f}",
+        f"{error:+.0%}",
+        f"{found.staleness:.2f}",
+        f"{expected.staleness:.2f}",
+        lag,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def within(found: Figures, expected: Figures) -> bool:
+    """Whether both figures are within LIMIT."""
+    speed = abs(expected.steps_per_s / found.steps_per_s - 1) <= LIMIT
+    return speed and abs(expected.staleness - found.staleness) <= max(LIMIT * found.staleness, 0.05)
+
+
+def main() -> int:
+    """Run all; the exit code says whether every figure is within LIMIT."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of a run's name")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    flags = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="shardline-simulated-") as folder:
+        times, exchange_s = calibrate(Path(folder) / "calibration")
+        print(f"calibrated: {times[0].mean_s * 1e3:.1f} ms per pass, {exchange_s * 1e3:.1f} ms per exchange\n")
+        print("| job | workers | link | steps/s | predicted | error | staleness | predicted | error |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for number, run in enumerate(run for run in RUNS if flags.only in run.name):
+            try:
+                found = real(run, Path(folder) / str(number))
+            except ContenderError as error:
+                print(f"| {run.name} | {run.workers} | {run.link} | not run: {error} |")
+                continue
+            expected = predicted(run, times, exchange_s)
+            print(row(run, found, expected), flush=True)
+            good = within(found, expected)
+            rows.append({**asdict(run), "real": asdict(found), "predicted": asdict(expected), "within": good})
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0 if rows and all(one["within"] for one in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

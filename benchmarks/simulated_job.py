@@ -1,0 +1,86 @@
+"""A job whose passes take gamma distributed times by sleeping, so that many workers share few cores unhindered.
+
+    shardline train benchmarks/simulated_job.py -- --mean 0.1 --cv 0.3 --width 512
+
+A third of a pass is its forward part, the rest its backward part; each layer takes its share of both. The times follow
+from the job's seed, the step and the replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardline
+from shardline.simulator.workers import FORWARD
+
+LAYERS = 4
+PAUSES = 0.1
+"""Share of passes that --pauses makes longer."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags. mean: seconds; width: of each of LAYERS square layers of float32."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mean", type=float, default=0.1)
+    parser.add_argument("--cv", type=float, default=0.3)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--pauses", type=float, default=1.0, help="one pass of ten takes so many times as long")
+    return parser.parse_args(arguments)
+
+
+class _Sleep(torch.autograd.Function):
+    """The values themselves, after a while, and the gradients likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(FORWARD * seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep((1 - FORWARD) * ctx.seconds)
+        return gradients[0], None
+
+
+class Sleepy(nn.Module):
+    """Layers that each take their part of a pass."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.options = options
+        width = options.width
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Take a time drawn from torch's generator, which the job seeds for each step and replica."""
+        shape = 1 / self.options.cv**2
+        drawn = torch._standard_gamma(torch.tensor(shape, dtype=torch.float64))
+        seconds = float(drawn) / shape * self.options.mean
+        if float(torch.rand(())) < PAUSES:
+            seconds *= self.options.pauses
+        values = inputs.requires_grad_()
+        for layer in self.layers:
+            values = layer(_Sleep.apply(values, seconds / LAYERS))  # type: ignore[no-untyped-call]
+        return values
+
+
+options = parse(shlex.split(os.environ.get("SHARDLINE_JOB_ARGS", "")))
+job = shardline.Job(
+    model=lambda: Sleepy(options),
+    loss=lambda model, batch: model(batch[0]).square().mean(),
+    dataset=TensorDataset(torch.zeros(64, options.width)),
+    optimizer="SGD",
+    optimizer_args={"lr": 1e-3},
+    batch_size=1,
+    steps=100,
+    name="simulated",
+)
