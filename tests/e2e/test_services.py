@@ -26,6 +26,7 @@ from tests.e2e.support import (
     shardline,
     summary_of,
     total,
+    train,
     wait_for_event,
     wait_for_step,
     wait_until,
@@ -118,6 +119,20 @@ def test_services_started_one_by_one_train_show_themselves_and_end_by_themselves
     assert summary["reason"] == "stopped: seen enough"
     assert summary["steps"] == summary["checkpoint_step"]
     assert summary["sha256"] == expected_sha256(job, steps=summary["steps"])
+
+
+@pytest.mark.usefixtures("warm")
+def test_tasks_of_a_job_that_is_complete_are_told_so_and_end_with_zero(tmp_path: Path) -> None:
+    job, out = write_job(tmp_path / "job.py", name="digits", replicas=1, steps=4), tmp_path / "out"
+    assert train(job, out, "--workers", "1", "--ps", "1").code == 0
+    with HandCluster.write(tmp_path, ps=1, worker=1) as cluster:
+        cluster.start("chief/0", "--job", job, "--out", out, "--resume")
+        cluster.start("ps/0")
+        cluster.start("worker/0", "--job", job)
+        for task, command in cluster.commands.items():
+            finished = command.finish()
+            assert finished.code == 0, (task, finished)
+            assert "already has all 4 steps" in finished.err, (task, finished)
 
 
 def scored(client: ChiefClient) -> ChiefStatus | None:

@@ -137,7 +137,8 @@ def place(plan: Plan, tensors: Mapping[str, torch.Tensor], lanes: Mapping[int, L
     windows: dict[int, Window] = {}
     movable: set[int] = set()
     for number, region in regions(plan).items():
-        if number not in own or not lanes[region.shard].by_reference:
+        lane = lanes.get(region.shard)  # None where the job had ended before its servers came
+        if number not in own or lane is None or not lane.by_reference:
             continue
         tensor, spec = own[number], plan.tensors[number]
         nbytes = _area_bytes(plan, region.shard)
