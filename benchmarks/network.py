@@ -20,6 +20,8 @@ ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 CURRENT = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 LAB_NET = "10.88.0"
 """Not netns-lab's own default, so that a lab somebody else has up is not disturbed."""
+INTERFACE = "eth0"
+"""Of each host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardline.codecs.cast import Fp16 as Fp16
     from shardline.codecs.delta import Delta as Delta
     from shardline.codecs.lossless import Lossless as Lossless
+    from shardline.codecs.low_rank import PowerSGD as PowerSGD
     from shardline.codecs.quantizing.fp8 import FP8 as FP8
     from shardline.codecs.quantizing.int8 import Int8 as Int8
     from shardline.codecs.quantizing.onebit import EFSign as EFSign
@@ -86,6 +87,7 @@ __all__ = [
     "MultiASGD",
     "OneBit",
     "PostLocalSGD",
+    "PowerSGD",
     "RandomK",
     "Raw",
     "RolledBackError",
@@ -122,6 +124,7 @@ _HOMES = {
     "Bf16": "shardline.codecs.cast:Bf16",
     "Delta": "shardline.codecs.delta:Delta",
     "Lossless": "shardline.codecs.lossless:Lossless",
+    "PowerSGD": "shardline.codecs.low_rank:PowerSGD",
     "FP8": "shardline.codecs.quantizing.fp8:FP8",
     "Int8": "shardline.codecs.quantizing.int8:Int8",
     "EFSign": "shardline.codecs.quantizing.onebit:EFSign",

@@ -11,6 +11,7 @@ from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
     codecs,
     data_plane,
+    hooks,
     links,
     modes,
     overhead,
@@ -43,5 +44,18 @@ class Set(Protocol):
 
 ALL: dict[str, ModuleType] = {
     module.NAME: module
-    for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead, start, modes, codecs)
+    for module in (
+        data_plane,
+        sizes,
+        small_tensors,
+        workers,
+        links,
+        scaling,
+        overlap,
+        overhead,
+        start,
+        modes,
+        codecs,
+        hooks,
+    )
 }

@@ -12,6 +12,7 @@ from shardline.codecs.cast import Bf16, Fp16
 from shardline.codecs.coding import JobCodec, JobCoding, pulled, pushed
 from shardline.codecs.delta import Delta
 from shardline.codecs.lossless import Lossless
+from shardline.codecs.low_rank import PowerSGD
 from shardline.codecs.quantizing.fp8 import FP8
 from shardline.codecs.quantizing.int8 import Int8
 from shardline.codecs.quantizing.onebit import EFSign, OneBit
@@ -47,6 +48,7 @@ CODECS: Table[Codec] = Table(
     TopK,
     RandomK,
     DGC,
+    PowerSGD,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,6 +74,10 @@ class Delta(Codec):
     def takes(self, tensor: TensorSpec) -> bool:
         """See Codec.takes."""
         return self.inner.takes(tensor)
+
+    def wants_whole(self, shape: Sequence[int]) -> bool:
+        """See Codec.wants_whole."""
+        return self.inner.wants_whole(shape)
 
     def max_bytes(self, layout: Layout) -> int:
         """The bucket itself, where it is sent whole."""

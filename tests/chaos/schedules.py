@@ -132,7 +132,7 @@ def _codecs(seed: int, every: int, *, standbys: bool) -> tuple[str, str]:
     if seed < PLAIN or seed % 10 != 8:
         return "raw", ""
     dice = random.Random(f"codecs of {seed}")
-    up = dice.choice(["onebit", "topk:ratio=0.1", "twobit", "randomk:ratio=0.2", "qsgd"])
+    up = dice.choice(["onebit", "topk:ratio=0.1", "twobit", "randomk:ratio=0.2", "qsgd", "powersgd"])
     return up, dice.choice(["", "bf16", *([] if standbys else [f"delta:by=int8,refresh={every}"])])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardline.codecs import CODECS
+from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, Memory, MemoryKey, Part, Scope, Turn
 from shardline.codecs.coding import Coding
 from shardline.codecs.lossy import Lossy
@@ -74,8 +74,10 @@ def relative_error(values: torch.Tensor, decoded: torch.Tensor) -> float:
 
 @EACH
 def test_only_large_matrices_of_gradients_are_taken(codec: Lossy) -> None:
-    assert codec.direction is Direction.PUSH and codec.scope is Scope.QUANTUM
-    assert codec.takes(spec("m", (32, 32))) and codec.takes(spec("conv", (16, 16, 3, 3), "float64"))
+    assert codec.direction is Direction.PUSH and codec.scope in (Scope.QUANTUM, Scope.TENSOR)
+    # What works on whole tensors depends on where they are cut.
+    assert codec.wants_whole((32, 32)) is (codec.scope is Scope.TENSOR)
+    assert codec.takes(spec("m", (32, 32))) and codec.takes(spec("conv", (32, 32, 3, 3), "float64"))
     assert not codec.takes(spec("m", (32, 32), kind=TensorKind.BUFFER))
     for shape in ((1 << 20,), (31, 33), (1, 1023), ()):
         # A codec with momentum has to add it to all of them.
@@ -178,6 +180,8 @@ BITS = {
     "topk:ratio=0.25": 0.25 * 32 + 1,
     "randomk": 0.01 * 32,
     "dgc:ratio=0.01": 0.01 * (32 + 16),
+    "powersgd": 2 * (512 + 512) * 32 / 512**2,
+    "powersgd:rank=1": (512 + 512) * 32 / 512**2,
 }
 """Bits per float32 of a large matrix, as docs/codecs.md has them."""
 
@@ -188,10 +192,11 @@ def test_every_lossy_codec_has_a_size() -> None:
 
 @pytest.mark.parametrize("text", BITS)
 def test_a_payload_has_the_size_that_is_documented(text: str) -> None:
-    plan = make_plan([spec("matrix", (512, 512))], 1)
+    codec = CODECS.parse(text)
+    plan = make_plan(keep_whole(JobCodec.both(codec), [spec("matrix", (512, 512))]), 1)
     total = 0
     for number, bucket in enumerate(plan.shards[0].buckets):
-        encoder = Coding(CODECS.parse(text), plan).bucket(0, number).encoder
+        encoder = Coding(codec, plan).bucket(0, number).encoder
         total += len(encoder.encode(draw("normal", bucket.elements), Turn()))
     assert 8 * total / 512**2 == pytest.approx(BITS[text], rel=0.02)
 
@@ -201,7 +206,8 @@ def test_a_payload_has_the_size_that_is_documented(text: str) -> None:
 
 @EACH
 def test_the_bits_do_not_depend_on_where_the_plan_cuts(codec: Lossy) -> None:
-    tensors = [spec("large", (700, 300)), spec("small", (50,)), spec("wide", (3, 70_000))]
+    shapes = {"large": (700, 300), "small": (50,), "wide": (3, 70_000)}
+    tensors = keep_whole(JobCodec.both(codec), [spec(name, shape) for name, shape in shapes.items()])
     whole = {tensor.name: draw("heavy", tensor.elements) for tensor in tensors}
     ends: list[dict[str, torch.Tensor]] = []
     for servers, bucket_bytes in ((1, 1 << 22), (2, 1 << 20), (3, 1 << 16)):
@@ -300,6 +306,10 @@ BAD = {
     "randomk without a seed": Bad("randomk", lambda data: data[:7], "expected 88"),
     "dgc with more than it sends": Bad("dgc", gaps(3, 1, 1, 1), "3 of 2000 entries, at most 2"),
     "dgc with a repeated index": Bad("dgc", gaps(2, 5, 0), "not 2 ascending ones within 2000"),
+    "powersgd with a row too few": Bad("powersgd", lambda data: data[:-8], "expected 4032"),
+    "powersgd with NaN": Bad("powersgd", lambda data: edited(data, 8, "<f", math.nan), "a factor is not finite"),
+    "powersgd with inf": Bad("powersgd", lambda data: edited(data, 400, "<f", math.inf), "a factor is not finite"),
+    "powersgd with a long vector": Bad("powersgd", lambda data: edited(data, 8, "<f", 2.0), "orthonormal factor"),
     "a marker that is none": Bad("topk", lambda data: b"\x01", "1 bytes"),
 }
 
@@ -338,6 +348,7 @@ def test_every_lossy_codec_refuses_something() -> None:
         "dgc:momentum=1",
         "dgc:warmup=-1",
         "dgc:clip=-1",
+        "powersgd:rank=0",
     ],
 )
 def test_a_setting_out_of_range_is_refused(text: str) -> None:
@@ -389,3 +400,67 @@ def test_indices_take_the_shortest_form() -> None:
         assert np.flatnonzero(codec.decode_part(data, where).numpy()).tolist() == list(places)
     dense = replace(codec, ratio=0.5)
     assert bytes(dense.encode_part(draw("normal", where.elements), where, Turn()))[4] == 2
+
+
+# PowerSGD
+
+
+def powersgd(rank: int) -> Lossy:
+    codec = CODECS.parse(f"powersgd:rank={rank}")
+    assert isinstance(codec, Lossy)
+    return codec
+
+
+def through(codec: Lossy, values: torch.Tensor, where: Part, turn: Turn) -> torch.Tensor:
+    """A push: what is decoded, while the turn's memory becomes that of the next, without what was left to be sent."""
+    data = codec.encode_part(values, where, turn)
+    for name, tensor in codec.remembered(values, values, data, where, turn).items():
+        turn.memory[where.tensor.name, where.first_row, name] = tensor
+    return codec.decode_part(bytes(data), where)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "sparse"])
+def test_powersgd_finds_the_best_approximation_of_a_matrix_that_stays(rank: int, kind: str) -> None:
+    codec, where = powersgd(rank), part(40, 50)
+    values = draw(kind, where.elements)
+    singular = torch.linalg.svdvals(values.view(40, 50).double()).square()
+    best = float(singular[rank:].sum() / singular.sum())
+    turn = Turn()
+    errors = [relative_error(values, through(codec, values, where, turn)) for _ in range(200)]
+    assert errors[0] >= best - 1e-6
+    assert errors[-1] == pytest.approx(best, rel=1e-3)
+
+
+def test_powersgd_is_exact_for_matrices_of_its_rank_and_their_growth() -> None:
+    codec, where = powersgd(2), part(40, 50)
+    left, right = draw("normal", 80).view(40, 2), draw("heavy", 100).view(2, 50)
+    turn = Turn()
+    # From nothing over rank 1 to rank 2: a basis that has a column of zeros still finds what is new.
+    for rank in (0, 1, 2):
+        values = (left[:, :rank] @ right[:rank]).reshape(-1)
+        torch.testing.assert_close(through(codec, values, where, turn), values, rtol=1e-4, atol=1e-4)
+
+
+def resnet18() -> list[tuple[int, ...]]:
+    """Shapes of the parameters of ResNet-18 for CIFAR-10, 11,173,962 numbers."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    before = 64
+    for width in (64, 128, 256, 512):
+        for block in range(2):
+            shapes += [(width, before, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if block == 0 and before != width:
+                shapes += [(width, before, 1, 1), (width,), (width,)]
+            before = width
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("rank", "ratio"), [(1, 243.3), (2, 135.8), (4, 72.1)])
+def test_powersgd_sends_as_little_of_resnet18_as_its_paper_says(rank: int, ratio: float) -> None:
+    codec, tensors = powersgd(rank), [spec(str(number), shape) for number, shape in enumerate(resnet18())]
+    total, sent_bytes = sum(tensor.elements for tensor in tensors), 0
+    assert total == 11_173_962
+    for tensor in tensors:
+        where = Part(tensor=tensor, first_row=0, offset=0, elements=tensor.elements, piece=0)
+        sent_bytes += codec.max_part_bytes(where) if codec.takes(tensor) else 4 * tensor.elements
+    assert 4 * total / sent_bytes == pytest.approx(ratio, abs=0.05)
