@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.reproductions import base, local
 from benchmarks.reproductions.base import Found, Reproduction, Row, mean, spread
-from shardline.codecs import coding_of
+from shardline.codecs import coding_of, keep_whole, of
 from shardline.codecs.base import MemoryKey, Turn
+from shardline.codecs.coding import JobCoding
 from shardline.codecs.push import PushEncoders
 from shardline.core.gradients import flat_bucket
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -33,8 +34,8 @@ CHOICES: Sequence[tuple[str, str]] = (
     ("bf16", "bf16"),
     ("fp16", "fp16"),
     *((name, RAW) for name in ("int8", "fp8", "qsgd", "terngrad", "twobit", "onebit", "ef-sign")),
-    *((name, RAW) for name in ("topk", "randomk", "dgc")),
-    *((name, f"delta:by={name}") for name in ("int8", "onebit", "topk")),
+    *((name, RAW) for name in ("topk", "randomk", "dgc", "powersgd")),
+    *((name, f"delta:by={name}") for name in ("int8", "onebit", "topk", "powersgd")),
 )
 """Codecs of gradients and of parameters, with their defaults."""
 
@@ -77,6 +78,13 @@ class Parameters:
         return self.plan.shards[0].buckets
 
 
+def coded_plan(specs: Sequence[TensorSpec], up: str, down: str) -> tuple[Plan, JobCoding]:
+    """A plan of one shard that the codecs can work with, and the codecs."""
+    settings = Settings(codec_up=up, codec_down=down)
+    plan = make_plan(keep_whole(of(settings), specs), 1)
+    return plan, coding_of(settings, plan)
+
+
 def fill(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
     """Write a flat bucket into tensors by name."""
     for piece in bucket.slices:
@@ -91,8 +99,8 @@ def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tenso
     torch.manual_seed(seed)
     model, data = task.model(), task.data()
     own = dict(model.named_parameters())
-    plan = make_plan([TensorSpec(name=name, shape=tuple(p.shape), dtype="float32") for name, p in own.items()], 1)
-    coding = coding_of(Settings(codec_up=up, codec_down=down), plan)
+    specs = [TensorSpec(name=name, shape=tuple(p.shape), dtype="float32") for name, p in own.items()]
+    plan, coding = coded_plan(specs, up, down)
     count = len(plan.shards[0].buckets)
     held = {name: nn.Parameter(p.detach().clone()) for name, p in own.items()}
     server = Parameters(plan, {name: p.data for name, p in held.items()}, [{} for _ in range(count)])
@@ -132,8 +140,7 @@ def pull(coding: Any, server: Parameters, worker: Parameters, number: int, step:
 
 def sent_bytes(up: str, down: str) -> tuple[int, int]:
     """Bytes of a push and of a pull of LARGE after some steps, without messages around them."""
-    plan = make_plan([LARGE], 1)
-    coding = coding_of(Settings(codec_up=up, codec_down=down), plan)
+    plan, coding = coded_plan([LARGE], up, down)
     draw = torch.Generator().manual_seed(0)
     pushed = pulled = 0
     for number, bucket in enumerate(plan.shards[0].buckets):
