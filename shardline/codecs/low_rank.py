@@ -127,7 +127,8 @@ class PowerSGD(Lossy):
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """An orthonormal basis of the columns; of a column that depends on others, something orthogonal to them."""
-    return torch.linalg.qr(matrix.double())[0].to(matrix.dtype)
+    basis: torch.Tensor = torch.linalg.qr(matrix.double())[0]
+    return basis.to(matrix.dtype)
 
 
 def _refilled(basis: torch.Tensor, part: Part, turn: Turn) -> torch.Tensor:

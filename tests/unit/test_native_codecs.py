@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.codecs import CODECS
+from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, MemoryKey, Turn
 from shardline.codecs.coding import Coding
 from shardline.codecs.lossy import NOT_FINITE, Lossy
@@ -45,7 +45,8 @@ def placed(data: bytes, shift: int) -> memoryview:
 
 def steps(codec: Lossy, dtype: str, width: int) -> list[bytes]:
     """Payloads, decoded values and memories of three steps, of rows that are three quanta and a rest."""
-    plan = make_plan([spec("matrix", (-(-50_000 // width), width), dtype), spec("bias", (77,), dtype)], 1)
+    tensors = [spec("matrix", (-(-50_000 // width), width), dtype), spec("bias", (77,), dtype)]
+    plan = make_plan(keep_whole(JobCodec.both(codec), tensors), 1)
     coding, memory, found = Coding(codec, plan), {}, []
     for step in range(3):
         for number, bucket in enumerate(plan.shards[0].buckets):
