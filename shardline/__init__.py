@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from shardline.codecs.quantizing.int8 import Int8 as Int8
     from shardline.codecs.quantizing.onebit import EFSign as EFSign
     from shardline.codecs.quantizing.onebit import OneBit as OneBit
+    from shardline.codecs.quantizing.onebit_adam import OneBitAdam as OneBitAdam
     from shardline.codecs.quantizing.qsgd import QSGD as QSGD
     from shardline.codecs.quantizing.sign_vote import SignVote as SignVote
     from shardline.codecs.quantizing.ternary import TernGrad as TernGrad
     from shardline.codecs.quantizing.ternary import TwoBit as TwoBit
     from shardline.codecs.raw import Raw as Raw
     from shardline.codecs.sparse.dgc import DGC as DGC
+    from shardline.codecs.sparse.nonzero import Sparse as Sparse
     from shardline.codecs.sparse.randomk import RandomK as RandomK
     from shardline.codecs.sparse.topk import TopK as TopK
     from shardline.consistency import SSP as SSP
@@ -86,6 +88,7 @@ __all__ = [
     "Lossless",
     "MultiASGD",
     "OneBit",
+    "OneBitAdam",
     "PostLocalSGD",
     "PowerSGD",
     "RandomK",
@@ -97,6 +100,7 @@ __all__ = [
     "SignVote",
     "SlowMo",
     "SoftSync",
+    "Sparse",
     "StalenessAware",
     "StreamingDiLoCo",
     "Sync",
@@ -129,11 +133,13 @@ _HOMES = {
     "Int8": "shardline.codecs.quantizing.int8:Int8",
     "EFSign": "shardline.codecs.quantizing.onebit:EFSign",
     "OneBit": "shardline.codecs.quantizing.onebit:OneBit",
+    "OneBitAdam": "shardline.codecs.quantizing.onebit_adam:OneBitAdam",
     "QSGD": "shardline.codecs.quantizing.qsgd:QSGD",
     "SignVote": "shardline.codecs.quantizing.sign_vote:SignVote",
     "TernGrad": "shardline.codecs.quantizing.ternary:TernGrad",
     "TwoBit": "shardline.codecs.quantizing.ternary:TwoBit",
     "DGC": "shardline.codecs.sparse.dgc:DGC",
+    "Sparse": "shardline.codecs.sparse.nonzero:Sparse",
     "RandomK": "shardline.codecs.sparse.randomk:RandomK",
     "TopK": "shardline.codecs.sparse.topk:TopK",
     "DANA": "shardline.update.dana:DANA",

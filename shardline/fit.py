@@ -11,13 +11,13 @@ from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT
 from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec
 from shardline.errors import JobError
-from shardline.update import chosen, rule
+from shardline.update import Torch, check_rule, chosen, rule
 from shardline.update.arguments import momentum
 from shardline.update.base import Need, Takes
 
 
 def divide(job: JobSpec) -> JobSpec:
-    """The job with its optimizer where the cadence runs it; unchanged if that is on the servers.
+    """The job with its optimizer where the cadence runs it, and the rule that its codec of pushes needs, if any.
 
     If the cadence trains locally, the job's optimizer, schedule and clipping become JobSpec.inner, and `rule` the SGD
     that the servers run, with the same parameter groups; tensors get their fragments. Raises JobError naming what can't
@@ -25,7 +25,7 @@ def divide(job: JobSpec) -> JobSpec:
     """
     found = cadence.of(job)
     if found.outer_rule is None:
-        return job
+        return _with_server_rule(job)
     if not chosen(job.rule).runs_optimizer:
         raise JobError(
             f"update rule {job.rule.method} changes gradients on the servers, but cadence {found} runs the optimizer "
@@ -51,6 +51,27 @@ def divide(job: JobSpec) -> JobSpec:
         consistency=replace(job.consistency, clip_norm=0.0),
         inner=InnerSpec(rule=job.rule, schedule=job.schedule, clip_norm=job.consistency.clip_norm),
     )
+
+
+def _with_server_rule(job: JobSpec) -> JobSpec:
+    """The job with the update rule that its codec brings along."""
+    ups = codecs.of(job).ups
+    bringing = next((one for one in ups if one.server_rule), None)
+    if bringing is None:
+        return job
+    if len(ups) > 1:
+        raise JobError(
+            f"codec {bringing} changes what the servers do with all tensors; leave codec_tensors out, or choose "
+            "another codec"
+        )
+    if job.rule.method not in (Torch.name, bringing.server_rule):
+        raise JobError(
+            f"codec {bringing} needs update rule {bringing.server_rule}, but the job has {job.rule.method}; leave "
+            "`rule` out, or choose another codec"
+        )
+    found = replace(job, rule=replace(job.rule, method=bringing.server_rule))
+    check_rule(found.rule)
+    return found
 
 
 def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
@@ -87,6 +108,11 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
             f"update rule {rule} takes parameter deltas, but cadence {job.cadence} sends gradients; choose "
             "another rule or cadence"
         )
+    if rule.takes is Takes.MOMENTUM and all(one.server_rule != job.rule.method for one in codecs.of(job).ups):
+        raise JobError(
+            f"update rule {rule} takes workers' momentum, but codec {job.codec_up or job.codec} sends gradients; leave "
+            "`rule` out: a codec that sends momentum, such as onebit-adam, brings its rule along"
+        )
     _check_down(job, mode, standbys=standbys)
     _check_undecided(job, mode)
     if job.error_memory == EXACT:
@@ -111,6 +137,12 @@ def _check_exact(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
         )
     if not codecs.of(job).remembers:
         return
+    resting = next((one for one in codecs.of(job).ups if one.server_rule), None)
+    if resting is not None:
+        raise JobError(
+            f"error_memory 'exact' clears what workers remember at each checkpoint, also the momentum that codec "
+            f"{resting} sends; choose error_memory='reset', or another codec"
+        )
     if pace.keeps_state or pace.keeps_copies:
         raise JobError(
             f"error_memory 'exact' doesn't cover what cadence {pace} keeps on each worker, so the bits would depend on "
@@ -202,6 +234,13 @@ def _check_momentum(codec: Codec, job: JobSpec, pace: Cadence) -> None:
             f"codec {codec} adds momentum to gradients on each worker, but cadence {pace} sends how far the "
             "parameters moved; choose cadence='every-step', or another codec"
         )
+    if codec.server_rule:
+        if consistency.of(job.consistency).clock is Clock.VERSION:
+            raise JobError(
+                f"codec {codec} sends momentum after some steps, but in consistency {job.consistency.mode} workers "
+                "have no common steps; choose consistency='sync', or another codec"
+            )
+        return
     for number, group in enumerate(job.rule.groups):
         if momentum(group):
             raise JobError(

@@ -16,11 +16,13 @@ from shardline.codecs.low_rank import PowerSGD
 from shardline.codecs.quantizing.fp8 import FP8
 from shardline.codecs.quantizing.int8 import Int8
 from shardline.codecs.quantizing.onebit import EFSign, OneBit
+from shardline.codecs.quantizing.onebit_adam import OneBitAdam
 from shardline.codecs.quantizing.qsgd import QSGD
 from shardline.codecs.quantizing.sign_vote import SignVote
 from shardline.codecs.quantizing.ternary import TernGrad, TwoBit
 from shardline.codecs.raw import Raw
 from shardline.codecs.sparse.dgc import DGC
+from shardline.codecs.sparse.nonzero import Sparse
 from shardline.codecs.sparse.randomk import RandomK
 from shardline.codecs.sparse.topk import TopK
 from shardline.core.plan import Plan
@@ -37,6 +39,7 @@ CODECS: Table[Codec] = Table(
     Fp16,
     Delta,
     Lossless,
+    Sparse,
     Int8,
     FP8,
     QSGD,
@@ -49,6 +52,7 @@ CODECS: Table[Codec] = Table(
     RandomK,
     DGC,
     PowerSGD,
+    OneBitAdam,
 )
 
 

@@ -226,6 +226,11 @@ class Codec(Resident, ABC):
         """Whether it adds momentum to gradients on each worker, so that no other part of the job may."""
         return False
 
+    @property
+    def server_rule(self) -> str:
+        """Update rule that the servers have to run for what it sends, with the job's optimizer; "" = any."""
+        return ""
+
     def keeps(self, base: int | None, step: int) -> bool:
         """Whether a receiver with the values of `base`, which have not changed since, has what `step` would bring."""
         every = self.exact_every

@@ -33,6 +33,9 @@ class Delta(Codec):
     and each worker one more. Who has not v_(t-1) gets all of v_t. In steps that are multiples of `refresh`, all get
     theta_t itself: a job that goes back to a checkpoint there ends in the same bits. A bucket that a step does not
     change keeps its v.
+
+    Where the codec of the changes is exact, a change is the exclusive or of the bits, so v_t is theta_t in every step:
+    with `sparse`, the entries that any worker's gradient has changed.
     """
 
     name: ClassVar[str] = "delta"
@@ -51,7 +54,7 @@ class Delta(Codec):
         # The table has this class too.
         from shardline.codecs import CODECS
 
-        fitting = [kind.name for kind in CODECS if kind.direction is not Direction.PULL and not kind.exact]
+        fitting = [kind.name for kind in CODECS if kind.direction is not Direction.PULL and _fits(kind)]
         if self.by not in fitting:
             raise JobError(
                 f"codec delta: changes can't be encoded by {self.by!r}; give the name of a codec, without settings: "
@@ -68,8 +71,8 @@ class Delta(Codec):
 
     @property
     def exact_every(self) -> int:
-        """See Codec.exact_every."""
-        return self.refresh
+        """See Codec.exact_every. With exact changes no pull depends on what was sent before."""
+        return 0 if self.inner.exact else self.refresh
 
     def takes(self, tensor: TensorSpec) -> bool:
         """See Codec.takes."""
@@ -96,7 +99,8 @@ class DeltaCoder:
     """Encoder and decoder of one bucket. The memory has v of the last steps, and the bytes of their changes."""
 
     def __init__(self, codec: Delta, layout: Layout) -> None:
-        self._refresh = codec.refresh
+        self._refresh = codec.exact_every
+        self._exact = codec.inner.exact
         self._layout = layout
         self._encoder: Encoder = codec.inner.encoder(layout)
         self._decoder: Decoder = codec.inner.decoder(layout)
@@ -117,7 +121,7 @@ class DeltaCoder:
         """Make v of this step, whoever asks for it, and its change."""
         memory, after = turn.memory, values.clone()
         last = _last(memory, turn.step)
-        if last >= 0 and last // self._refresh == turn.step // self._refresh:
+        if last >= 0 and (not self._refresh or last // self._refresh == turn.step // self._refresh):
             before = memory[_value(last)]
             if turn.changed <= last:
                 # Receivers keep what they have.
@@ -129,13 +133,19 @@ class DeltaCoder:
 
     def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
-        coded = bytes(self._encoder.encode(values - before, Turn(turn.step)))
-        after = before + self._decoder.decode(bytearray(coded), Turn(turn.step))
+        change = _exclusive(values, before) if self._exact else values - before
+        coded = bytes(self._encoder.encode(change, Turn(turn.step)))
+        after = values.clone() if self._exact else self._after(before, memoryview(bytearray(coded)), turn)
         if BASE.size + len(coded) >= self._layout.bucket.nbytes or not is_finite(after):
             return values.clone()
         data = bytearray(BASE.pack(digest(tensor_bytes(before))) + coded)
         turn.memory[_change(turn.step)] = tensor_from_bytes(memoryview(data), "uint8")
         return after
+
+    def _after(self, before: torch.Tensor, coded: memoryview, turn: Turn) -> torch.Tensor:
+        """What a receiver makes of a change."""
+        change = self._decoder.decode(coded, Turn(turn.step))
+        return _exclusive(before, change) if self._exact else before + change
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """The receiver's new values."""
@@ -149,11 +159,23 @@ class DeltaCoder:
             if before is None or BASE.unpack_from(view) != (digest(tensor_bytes(before)),):
                 has = "nothing" if before is None else "other values"
                 raise ProtocolError(f"codec delta: a change of step {turn.step - 1}, of which this task has {has}")
-            found = before + self._decoder.decode(view[BASE.size :], Turn(turn.step))
+            found = self._after(before, view[BASE.size :], turn)
         turn.memory.clear()
         if is_finite(found):
             turn.memory[_value(turn.step)] = found
         return found
+
+
+def _fits(kind: type[Codec]) -> bool:
+    """Whether a codec of gradients says something about changes of parameters."""
+    codec = kind()
+    return not (codec.is_view or codec.undecided or codec.votes or codec.has_momentum)
+
+
+def _exclusive(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The bits in which two tensors differ, as such a tensor."""
+    found: torch.Tensor = one.view(torch.uint8) ^ other.view(torch.uint8)
+    return found.view(one.dtype)
 
 
 def _last(memory: Mapping[MemoryKey, torch.Tensor], step: int) -> int:

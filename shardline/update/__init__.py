@@ -17,12 +17,14 @@ from shardline.update.gap_aware import GapAware
 from shardline.update.lwp import LWP
 from shardline.update.multi_asgd import MultiASGD
 from shardline.update.nag_asgd import NAGASGD
+from shardline.update.onebit_adam import OneBitAdamRule
 from shardline.update.smega2 import SMEGA2
 from shardline.update.staleness_aware import StalenessAware
 from shardline.update.torch_optim.rule import Torch
 
 __all__ = [
     "ALLOWED",
+    "BROUGHT",
     "REFUSED",
     "RULES",
     "BucketRule",
@@ -46,10 +48,14 @@ __all__ = [
 RULES: Table[UpdateRule] = Table("rule", Torch, StalenessAware, GapAware, DCASGD, NAGASGD, MultiASGD, LWP, DANA, SMEGA2)
 """The choices for a job's `rule` and --rule."""
 
+BROUGHT: Table[UpdateRule] = Table("rule", OneBitAdamRule)
+"""Rules that a codec brings along (Codec.server_rule), and nobody chooses by themselves."""
+
 
 def chosen(spec: RuleSpec) -> UpdateRule:
-    """The rule that a job has chosen. Raises JobError for an unknown one."""
-    return RULES.parse(spec.method)
+    """The rule that a job has chosen, or its codec. Raises JobError for an unknown one."""
+    table = BROUGHT if spec.method.partition(":")[0] in BROUGHT else RULES
+    return table.parse(spec.method)
 
 
 def check_rule(spec: RuleSpec) -> None:

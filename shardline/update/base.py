@@ -36,6 +36,8 @@ class Takes(enum.Enum):
     GRADIENT = "gradient"
     DELTA = "delta"
     """Workers run the job's optimizer themselves and push their movement: old parameters minus new ones."""
+    MOMENTUM = "momentum"
+    """Workers keep the momentum, and push it; see Codec.server_rule."""
 
 
 class Need(enum.Enum):

@@ -15,6 +15,7 @@ from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, Memory, MemoryKey, Part, Scope, Turn
 from shardline.codecs.coding import Coding
 from shardline.codecs.lossy import Lossy
+from shardline.codecs.quantizing.onebit_adam import OneBitAdam
 from shardline.codecs.quantizing.ternary import TernGrad
 from shardline.codecs.sparse.dgc import DGC
 from shardline.codecs.sparse.randomk import drawn
@@ -81,7 +82,7 @@ def test_only_large_matrices_of_gradients_are_taken(codec: Lossy) -> None:
     assert not codec.takes(spec("m", (32, 32), kind=TensorKind.BUFFER))
     for shape in ((1 << 20,), (31, 33), (1, 1023), ()):
         # A codec with momentum has to add it to all of them.
-        assert codec.takes(spec("m", shape)) is isinstance(codec, DGC)
+        assert codec.takes(spec("m", shape)) is isinstance(codec, DGC | OneBitAdam)
 
 
 # What the decoded values have to do with the numbers
@@ -180,6 +181,7 @@ BITS = {
     "topk:ratio=0.25": 0.25 * 32 + 1,
     "randomk": 0.01 * 32,
     "dgc:ratio=0.01": 0.01 * (32 + 16),
+    "onebit-adam:warmup=1": 1,
     "powersgd": 2 * (512 + 512) * 32 / 512**2,
     "powersgd:rank=1": (512 + 512) * 32 / 512**2,
 }
@@ -197,7 +199,7 @@ def test_a_payload_has_the_size_that_is_documented(text: str) -> None:
     total = 0
     for number, bucket in enumerate(plan.shards[0].buckets):
         encoder = Coding(codec, plan).bucket(0, number).encoder
-        total += len(encoder.encode(draw("normal", bucket.elements), Turn()))
+        total += len(encoder.encode(draw("normal", bucket.elements), Turn(1)))
     assert 8 * total / 512**2 == pytest.approx(BITS[text], rel=0.02)
 
 
@@ -306,6 +308,11 @@ BAD = {
     "randomk without a seed": Bad("randomk", lambda data: data[:7], "expected 88"),
     "dgc with more than it sends": Bad("dgc", gaps(3, 1, 1, 1), "3 of 2000 entries, at most 2"),
     "dgc with a repeated index": Bad("dgc", gaps(2, 5, 0), "not 2 ascending ones within 2000"),
+    "onebit-adam with a value too few": Bad("onebit-adam", lambda data: data[:-4], "expected 8000"),
+    "onebit-adam's signs with a byte too many": Bad("onebit-adam", lambda data: data[:259], "expected 8000"),
+    "onebit-adam's signs with the mean NaN": Bad(
+        "onebit-adam", lambda data: edited(data[:258], 0, "<f", math.nan), "a scale is not finite"
+    ),
     "powersgd with a row too few": Bad("powersgd", lambda data: data[:-8], "expected 4032"),
     "powersgd with NaN": Bad("powersgd", lambda data: edited(data, 8, "<f", math.nan), "a factor is not finite"),
     "powersgd with inf": Bad("powersgd", lambda data: edited(data, 400, "<f", math.inf), "a factor is not finite"),
@@ -349,6 +356,8 @@ def test_every_lossy_codec_refuses_something() -> None:
         "dgc:warmup=-1",
         "dgc:clip=-1",
         "powersgd:rank=0",
+        "onebit-adam:warmup=0",
+        "onebit-adam:momentum=1",
     ],
 )
 def test_a_setting_out_of_range_is_refused(text: str) -> None:

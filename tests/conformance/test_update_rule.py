@@ -28,6 +28,7 @@ from shardline.rpc.messages.convert import rule_from_proto, rule_to_proto
 from shardline.schedule import cosine
 from shardline.update import (
     ALLOWED,
+    BROUGHT,
     RULES,
     bucket_rule,
     check_tensors,
@@ -81,6 +82,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 CASES = [
     *(Case("torch", name, ARGUMENTS.get(name, {"lr": 0.01})) for name in ALLOWED),
     *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in RULES.names if method != "torch"),
+    Case("onebit-adam:warmup=4", "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
     *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in ("dc-asgd:kind=c", "dana:kind=zero", "dana:kind=dc")),
     Case("gap-aware", "Adafactor", {"lr": 0.01, "weight_decay": 0.01}),
     Case("toy-compensation:strength=0.5", "AdamW", {"lr": 0.01}),
@@ -210,7 +212,7 @@ def assert_same_states(left: Sequence[Any], right: Sequence[Any]) -> None:
 
 
 def test_every_rule_of_the_table_is_tried() -> None:
-    assert {case.method.partition(":")[0] for case in CASES} == set(RULES.names)
+    assert {case.method.partition(":")[0] for case in CASES} == {*RULES.names, *BROUGHT.names}
     assert {case.optimizer for case in CASES if case.method == "torch"} == set(ALLOWED)
 
 
@@ -414,11 +416,12 @@ def test_slices_without_a_gradient_keep_values_and_state(case: Case) -> None:
 @every_rule
 def test_the_choice_travels_as_text(case: Case) -> None:
     resident = chosen(case.spec)
-    assert RULES.parse(str(resident)) == resident
+    table = BROUGHT if resident.name in BROUGHT else RULES
+    assert table.parse(str(resident)) == resident
     assert rule_from_proto(rule_to_proto(case.spec)) == case.spec
     assert resident.label(case.spec)
     with pytest.raises(JobError, match="no setting 'no_such_setting'"):
-        RULES.parse(f"{resident.name}:no_such_setting=1")
+        table.parse(f"{resident.name}:no_such_setting=1")
     check_tensors(case.spec, case.tensors)
     with pytest.raises(JobError, match="floating-point tensors only"):
         check_tensors(case.spec, [TensorSpec(name="w", shape=(2, 2), dtype="int64", whole=True)])
@@ -445,6 +448,10 @@ def test_a_rule_that_tells_workers_apart_is_refused_where_their_pushes_are_added
     if resident.takes is Takes.DELTA:
         with pytest.raises(JobError, match="takes parameter deltas"):
             check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))
+        return
+    if resident.takes is Takes.MOMENTUM:
+        with pytest.raises(JobError, match="codec raw sends gradients"):
+            check_fit(job_of(case))
         return
     check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))
     if resident.needs or resident.looks_ahead:

@@ -23,6 +23,7 @@ MORE = {
     "topk": ("topk:ratio=0.25", "topk:ratio=1.0"),
     "randomk": ("randomk:ratio=0.25", "randomk:ratio=1.0"),
     "powersgd": ("powersgd:rank=1", "powersgd:rank=8"),
+    "onebit-adam": ("onebit-adam:warmup=1,momentum=0.0",),
     "dgc": ("dgc:ratio=0.25", "dgc:ratio=0.25,momentum=0.0", "dgc:ratio=1.0", "dgc:warmup=10,clip=1.0"),
 }
 """Further settings of some codecs; the others are tested with their defaults."""
