@@ -7,7 +7,7 @@ import time
 
 import click
 
-from benchmarks.reproductions import codecs, delays, local, momentum, slow_worker, spare_workers
+from benchmarks.reproductions import codecs, compressors, delays, local, momentum, slow_worker, spare_workers
 from benchmarks.reproductions.base import SEEDS, Reproduction
 from benchmarks.reproductions.page import draw
 
@@ -17,6 +17,7 @@ ALL: tuple[Reproduction, ...] = (
     *spare_workers.ALL,
     *local.ALL,
     *codecs.ALL,
+    *compressors.ALL,
     *slow_worker.ALL,
 )
 

@@ -49,6 +49,16 @@ class Task:
     score: Callable[[Mapping[str, torch.Tensor]], float] = field(repr=False)
     steps: int
     lr: float
+    momentum: float = 0.9
+
+
+@dataclass
+class Traffic:
+    """Bytes of one replica's pushes and of its pulls, without messages around them, and of as many unencoded ones."""
+
+    pushed: int = 0
+    pulled: int = 0
+    raw: int = 0
 
 
 DIGITS = Task(model=base.perceptron, data=lambda: base.digits(train=True), score=base.accuracy, steps=1200, lr=0.05)
@@ -93,8 +103,12 @@ def fill(plan: Plan, bucket: BucketSpec, flat: torch.Tensor, values: Mapping[str
         values[tensor.name].view(-1)[start : start + piece.elements] = flat[piece.offset : piece.end]
 
 
-def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tensor]:
-    """Train as synchronous servers and workers do, with their codecs and error memory; the servers' parameters."""
+def train(task: Task, up: str, down: str, seed: int, traffic: Traffic | None = None) -> Mapping[str, torch.Tensor]:
+    """Train as synchronous servers and workers do, with their codecs and error memory; the servers' parameters.
+
+    traffic: is added to.
+    """
+    traffic = Traffic() if traffic is None else traffic
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, data = task.model(), task.data()
@@ -106,12 +120,13 @@ def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tenso
     server = Parameters(plan, {name: p.data for name, p in held.items()}, [{} for _ in range(count)])
     worker = Parameters(plan, {name: p.data for name, p in own.items()}, [{} for _ in range(count)])
     # dgc brings its own momentum.
-    optimizer = torch.optim.SGD(held.values(), lr=task.lr, momentum=0.0 if coding.push.codec.has_momentum else 0.9)
+    momentum = 0.0 if coding.push.codec.has_momentum else task.momentum
+    optimizer = torch.optim.SGD(held.values(), lr=task.lr, momentum=momentum)
     encoders = PushEncoders(coding.push, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     for step in range(task.steps):
         for number in range(count):
-            pull(coding.pull.bucket(0, number), server, worker, number, step)
+            traffic.pulled += pull(coding.pull.bucket(0, number), server, worker, number, step)
         for p in held.values():
             p.grad = torch.zeros_like(p)
         gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
@@ -123,6 +138,9 @@ def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tenso
             mine = {name: p.grad for name, p in own.items() if p.grad is not None}
             for number, bucket in enumerate(server.buckets):
                 sent = encoders.encode(0, number, replica, flat_bucket(plan, bucket, mine))
+                if replica == 0:
+                    traffic.pushed += len(tensor_bytes_of(sent))
+                    traffic.raw += bucket.nbytes
                 found = coding.push.bucket(0, number).decoder.decode(bytearray(sent), Turn(step))
                 before = flat_bucket(plan, bucket, gradients)
                 fill(plan, bucket, before + found / REPLICAS, gradients)
@@ -131,11 +149,12 @@ def train(task: Task, up: str, down: str, seed: int) -> Mapping[str, torch.Tenso
     return {name: p.data for name, p in held.items()}
 
 
-def pull(coding: Any, server: Parameters, worker: Parameters, number: int, step: int) -> None:
-    """One bucket from the server to the worker."""
+def pull(coding: Any, server: Parameters, worker: Parameters, number: int, step: int) -> int:
+    """One bucket from the server to the worker; its bytes."""
     turn = Turn(step, receiver="worker", base=step - 1 if step else None, changed=step, memory=server.memories[number])
     sent = bytearray(coding.encoder.encode(server.bucket(number), turn))
     worker.load(number, coding.decoder.decode(sent, Turn(step, memory=worker.memories[number])))
+    return len(sent)
 
 
 def sent_bytes(up: str, down: str) -> tuple[int, int]:

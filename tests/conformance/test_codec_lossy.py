@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.reproductions.compressors import resnet18
 from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, Memory, MemoryKey, Part, Scope, Turn
 from shardline.codecs.coding import Coding
@@ -451,22 +452,9 @@ def test_powersgd_is_exact_for_matrices_of_its_rank_and_their_growth() -> None:
         torch.testing.assert_close(through(codec, values, where, turn), values, rtol=1e-4, atol=1e-4)
 
 
-def resnet18() -> list[tuple[int, ...]]:
-    """Shapes of the parameters of ResNet-18 for CIFAR-10, 11,173,962 numbers."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
-    before = 64
-    for width in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(width, before, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
-            if block == 0 and before != width:
-                shapes += [(width, before, 1, 1), (width,), (width,)]
-            before = width
-    return [*shapes, (10, 512), (10,)]
-
-
 @pytest.mark.parametrize(("rank", "ratio"), [(1, 243.3), (2, 135.8), (4, 72.1)])
 def test_powersgd_sends_as_little_of_resnet18_as_its_paper_says(rank: int, ratio: float) -> None:
-    codec, tensors = powersgd(rank), [spec(str(number), shape) for number, shape in enumerate(resnet18())]
+    codec, tensors = powersgd(rank), resnet18()
     total, sent_bytes = sum(tensor.elements for tensor in tensors), 0
     assert total == 11_173_962
     for tensor in tensors:
