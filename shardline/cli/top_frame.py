@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.host.printable import printable
-from shardline.observability.view import ClusterView, EventView, ShardView, TaskView
+from shardline.observability.view import ClusterView, EventView, ShardView, TaskView, codec_text
 
 POINTS = 240
 """Most points of a curve; older ones are dropped."""
@@ -207,7 +207,8 @@ def _steps(view: ClusterView) -> str:
 
 
 def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iterable[Text]:
-    facts = [view.mode, view.rule, f"{view.replicas} replicas" if view.replicas else ""]
+    replicas = f"{view.replicas} replicas" if view.replicas else ""
+    facts = [view.mode, view.rule, replicas, *map(codec_text, view.codecs)]
     title = Text(overflow="ellipsis", no_wrap=True)
     title.append(printable(view.job) or "job", style="bold")
     title.append(glyphs.between.join(["", *(fact for fact in map(printable, facts) if fact)]), style="dim")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Scope, Turn
+from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Scope, Turn, zeros
+from shardline.codecs.parts import ERROR
 from shardline.codecs.raw import Raw
 from shardline.core.plan import Plan
 from shardline.core.spec import TensorSpec
@@ -105,9 +106,9 @@ class Coding:
         return BucketCoding(codec, str(codec), layout, codec.encoder(layout), codec.decoder(layout), usual, most)
 
     def measure(self, shard: int, number: int, values: torch.Tensor, data: Buffer, turn: Turn) -> bool:
-        """In every MEASURED_EVERYth step: note how far the encoded values are from the values. Returns whether it did.
+        """In every MEASURED_EVERYth step: note how far what was sent is from what was to be. Returns whether it did.
 
-        turn: as after encoding.
+        That is the values, and what error memory owed. turn: as after encoding.
         """
         before = self._errors.get((shard, number))
         due = turn.step % MEASURED_EVERY == 0 and (before is None or before[0] != turn.step)
@@ -115,12 +116,26 @@ class Coding:
             return False
         # A decoder may keep the bytes, and change its memory.
         found = self.bucket(shard, number).decoder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))
-        self._errors[shard, number] = (turn.step, _square(values - found), _square(values))
+        owed = self._owed(shard, number, turn)
+        error = values - found if owed is None else owed
+        self._errors[shard, number] = (turn.step, _square(error), _square(found + error))
         return True
+
+    def _owed(self, shard: int, number: int, turn: Turn) -> torch.Tensor | None:
+        """What error memory holds after a push, as a bucket: nothing after all was sent. None without such memory."""
+        if not turn.whole and not any(what == ERROR for _, _, what in turn.memory):
+            return None
+        coding = self.bucket(shard, number)
+        found = zeros(coding.layout)
+        for part in coding.layout.parts(coding.codec.scope):
+            error = turn.memory.get((part.tensor.name, part.first_row, ERROR))
+            if error is not None:
+                found[part.offset : part.end] = error
+        return found
 
     @property
     def relative_error(self) -> float | None:
-        """L2 norm of what encoding changed, over that of the values, when it was last measured; None if it wasn't."""
+        """L2 norm of what was not sent, over that of what was to be, when it was last measured; None if it wasn't."""
         measured = list(self._errors.values())
         norm = sum(values for _, _, values in measured)
         return math.sqrt(sum(error for _, error, _ in measured) / norm) if norm > 0.0 else None

@@ -10,6 +10,7 @@ import torch
 
 from shardline.codecs.base import Memory, MemoryKey, Scope, Turn
 from shardline.codecs.coding import Coding
+from shardline.codecs.parts import ERROR
 from shardline.core.tensor_bytes import Buffer
 
 Memories = dict[int, dict[MemoryKey, torch.Tensor]]
@@ -104,12 +105,13 @@ class PushEncoders:
         data = encoder.encode(values, turn)
         held.pending[bucket] = memory
         if self.coding.measure(shard, bucket, values, data, turn):
-            self._owed[replica, shard, bucket] = math.hypot(*map(float, map(torch.linalg.vector_norm, memory.values())))
+            owed = (values for (_, _, what), values in memory.items() if what == ERROR)
+            self._owed[replica, shard, bucket] = math.hypot(*map(float, map(torch.linalg.vector_norm, owed)))
         return data
 
     @property
     def memory_norm(self) -> float | None:
-        """L2 norm of what the codec remembers of these replicas, when it was last measured; None if nothing was."""
+        """L2 norm of what these replicas' error memory holds, when it was last measured; None if nothing was."""
         return math.hypot(*self._owed.values()) if self._owed else None
 
     def settle(self, *, skipped: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,12 +11,17 @@ from shardline.core.choices import Choices
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of tensors since a task started. raw: as in memory, wire: as sent."""
+    """Bytes of tensors since a task started, and what codecs make of them. raw: as in memory, wire: as sent."""
 
     push_raw_bytes: int = 0
     push_wire_bytes: int = 0
     pull_raw_bytes: int = 0
     pull_wire_bytes: int = 0
+    codec_error: float = 0.0
+    """L2 norm of what was not sent, over that of what was to be, as last measured: of pushes at a worker, of pulls at a
+    ps. 0 = nothing was measured, or the codec is exact."""
+    codec_owed: float = 0.0
+    """L2 norm of a worker's error memory, as last measured."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -23,6 +29,8 @@ class Traffic:
             push_wire_bytes=self.push_wire_bytes + other.push_wire_bytes,
             pull_raw_bytes=self.pull_raw_bytes + other.pull_raw_bytes,
             pull_wire_bytes=self.pull_wire_bytes + other.pull_wire_bytes,
+            codec_error=max(self.codec_error, other.codec_error),
+            codec_owed=math.hypot(self.codec_owed, other.codec_owed),
         )
 
 
@@ -195,6 +203,10 @@ class ChiefStatus:
     replicas: int = 0
     rule: str = ""
     """Name of the update rule."""
+    codec_up: str = ""
+    """Codec of gradients; empty until the job is known."""
+    codec_down: str = ""
+    """Codec of parameters."""
     dead_s: float = 0.0
     """Seconds of silence after which a task is dead."""
     page: str = ""

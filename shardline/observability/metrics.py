@@ -90,14 +90,14 @@ TABLE: tuple[MetricSpec, ...] = (
         "ratio",
         _DATA,
         ["codec", "way"],
-        "L2 norm of what the codec changed, over that of the values; in every 50th step",
+        "L2 norm of what the codec didn't send, over that of what was to be sent; in every 50th step",
     ),
     _gauge(
         "shardline_codec_memory_norm",
         "norm",
         ["worker"],
         ["codec"],
-        "L2 norm of what the codec of gradients remembers to send later; in every 50th step",
+        "L2 norm of what the codec of gradients owes, to be sent later; in every 50th step",
     ),
     _gauge(
         "shardline_codec_chosen",

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.core.status import ChiefStatus, TaskStatus
+from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
 dead, left."""
 GONE = ("dead", "left")
+PLAIN = "raw"
+"""The codec that sends bytes as they are."""
 PHASE_WORDS: Mapping[str, str] = {
     "waiting": "waiting for tasks",
     "init": "preparing parameters",
@@ -107,6 +109,21 @@ class TaskView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodecView:
+    """What a codec makes of one direction."""
+
+    way: str
+    """up (gradients) or down (parameters)."""
+    codec: str
+    ratio: float | None
+    """Bytes in memory per byte sent; None if nothing was sent through a network."""
+    error: float | None
+    """L2 norm of what was not sent, over that of what was to be: the largest of the tasks that encode."""
+    owed: float | None
+    """L2 norm of the error memory of all workers; None for parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreView:
     """Evaluation metrics of one step."""
 
@@ -148,6 +165,8 @@ class ClusterView:
     """sync or async; empty until the job is known."""
     rule: str
     """Update rule, such as SGD."""
+    codecs: tuple[CodecView, ...]
+    """Of the directions that are encoded."""
     replicas: int
     phase: str
     """One of shardline.rpc.messages.status.PHASES."""
@@ -203,6 +222,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         job=status.job,
         mode=status.consistency,
         rule=status.rule,
+        codecs=_codecs(status),
         replicas=status.replicas,
         phase=status.phase,
         doing=doing(status),
@@ -271,6 +291,42 @@ def as_json(view: ClusterView) -> dict[str, Any]:
 def incarnation_text(incarnation: int) -> str:
     """An incarnation for people: "term.life"."""
     return f"{incarnation >> 32}.{incarnation & 0xFFFFFFFF}"
+
+
+def _codecs(status: ChiefStatus) -> tuple[CodecView, ...]:
+    servers = [task.traffic for task in status.tasks if task.task.startswith("ps/")]
+    workers = [task.traffic for task in status.tasks if not task.task.startswith("ps/")]
+    total = sum(servers, Traffic())
+    found = []
+    for way, codec, raw, wire, encoding in (
+        ("up", status.codec_up, total.push_raw_bytes, total.push_wire_bytes, workers),
+        ("down", status.codec_down, total.pull_raw_bytes, total.pull_wire_bytes, servers),
+    ):
+        if codec in ("", PLAIN):
+            continue
+        sides = sum(encoding, Traffic())
+        found.append(
+            CodecView(
+                way=way,
+                codec=codec,
+                ratio=raw / wire if wire else None,
+                error=_finite(sides.codec_error) or None,
+                owed=_finite(sides.codec_owed) or None,
+            )
+        )
+    return tuple(found)
+
+
+def codec_text(codec: CodecView) -> str:
+    """Such as "topk up, 66x smaller, error 88 %, owed 1.2"."""
+    parts = [f"{codec.codec} {codec.way}"]
+    if codec.ratio is not None:
+        parts.append(f"{codec.ratio:.3g}x smaller")
+    if codec.error is not None:
+        parts.append(f"error {100 * codec.error:.3g} %")
+    if codec.owed is not None:
+        parts.append(f"owed {codec.owed:.3g}")
+    return ", ".join(parts)
 
 
 def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:

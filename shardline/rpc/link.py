@@ -13,6 +13,7 @@ import grpc
 
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
+from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
@@ -21,6 +22,7 @@ from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
+from shardline.rpc.messages.status import traffic_to_proto
 from shardline.rpc.report_queue import ReportQueue
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
@@ -48,7 +50,7 @@ class ChiefLink:
         *,
         on_orders: Callable[[Orders], None] | None = None,
         ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
-        traffic: Callable[[], tuple[int, int, int, int]] | None = None,
+        traffic: Callable[[], Traffic] | None = None,
         cancelled: threading.Event | None = None,
         security: Security = PLAIN,
     ) -> None:
@@ -241,15 +243,7 @@ class ChiefLink:
         if self._ps_status is not None:
             beat.ps.CopyFrom(self._ps_status())
         if self._traffic is not None:
-            push_raw, push_wire, pull_raw, pull_wire = self._traffic()
-            beat.traffic.CopyFrom(
-                parameter_server_pb2.Traffic(
-                    push_raw_bytes=push_raw,
-                    push_wire_bytes=push_wire,
-                    pull_raw_bytes=pull_raw,
-                    pull_wire_bytes=pull_wire,
-                )
-            )
+            beat.traffic.CopyFrom(traffic_to_proto(self._traffic()))
         return beat
 
     def _tell_awaited(self) -> None:

@@ -107,7 +107,9 @@ def test_what_it_changes_is_measured_from_time_to_time(codec: Codec) -> None:
         if pushed(codec).exact:
             assert coding.relative_error is None and encoders_of.memory_norm is None
             continue
-        assert coding.relative_error is not None and 0.0 <= coding.relative_error < 10.0
+        # What unbiased codecs change may be larger than the values; what is left to be sent is not.
+        most = 10.0 if pushed(codec).memory is Memory.NONE else 1.5
+        assert coding.relative_error is not None and 0.0 <= coding.relative_error <= most
         owed = encoders_of.memory_norm
         assert (owed is None) == (pushed(codec).memory is Memory.NONE)
         if owed is not None and {name for held in encoders_of.state_dict(0).values() for name in held} == {ERROR}:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
-from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view
+from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus, Traffic
+from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view, codec_text
 from shardline.rpc.messages.status import STANDBY_STATES, chief_status_from_proto, chief_status_to_proto
 
 TASKS = (
@@ -146,6 +146,29 @@ def test_a_view_is_json_without_nan() -> None:
 def test_a_job_that_nothing_is_known_of_has_a_view() -> None:
     view = cluster_view(ChiefStatus())
     assert (view.loss, view.evaluation, view.best, view.tasks, view.left_s) == (None, None, None, (), None)
+
+
+CODED = replace(
+    STATUS,
+    codec_up="topk",
+    codec_down="delta:by=bf16",
+    tasks=(
+        TaskStatus(task="worker/0", state="alive", traffic=Traffic(codec_error=0.8, codec_owed=3.0)),
+        TaskStatus(task="worker/1", state="dead", traffic=Traffic(codec_error=0.88, codec_owed=4.0)),
+        TaskStatus(task="ps/0", state="alive", traffic=Traffic(push_raw_bytes=660, push_wire_bytes=10)),
+        TaskStatus(task="ps/1", state="alive", traffic=Traffic(pull_raw_bytes=80, codec_error=0.002)),
+    ),
+)
+
+
+def test_codecs_show_what_they_save_and_what_they_cost() -> None:
+    assert [codec_text(codec) for codec in cluster_view(CODED).codecs] == [
+        "topk up, 66x smaller, error 88 %, owed 5",
+        # Nothing went over a network.
+        "delta:by=bf16 down, error 0.2 %",
+    ]
+    assert not cluster_view(replace(CODED, codec_up="raw", codec_down="raw")).codecs
+    assert chief_status_from_proto(chief_status_to_proto(CODED)) == CODED
 
 
 def test_a_status_is_the_same_after_its_way_over_the_wire() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardline import methods
+from shardline import codecs, methods
 from shardline.core.orders import LOST, REPEATED
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
@@ -158,6 +158,8 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         out_dir=str(out),
         consistency=state.job.consistency.mode if state.job is not None else "",
         rule=state.job.rule.name if state.job is not None else "",
+        codec_up=str(codecs.of(state.job).ups[0]) if state.job is not None else "",
+        codec_down=str(codecs.of(state.job).downs[0]) if state.job is not None else "",
         replicas=state.job.replicas if state.job is not None else 0,
         time=now,
         missing=_missing(program, rows),

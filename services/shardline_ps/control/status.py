@@ -39,6 +39,7 @@ def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> para
             for number, held in sorted(store.standbys.items())
         ],
     )
+    pulls = store.configuration.coding.pull if store.configuration is not None else None
     with store.traffic_lock:
         reply.traffic.CopyFrom(
             parameter_server_pb2.Traffic(
@@ -46,6 +47,7 @@ def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> para
                 push_wire_bytes=store.traffic.push_wire,
                 pull_raw_bytes=store.traffic.pull_raw,
                 pull_wire_bytes=store.traffic.pull_wire,
+                codec_error=(pulls.relative_error if pulls is not None else None) or 0.0,
             )
         )
     return reply

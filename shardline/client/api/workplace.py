@@ -19,6 +19,7 @@ from shardline.client.step.worker_methods import WorkerMethods
 from shardline.config import RoleConfig, environment
 from shardline.core.exchange import Standing
 from shardline.core.orders import JobView
+from shardline.core.status import Traffic
 from shardline.errors import UnreachableError, UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
@@ -160,9 +161,19 @@ class Workplace:
         self._open_gate(trainer)
         self.current = trainer
 
-    def traffic(self) -> tuple[int, int, int, int]:
-        """Bytes so far: pushed raw, pushed wire, pulled raw, pulled wire."""
-        return self.current.meter.total if self.current is not None else (0, 0, 0, 0)
+    def traffic(self) -> Traffic:
+        """Bytes so far, and what the codec of pushes makes of them."""
+        if self.current is None:
+            return Traffic()
+        push_raw, push_wire, pull_raw, pull_wire = self.current.meter.total
+        return Traffic(
+            push_raw_bytes=push_raw,
+            push_wire_bytes=push_wire,
+            pull_raw_bytes=pull_raw,
+            pull_wire_bytes=pull_wire,
+            codec_error=self.current.weights.coding.push.relative_error or 0.0,
+            codec_owed=self.current.encoders.memory_norm or 0.0,
+        )
 
     @property
     def lost_updates(self) -> int:

@@ -961,6 +961,8 @@ class ChiefStatusReply(_message.Message):
     PAGE_FIELD_NUMBER: _builtins.int
     SHARD_BYTES_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
+    CODEC_UP_FIELD_NUMBER: _builtins.int
+    CODEC_DOWN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -995,6 +997,9 @@ class ChiefStatusReply(_message.Message):
     """Seconds of silence after which a task is dead."""
     page: _builtins.str
     """Address of the chief's own page; empty = none."""
+    codec_up: _builtins.str
+    """The job's codecs of gradients and of parameters; empty until the job is known."""
+    codec_down: _builtins.str
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1059,10 +1064,12 @@ class ChiefStatusReply(_message.Message):
         page: _builtins.str = ...,
         shard_bytes: _abc.Iterable[_builtins.int] | None = ...,
         faults: _abc.Iterable[_builtins.str] | None = ...,
+        codec_up: _builtins.str = ...,
+        codec_down: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1135,10 +1135,18 @@ class Traffic(_message.Message):
     PUSH_WIRE_BYTES_FIELD_NUMBER: _builtins.int
     PULL_RAW_BYTES_FIELD_NUMBER: _builtins.int
     PULL_WIRE_BYTES_FIELD_NUMBER: _builtins.int
+    CODEC_ERROR_FIELD_NUMBER: _builtins.int
+    CODEC_OWED_FIELD_NUMBER: _builtins.int
     push_raw_bytes: _builtins.int
     push_wire_bytes: _builtins.int
     pull_raw_bytes: _builtins.int
     pull_wire_bytes: _builtins.int
+    codec_error: _builtins.float
+    """L2 norm of what was not sent, over that of what was to be, as last measured: of pushes at a worker, of pulls at a
+    ps. 0: nothing was measured, or the codec is exact.
+    """
+    codec_owed: _builtins.float
+    """L2 norm of a worker's error memory, as last measured."""
     def __init__(
         self,
         *,
@@ -1146,10 +1154,12 @@ class Traffic(_message.Message):
         push_wire_bytes: _builtins.int = ...,
         pull_raw_bytes: _builtins.int = ...,
         pull_wire_bytes: _builtins.int = ...,
+        codec_error: _builtins.float = ...,
+        codec_owed: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull_raw_bytes", b"pull_raw_bytes", "pull_wire_bytes", b"pull_wire_bytes", "push_raw_bytes", b"push_raw_bytes", "push_wire_bytes", b"push_wire_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_error", b"codec_error", "codec_owed", b"codec_owed", "pull_raw_bytes", b"pull_raw_bytes", "pull_wire_bytes", b"pull_wire_bytes", "push_raw_bytes", b"push_raw_bytes", "push_wire_bytes", b"push_wire_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ function head(view) {
   put(at("job"), name);
   const mode = { sync: "synchronous", async: "asynchronous" }[view.mode];
   const replicas = view.mode === "sync" && view.replicas ? plural(view.replicas, "replica") : "";
-  put(at("about"), [mode, view.rule, replicas].filter(Boolean).join(" · "));
+  put(at("about"), [mode, view.rule, replicas, ...view.codecs.map(codec)].filter(Boolean).join(" · "));
 }
 
 function progress(view) {
@@ -76,6 +76,16 @@ function figures(view) {
     put(small, note);
   });
   while (list.children.length > found.length) list.lastChild.remove();
+}
+
+// Such as "topk up, 66x smaller, error 88 %, owed 1.2".
+function codec(used) {
+  return [
+    `${used.codec} ${used.way}`,
+    used.ratio == null ? "" : `${figure(used.ratio, 3)}x smaller`,
+    used.error == null ? "" : `error ${figure(100 * used.error, 3)} %`,
+    used.owed == null ? "" : `owed ${figure(used.owed, 3)}`,
+  ].filter(Boolean).join(", ");
 }
 
 function number(text) {
