@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.overlap.as_computed import AsComputed
@@ -19,9 +20,11 @@ from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.codecs import coding_of
+from shardline.consistency import Clock
 from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
+from shardline.core.spec import TensorKind
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.lanes.base import Lane
@@ -70,7 +73,7 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     residence: Residence = PRIVATE
     if places.regions or wishes.zero_copy:
         residence = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
-    weights = Weights(plan, layout, coding_of(job, plan), residence)
+    weights = Weights(plan, layout, coding_of(job, plan), residence, _gap(methods, layout))
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
@@ -90,3 +93,11 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
         sending = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
     return Trainer(view, sender, methods, ties.route, weights, tools, exchange, sending)
+
+
+def _gap(methods: WorkerMethods, layout: ModelLayout) -> GapMeter:
+    """Where steps are in common, all gradients are of the parameters that they are applied to."""
+    if methods.mode.clock is not Clock.VERSION or methods.cadence.sends_deltas:
+        return GapMeter(every=0)
+    specs = layout.plan.tensors
+    return GapMeter([layout.tensors[number] for number, spec in enumerate(specs) if spec.kind is TensorKind.PARAM])

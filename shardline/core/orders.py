@@ -89,6 +89,9 @@ class StepReport:
     """The part of exchange_s in which the servers waited for other workers."""
     drift: float = 0.0
     """L2 norm of how far the replica moved, in a cadence that trains locally."""
+    gap: float = 0.0
+    """RMS distance between the parameters before and after the push, where workers push for themselves; 0 = not
+    measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

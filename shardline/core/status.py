@@ -132,6 +132,8 @@ class TaskStatus:
     """The part of it in which the servers waited for other workers."""
     drift: float = 0.0
     """Mean L2 norm of how far its replicas moved in a step, in a cadence that trains locally."""
+    gap: float = 0.0
+    """Mean RMS distance between the parameters before and after a push, where workers push for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

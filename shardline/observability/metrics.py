@@ -40,6 +40,8 @@ LONG_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 """Bucket bounds, in seconds, for checkpoints and evaluations."""
 UPDATES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 """Bucket bounds for staleness, in versions; 0 has its own bucket, since synchronous training always has it."""
+DISTANCES = (1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+"""Bucket bounds for distances of parameters, as root mean squares of their elements."""
 
 ALL = ("ps", "worker", "chief", "evaluator")
 
@@ -193,6 +195,14 @@ TABLE: tuple[MetricSpec, ...] = (
     _histogram("shardline_exchange_seconds", "seconds", ["worker"], [], "Part of a step spent on push and pull"),
     _counter("shardline_examples_total", "examples", ["worker", "chief"], [], "Training samples done"),
     _gauge("shardline_drift", "norm", ["worker"], [], "L2 norm of how far a replica moved in its last local training"),
+    _histogram(
+        "shardline_gap",
+        "rms",
+        ["worker"],
+        [],
+        "RMS distance of the parameters before and after a push, every 20th; not where workers have common steps",
+        DISTANCES,
+    ),
     _gauge("shardline_clock_pushes", "pushes", ["worker"], [], "Clock of a worker that may be held back (mode ssp)"),
     _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
     _counter(

@@ -106,6 +106,8 @@ class TaskView:
     """The part of it in which the servers waited for other workers."""
     drift: float | None
     """Mean L2 norm of how far its replicas moved in a recent step; None without local training."""
+    gap: float | None
+    """Mean RMS distance between the parameters before and after a recent push; None where workers have common steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +372,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         exchange_s=_finite(task.exchange_s) if stepped else None,
         blocked_s=_finite(task.blocked_s) if stepped else None,
         drift=_finite(task.drift) if task.drift > 0 else None,
+        gap=_finite(task.gap) if task.gap > 0 else None,
     )
 
 

@@ -46,6 +46,7 @@ def test_the_whole_of_a_worker_is_its_staleness_by_step_and_the_time_that_it_wai
         "blocked_seconds": 500.0,
         "staleness": {"0": 334, "1": 333, "2": 333},
         "drift": 2.0,
+        "gap": 0.0,
     }
 
 

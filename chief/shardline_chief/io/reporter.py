@@ -131,12 +131,13 @@ class TaskSpeed:
         self._last.append(report)
 
     def whole(self) -> dict[str, Any]:
-        """Figures of all steps, for JSON. staleness: number of steps by staleness in versions. drift: a recent mean."""
+        """Figures of all steps, for JSON. staleness: number of steps by staleness. drift, gap: recent means."""
         return {
             "steps": self.steps,
             "blocked_seconds": round(self._blocked_s, 6),
             "staleness": {str(versions): count for versions, count in sorted(self._stale.items())},
             "drift": self.drift,
+            "gap": self.gap,
         }
 
     @property
@@ -163,6 +164,11 @@ class TaskSpeed:
     def drift(self) -> float:
         """Mean L2 norm of how far its replicas moved in the recent steps; 0 without local training."""
         return mean([report.drift for report in self._last])
+
+    @property
+    def gap(self) -> float:
+        """Mean gap of the recent steps in which it was measured; 0 where workers have common steps."""
+        return mean([report.gap for report in self._last if report.gap])
 
 
 def mean(values: Collection[float]) -> float:
@@ -328,6 +334,8 @@ class Reporter:
         }
         if any(report.drift for report in group):
             line["drift"] = mean([report.drift for report in group])
+        if any(report.gap for report in group):
+            line["gap"] = mean([report.gap for report in group if report.gap])
         if len(group) == 1:
             line["task"] = task
         self._write("steps", line)

@@ -306,6 +306,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             staleness=item.staleness,
             blocked_s=_seconds(item.blocked_s),
             drift=_seconds(item.drift),
+            gap=_seconds(item.gap),
         )
         for item in message.steps
     )

@@ -187,6 +187,7 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
         exchange_s=pace.exchange_s if pace is not None else 0.0,
         blocked_s=pace.blocked_s if pace is not None else 0.0,
         drift=pace.drift if pace is not None else 0.0,
+        gap=pace.gap if pace is not None else 0.0,
     )
 
 

@@ -150,6 +150,8 @@ def meter_step(
             metrics.gauge("shardline_drift").set(item.drift)
     if trainer.methods.mode.holds_back:
         metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
+    if figures.gap is not None:
+        metrics.histogram("shardline_gap").observe(figures.gap)
     _meter_codec(metrics, trainer)
     for shard, outcome in figures.outcomes.items():
         peer = peers.get(shard, "ps")

@@ -263,5 +263,11 @@ class StepLoop:
         meter_step(self._metrics, self.trainer, figures, sent.reports, step_s, self.place.peers)
         for item in sent.reports:
             self.finder.link.report(
-                replace(item, exchange_s=figures.seconds, staleness=figures.staleness, blocked_s=figures.blocked_s)
+                replace(
+                    item,
+                    exchange_s=figures.seconds,
+                    staleness=figures.staleness,
+                    blocked_s=figures.blocked_s,
+                    gap=figures.gap or 0.0,
+                )
             )

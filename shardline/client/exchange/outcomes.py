@@ -80,6 +80,8 @@ class StepFigures:
     outcomes: Mapping[int, ShardOutcome]
     skipped: bool
     """The step was skipped because a gradient was not finite."""
+    gap: float | None = None
+    """RMS distance between the parameters before and after it; None if it wasn't measured."""
 
     @property
     def staleness(self) -> int:

@@ -316,15 +316,15 @@ class Trainer:
         for shard, pushes in self.open.pushes.items():
             self.meter.pushed(shard, pushes, on_wire=not self.exchange.lanes[shard].by_reference)
         self._sending.learn()
-        following = self.step if self.open.sent else self.step + 1
         dropped = any(push.skip for pushes in self.open.pushes.values() for push in pushes)
         self.methods.versions = base = self.weights.settle(self.open.target)
-        skipped = self.half.closed(following, outcomes, base, dropped=dropped)
+        skipped = self.half.closed(self.step + (not self.open.sent), outcomes, base, dropped=dropped)
         self.open.close()
         self.open.first = False
         self.encoders.settle(skipped=skipped)
         self.methods.next_step()
-        return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
+        gap = self.weights.gap.last
+        return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped, gap=gap)
 
     def close(self) -> None:
         """End threads and calls, free the lanes, remove the hooks from the model."""

@@ -8,6 +8,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Arrivals, Key
 from shardline.client.exchange.device import ON_HOST, host_path
+from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.running import Running
 from shardline.client.step.layout import ModelLayout, homes, keys_of
 from shardline.client.step.residence import Residence
@@ -21,8 +22,9 @@ from shardline.errors import ProtocolError
 class Weights:
     """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, coding: JobCoding, residence: Residence) -> None:
+    def __init__(self, plan: Plan, layout: ModelLayout, coding: JobCoding, residence: Residence, gap: GapMeter) -> None:
         self._plan = plan
+        self.gap = gap
         self.layout = layout
         self.coding = coding
         self.residence = residence
@@ -46,12 +48,14 @@ class Weights:
     def forget(self) -> None:
         """Forget the step of the tensors' contents."""
         self.have = None
+        self.gap.start_over()
 
     def begin_pull(self, *, hold: bool) -> None:
         """Begin a pull of everything. hold: a backward pass is still reading the tensors, see release()."""
         self.have = None
         if not hold:
             self._host.fence()
+        self.gap.begin()
         self.residence.begin()
         self.arrivals.begin(hold=hold)
 
@@ -103,6 +107,7 @@ class Weights:
         if step is not None:
             self.residence.settle()
         self.have = step
+        self.gap.end()
         return {shard: sink.base_version for shard, sink in self.sinks.items()}
 
     # Buffers

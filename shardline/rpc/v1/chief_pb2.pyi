@@ -323,6 +323,7 @@ class StepReport(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     BLOCKED_S_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     replica: _builtins.int
     loss: _builtins.float
@@ -334,6 +335,8 @@ class StepReport(_message.Message):
     """The part of exchange_s in which the servers waited for other workers."""
     drift: _builtins.float
     """L2 norm of how far the replica moved, in a cadence that trains locally."""
+    gap: _builtins.float
+    """RMS distance between the parameters before and after the push, where workers push for themselves; 0: not measured."""
     def __init__(
         self,
         *,
@@ -346,10 +349,11 @@ class StepReport(_message.Message):
         staleness: _builtins.int = ...,
         blocked_s: _builtins.float = ...,
         drift: _builtins.float = ...,
+        gap: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,6 +772,7 @@ class TaskStatus(_message.Message):
     EXCHANGE_S_FIELD_NUMBER: _builtins.int
     BLOCKED_S_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -786,6 +791,8 @@ class TaskStatus(_message.Message):
     exchange_s: _builtins.float
     blocked_s: _builtins.float
     drift: _builtins.float
+    gap: _builtins.float
+    """Mean gap of its recent steps in which it was measured."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -813,10 +820,11 @@ class TaskStatus(_message.Message):
         exchange_s: _builtins.float = ...,
         blocked_s: _builtins.float = ...,
         drift: _builtins.float = ...,
+        gap: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

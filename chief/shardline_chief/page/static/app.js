@@ -113,7 +113,10 @@ function tasks(view) {
             + `of which ${seconds(task.blocked_s)} waiting for other workers`
             + (task.drift == null ? "" : `; drift ${figure(task.drift, 3)}`),
         },
-        number(figure(task.staleness, 3)),
+        {
+          ...number(figure(task.staleness, 3)),
+          title: task.gap == null ? "" : `parameters moved by ${figure(task.gap, 3)} (RMS) during a push`,
+        },
         has(task),
         { text: task.incarnation, kind: "soft" },
         { text: task.address, kind: "soft" },
