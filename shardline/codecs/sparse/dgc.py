@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from shardline.codecs.base import Codec, Memory, Part, Turn
@@ -121,7 +120,7 @@ class DGC(Lossy):
         """The entries as topk writes them; all of a vector or small tensor."""
         if not is_large(part.tensor):
             return bytes(tensor_bytes(values))
-        found = largest(np.abs(values.numpy()), share(self.ratio_at(turn.step), part.elements))
+        found = largest(values.numpy(), share(self.ratio_at(turn.step), part.elements))
         return write_entries(values, found, part)
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:

@@ -19,7 +19,7 @@ from shardline.errors import ProtocolError
 from shardline.native import codecs
 
 HEADER = struct.Struct("<IB")
-GAPS, INDICES, BITMAP = range(3)
+GAPS, INDICES, BITMAP = FORMS = range(3)
 GAP_BYTES, INDEX_BYTES = 2, 4
 LARGEST_GAP = (1 << 16) - 1
 EXACT = 1 << 16
@@ -44,15 +44,16 @@ def fewest_entries(count: int, elements: int) -> int:
     return count if elements <= EXACT else int(FEWEST * count)
 
 
-def largest(magnitudes: npt.NDArray[np.floating], count: int) -> Indices:
-    """Ascending indices of the `count` largest of finite magnitudes, or of about as many if these are beyond EXACT.
+def largest(values: npt.NDArray[np.floating], count: int) -> Indices:
+    """Ascending indices of the `count` largest magnitudes of finite values, or of about as many beyond EXACT.
 
     Deterministic. Those returned are always the largest. The threshold for many comes from a sample, and entries are
     selected again if there are too many (Lin et al., "Deep Gradient Compression", ICLR 2018, section 5).
     """
-    elements = len(magnitudes)
+    elements = len(values)
     if elements <= EXACT:
-        return _exactly(magnitudes, count)
+        return _exactly(values, count)
+    magnitudes = np.abs(values)
     sample = magnitudes[::STRIDE]
     rank = min(len(sample), max(1, round(count * len(sample) / elements)))
     threshold = float(np.partition(sample, len(sample) - rank)[len(sample) - rank])
@@ -66,12 +67,12 @@ def largest(magnitudes: npt.NDArray[np.floating], count: int) -> Indices:
     return _exactly(magnitudes, count)
 
 
-def _exactly(magnitudes: npt.NDArray[np.floating], count: int) -> Indices:
+def _exactly(values: npt.NDArray[np.floating], count: int) -> Indices:
     """Of equal ones the first."""
-    found = codecs.largest(magnitudes, count)
+    found = codecs.largest(values, count)
     if found is not None:
         return found.astype(np.int64)
-    rest = len(magnitudes) - count
+    magnitudes, rest = np.abs(values), len(values) - count
     least = np.partition(magnitudes, rest)[rest]
     chosen = magnitudes > least
     equal = np.flatnonzero(magnitudes == least)
@@ -110,15 +111,25 @@ def _written(indices: Indices, part: Part) -> tuple[int, bytes]:
     return (GAPS, gaps.astype("<u2").tobytes()) if fits else (INDICES, indices.astype("<u4").tobytes())
 
 
+def entries_at(payload: memoryview, part: Part) -> Indices:
+    """Indices of the entries that write_entries() has written."""
+    count, form = HEADER.unpack_from(payload)
+    return _indices(payload[HEADER.size : HEADER.size + _index_bytes(form, count, part)], form, part)
+
+
+def _index_bytes(form: int, count: int, part: Part) -> int:
+    """Bytes of as many indices in a form; 0 if there is no such form."""
+    return {GAPS: count * GAP_BYTES, INDICES: count * INDEX_BYTES, BITMAP: _bitmap_bytes(part)}.get(form, 0)
+
+
 def read_entries(payload: memoryview, most: int, part: Part) -> torch.Tensor:
     """The part, zero where there is no entry. Raises ProtocolError for what write_entries() never makes."""
     name, size = part.tensor.name, part.dtype.itemsize
     if len(payload) < HEADER.size:
         raise ProtocolError(f"part {name!r}: {len(payload)} bytes have no count")
     count, form = HEADER.unpack_from(payload)
-    lengths = {GAPS: count * GAP_BYTES, INDICES: count * INDEX_BYTES, BITMAP: _bitmap_bytes(part)}
-    split = HEADER.size + lengths.get(form, 0)
-    if count > most or form not in lengths or len(payload) != split + count * size:
+    split = HEADER.size + _index_bytes(form, count, part)
+    if count > most or form not in FORMS or len(payload) != split + count * size:
         raise ProtocolError(
             f"part {name!r}: {len(payload)} bytes for {count} of {part.elements} entries, at most {most}, form {form}"
         )

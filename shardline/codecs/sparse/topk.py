@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from shardline.codecs.base import Memory, Part, Turn
-from shardline.codecs.lossy import Lossy, check_ratio, share
+from shardline.codecs.lossy import NOT_FINITE, Lossy, check_ratio, share
+from shardline.codecs.parts import ERROR
 from shardline.codecs.sparse.entries import (
+    entries_at,
     entries_bytes,
     fewest_entries,
     largest,
@@ -57,8 +59,18 @@ class TopK(Lossy):
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
         """The entries in ascending order of their indices; zeros are left out."""
-        found = largest(np.abs(values.numpy()), share(self.ratio, part.elements))
+        found = largest(values.numpy(), share(self.ratio, part.elements))
         return write_entries(values, found, part)
+
+    def remembered(
+        self, values: torch.Tensor, wanted: torch.Tensor, data: Buffer | None, part: Part, turn: Turn
+    ) -> Mapping[str, torch.Tensor]:
+        """See PartCodec: what was not sent, which is all else, so nothing has to be decoded."""
+        if data is None or len(data) == len(NOT_FINITE):
+            return super().remembered(values, wanted, data, part, turn)
+        error = wanted.clone()
+        error.numpy()[entries_at(memoryview(data), part)] = 0.0
+        return {ERROR: error}
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
         """The entries, and zeros elsewhere."""
