@@ -19,11 +19,13 @@ from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
+from shardline.codecs import keep_whole, of
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
+from shardline.core.settings import Settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError
@@ -106,7 +108,8 @@ def configuration(work: Work, plan: Plan, placement: tuple[Placement, ...], shar
 def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     """Be worker `index`: worker/0 configures the servers and sends first values. Returns its figures."""
     torch.set_num_threads(1)
-    specs = tensor_specs(work)
+    codecs = of(Settings(codec=work.codec, codec_down=work.codec_down))
+    specs = keep_whole(codecs, tensor_specs(work))
     plan = make_plan(specs, work.ps)
     placement = tuple(Placement(shard=s, task=f"ps/{s}", address=address) for s, address in enumerate(addresses))
     job = JobSpec(

@@ -11,7 +11,7 @@ from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT
 from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec
 from shardline.errors import JobError
-from shardline.update import Torch, check_rule, chosen, rule
+from shardline.update import Torch, check_rule, check_tensors, chosen, rule
 from shardline.update.arguments import momentum
 from shardline.update.base import Need, Takes
 
@@ -71,6 +71,7 @@ def _with_server_rule(job: JobSpec) -> JobSpec:
         )
     found = replace(job, rule=replace(job.rule, method=bringing.server_rule))
     check_rule(found.rule)
+    check_tensors(found.rule, found.tensors)
     return found
 
 

@@ -40,7 +40,12 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
     try:
         with lab(HOSTS, "100mbit") as hosts:
             work = bench.work(
-                megabytes=MEGABYTES, workers=HOSTS, ps=HOSTS, steps=min(STEPS, bench.scale.steps), warmup=3
+                megabytes=MEGABYTES,
+                tensors=HOSTS,
+                workers=HOSTS,
+                ps=HOSTS,
+                steps=min(STEPS, bench.scale.steps),
+                warmup=3,
             )
             contenders = [
                 Contender(name=name, run=lambda up=up, down=down: ours(work, up, down, hosts))

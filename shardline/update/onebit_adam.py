@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from shardline.core.push_context import PushContext
-from shardline.core.spec import Argument, RuleSpec
+from shardline.core.spec import Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.update.arguments import momentum
 from shardline.update.base import Site, StateSpec, Takes
@@ -54,6 +54,13 @@ class OneBitAdamRule(ElementwiseRule):
                     f"update rule {self} can't run with weight_decay={group['weight_decay']}, {where}: it would be "
                     "part of the gradient, of which workers keep the momentum; use AdamW"
                 )
+
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """See UpdateRule. Of others the codec would send gradients where the rule takes momentum."""
+        super().check_tensors(spec, tensors)
+        for tensor in tensors:
+            if tensor.kind is TensorKind.PARAM and tensor.dtype not in ("float32", "float64"):
+                raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {self.name} trains float32 and float64 only")
 
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device

@@ -14,7 +14,7 @@ from shardline.codecs.quantizing.onebit_adam import MOMENTUM, OneBitAdam
 from shardline.core.plan import make_plan
 from shardline.core.spec import ScheduleSpec
 from shardline.errors import JobError
-from shardline.update import bucket_rule, rule
+from shardline.update import bucket_rule, check_tensors, rule
 from tests.support.codecs import spec
 from tests.support.jobs import make_job
 
@@ -145,6 +145,12 @@ def test_what_it_does_not_work_with_is_refused(optimizer: str, changes: dict[str
     job = make_job(optimizer, **{"codec": "onebit-adam", **changes})
     with pytest.raises(JobError, match=message.replace("*", r"\*")):
         job.spec(job.build_model())
+
+
+def test_a_dtype_of_which_the_codec_sends_gradients_is_refused() -> None:
+    found = rule("Adam", [{}], method="onebit-adam")
+    with pytest.raises(JobError, match="'w' has dtype bfloat16; onebit-adam trains float32 and float64 only"):
+        check_tensors(found, [spec("w", (2, 2), "bfloat16")])
 
 
 def test_the_rule_alone_is_none_to_choose() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.client.exchange.gap import EVERY, GapMeter
+from shardline.client.exchange.gap import EVERY, SAMPLE, GapMeter
 from tests.support.cluster import Cluster
 from tests.support.jobs import make_job
 
@@ -23,6 +23,16 @@ def test_it_is_the_root_mean_square_of_how_far_the_elements_moved() -> None:
     # The first exchange is a pull.
     assert [number for number, gap in enumerate(found) if gap is not None] == [1, 1 + EVERY]
     assert found[1] == pytest.approx((3 * 4 / 8) ** 0.5)
+
+
+def test_of_a_large_model_a_sample_is_compared() -> None:
+    tensors = [torch.zeros(SAMPLE), torch.zeros(SAMPLE)]
+    meter = GapMeter(tensors)
+    meter.end()
+    meter.begin()
+    tensors[0].add_(1.0)
+    meter.end()
+    assert meter.last == pytest.approx(0.5**0.5)
 
 
 def test_what_is_given_up_is_not_measured() -> None:

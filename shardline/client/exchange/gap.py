@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 EVERY = 20
-"""Pushes from one measurement to the next: each copies the parameters."""
+"""Pushes from one measurement to the next."""
+SAMPLE = 1 << 20
+"""Elements that are compared, of all or evenly spaced: a copy of a whole model might not fit."""
 
 
 class GapMeter:
@@ -22,6 +24,7 @@ class GapMeter:
         """tensors: the trained ones; read in place. every: pushes from one measurement to the next, 0 = none."""
         self._tensors = tensors
         self._every = every
+        self._stride = max(1, -(-sum(tensor.numel() for tensor in tensors) // SAMPLE))
         self._then: list[torch.Tensor] | None = None
         self._number = -1
         """Of the exchange; -1 is the pull that a worker begins with."""
@@ -31,16 +34,19 @@ class GapMeter:
     def begin(self) -> None:
         """An exchange begins: from here on the tensors may change. Again if it is repeated."""
         if self._then is None and self._every and self._number >= 0 and self._number % self._every == 0:
-            self._then = [tensor.detach().clone() for tensor in self._tensors]
+            self._then = [one.clone() for one in self._now()]
 
     def end(self) -> None:
         """The exchange has ended, and the tensors have their new values."""
         self._number += 1
         then, self._then, self.last = self._then, None, None
         if then is not None:
-            moved = (now.detach() - before for now, before in zip(self._tensors, then, strict=True))
+            moved = (now - before for now, before in zip(self._now(), then, strict=True))
             squares = sum(float(torch.linalg.vector_norm(_floats(one))) ** 2 for one in moved)
             self.last = math.sqrt(squares / max(1, sum(tensor.numel() for tensor in then)))
+
+    def _now(self) -> list[torch.Tensor]:
+        return [tensor.detach().reshape(-1)[:: self._stride] for tensor in self._tensors]
 
     def start_over(self) -> None:
         """The exchange, if any, is given up, and the next one only pulls."""
