@@ -112,7 +112,7 @@ class Coding:
         """
         before = self._errors.get((shard, number))
         due = turn.step % MEASURED_EVERY == 0 and (before is None or before[0] != turn.step)
-        if not due or self.bucket(shard, number).codec.exact:
+        if not due or self.bucket(shard, number).codec.exact or not (values.is_floating_point() or values.is_complex()):
             return False
         # A decoder may keep the bytes, and change its memory.
         found = self.bucket(shard, number).decoder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))

@@ -17,7 +17,7 @@ from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import ProtocolError
 from tests.support.cluster import Cluster
 from tests.support.codecs import first, model, spec
-from tests.support.jobs import make_job
+from tests.support.jobs import Rich, make_job
 
 ROWS, COLUMNS = 400, 100
 
@@ -113,3 +113,14 @@ def test_the_union_of_sparse_pushes_comes_down_and_the_bits_stay_those_of_raw() 
             pulled.append(worker.trainer.meter.total[3])
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     assert pulled[1] < pulled[0]
+
+
+@pytest.mark.parametrize("by", ["sparse", "lossless"])
+def test_exact_changes_of_every_dtype_come_down_to_the_bit(by: str) -> None:
+    ends = []
+    for down in ("raw", f"delta:by={by}"):
+        job = make_job("adam", model=Rich, replicas=2, steps=4, codec_down=down)
+        with Cluster(job, ps=2, lane="tcp") as cluster:
+            cluster.train([[0], [1]])
+            ends.append(cluster.state().params)
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
