@@ -53,8 +53,11 @@ def canonical(field: str, choice: str | Resident) -> str:
 
 def chosen(job: JobSpec) -> dict[str, str]:
     """A job's choices by seam, as text."""
-    texts = {"consistency": job.consistency.mode, "rule": job.rule.method}
-    found = {field: canonical(field, texts.get(field) or getattr(job, field)) for field in FIELDS}
+    # A codec may have brought its own.
+    from shardline import update
+
+    given = {"consistency": canonical("consistency", job.consistency.mode), "rule": str(update.chosen(job.rule))}
+    found = {field: given.get(field) or canonical(field, getattr(job, field)) for field in FIELDS}
     return {field: choice for field, choice in found.items() if choice or field in SEAMS}
 
 

@@ -26,8 +26,8 @@ class OneBitAdamRule(ElementwiseRule):
     Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", ICML 2021,
     algorithm 1. The first phase is torch.optim.Adam or AdamW to the bit. In the second, theta moves by -lr * m /
     (sqrt(v) + eps), where m is the mean of the momenta that were pushed, with the bias corrections of Adam: that of v
-    stays that of the last step of the first phase. An element whose gradients were all zero until then has no v,
-    and stays where it is.
+    stays that of the last step of the first phase. Two things are not in the paper: an element moves by at most lr,
+    about what Adam's elements do, and one whose gradients were all zero until then has no v, and stays where it is.
     """
 
     name: ClassVar[str] = "onebit-adam"
@@ -105,7 +105,9 @@ class OneBitAdamBucket(ElementwiseBucketRule):
         run.set_number("step", step)
         run.set_number("seen", seen)
         divisor = (square.sqrt() / math.sqrt(1 - second**seen)).add_(arguments["eps"])
-        if arguments[_FROZEN]:
-            # Signs are never zero, and without a second moment they would be divided by eps alone.
-            divisor.masked_fill_(square == 0.0, math.inf)
-        run.values.addcdiv_(mean, divisor, value=-rate / (1 - first**step))
+        if not arguments[_FROZEN]:
+            run.values.addcdiv_(mean, divisor, value=-rate / (1 - first**step))
+            return
+        # A bit's magnitude is that of its neighbours: without bounds, elements with small second moments would leap.
+        moved = (mean / divisor).div_(1 - first**step).clamp_(-1.0, 1.0)
+        run.values.sub_(moved.masked_fill_(square == 0.0, 0.0), alpha=rate)

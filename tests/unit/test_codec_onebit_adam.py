@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from shardline import methods
 from shardline.codecs.base import MemoryKey, Turn
 from shardline.codecs.coding import Coding
 from shardline.codecs.parts import ERROR
@@ -105,7 +106,8 @@ def test_after_it_the_paper_s_algorithm() -> None:
             torch.testing.assert_close(applied, mean, rtol=1e-4, atol=1e-5)
         seen = min(step + 1, warmup)
         divisor = (square / (1 - second**seen)).sqrt() + eps
-        theta = theta - LR * mean / (1 - first ** (step + 1)) / divisor
+        moved = mean / (1 - first ** (step + 1)) / divisor
+        theta = theta - LR * (moved if step < warmup else moved.clamp(-1.0, 1.0))
         torch.testing.assert_close(ours.narrow(ours.values), theta, rtol=1e-3, atol=1e-4)
     for memory, m, error in zip(ours.memories, momenta, errors, strict=True):
         torch.testing.assert_close(memory["weight", 0, MOMENTUM], m[:ELEMENTS], rtol=1e-4, atol=1e-5)
@@ -145,6 +147,22 @@ def test_what_it_does_not_work_with_is_refused(optimizer: str, changes: dict[str
     job = make_job(optimizer, **{"codec": "onebit-adam", **changes})
     with pytest.raises(JobError, match=message.replace("*", r"\*")):
         job.spec(job.build_model())
+
+
+def test_no_element_leaps_because_its_second_moment_is_small() -> None:
+    ours, faint = Bucket(OneBitAdam(warmup=3)), slice(100, 150)
+    for step in range(10):
+        before = ours.narrow(ours.values).clone()
+        values = gradient(step)
+        values[faint] *= 1e-6
+        ours.step(step, [values])
+        if step >= 3:
+            assert float((ours.narrow(ours.values) - before).abs().max()) <= LR * 1.0001
+
+
+def test_the_summary_names_the_rule() -> None:
+    job = make_job("adam", codec_up="onebit-adam:warmup=7")
+    assert methods.chosen(job.spec(job.build_model()))["rule"] == "onebit-adam:warmup=7"
 
 
 def test_a_dtype_of_which_the_codec_sends_gradients_is_refused() -> None:
