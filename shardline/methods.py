@@ -53,10 +53,9 @@ def canonical(field: str, choice: str | Resident) -> str:
 
 def chosen(job: JobSpec) -> dict[str, str]:
     """A job's choices by seam, as text."""
-    # A codec may have brought its own.
-    from shardline import update
-
-    given = {"consistency": canonical("consistency", job.consistency.mode), "rule": str(update.chosen(job.rule))}
+    # A codec may have brought the rule along.
+    rule = importlib.import_module(SEAMS["rule"][0]).chosen(job.rule)
+    given = {"consistency": canonical("consistency", job.consistency.mode), "rule": str(rule)}
     found = {field: given.get(field) or canonical(field, getattr(job, field)) for field in FIELDS}
     return {field: choice for field, choice in found.items() if choice or field in SEAMS}
 
