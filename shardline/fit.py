@@ -8,7 +8,7 @@ from shardline import cadence, codecs, consistency
 from shardline.cadence import Cadence
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency
-from shardline.core.settings import EXACT
+from shardline.core.settings import EXACT, SERVER, WORKER
 from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec
 from shardline.errors import JobError
 from shardline.update import Torch, check_rule, check_tensors, chosen, rule
@@ -23,6 +23,8 @@ def divide(job: JobSpec) -> JobSpec:
     that the servers run, with the same parameter groups; tensors get their fragments. Raises JobError naming what can't
     be run on workers.
     """
+    if job.apply == WORKER:
+        job = _applied(job)
     found = cadence.of(job)
     if found.outer_rule is None:
         return _with_server_rule(job)
@@ -51,6 +53,59 @@ def divide(job: JobSpec) -> JobSpec:
         consistency=replace(job.consistency, clip_norm=0.0),
         inner=InnerSpec(rule=job.rule, schedule=job.schedule, clip_norm=job.consistency.clip_norm),
     )
+
+
+def _applied(job: JobSpec) -> JobSpec:
+    """A job whose workers run the optimizer: on what servers sum, or where nothing is summed, each by itself.
+
+    Raises JobError naming a choice that this has no meaning with.
+    """
+    mode, pace = consistency.of(job.consistency), cadence.of(job)
+    if pace.outer_rule is not None:
+        raise JobError(
+            f"apply 'worker' is what cadence {pace} does anyway: it runs the optimizer on each worker; leave `apply` "
+            "out, or choose cadence='every-step'"
+        )
+    if not chosen(job.rule).runs_optimizer:
+        raise JobError(
+            f"update rule {job.rule.method} changes gradients on the servers, but with apply 'worker' these only sum; "
+            "choose rule='torch', or leave `apply` out"
+        )
+    if not mode.pulls_by_step:
+        # Each worker takes its own step, and the servers add how far it moved.
+        return replace(job, apply=SERVER, cadence="local-sgd:every=1")
+    if mode.drops_late:
+        raise JobError(
+            f"with apply 'worker' every worker needs every step, but consistency {mode} goes on without a late one; "
+            "choose consistency='sync' without spares, or leave `apply` out"
+        )
+    if job.consistency.nan_policy == "skip":
+        raise JobError(
+            "nan_policy 'skip' decides on the servers whether a step counts, but with apply 'worker' the workers take "
+            "it; choose nan_policy='stop', or leave `apply` out"
+        )
+    return job
+
+
+def _check_applied(job: JobSpec, *, standbys: int) -> None:
+    """Refuse what works on parameters where servers have none."""
+    bringing = next((one for one in codecs.of(job).ups if one.server_rule), None)
+    if bringing is not None:
+        raise JobError(
+            f"codec {bringing} brings a rule for the servers, but with apply 'worker' these only sum; leave `apply` "
+            "out, or choose another codec"
+        )
+    changing = next((one for one in codecs.of(job).downs if one.shares_memory), None)
+    if changing is not None:
+        raise JobError(
+            f"codec {changing} sends how parameters changed, but with apply 'worker' gradients go down; choose another "
+            "codec_down, or leave `apply` out"
+        )
+    if standbys:
+        raise JobError(
+            "standbys keep parameters and optimizer state, which with apply 'worker' the workers have; leave out "
+            "--standbys, or `apply`"
+        )
 
 
 def _with_server_rule(job: JobSpec) -> JobSpec:
@@ -114,6 +169,8 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
             f"update rule {rule} takes workers' momentum, but codec {job.codec_up or job.codec} sends gradients; leave "
             "`rule` out: a codec that sends momentum, such as onebit-adam, brings its rule along"
         )
+    if job.apply == WORKER:
+        _check_applied(job, standbys=standbys)
     _check_down(job, mode, standbys=standbys)
     _check_undecided(job, mode)
     if job.error_memory == EXACT:

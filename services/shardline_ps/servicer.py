@@ -26,7 +26,7 @@ from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.backend import numbers
-from shardline.server.data_plane import DataPlane, add_data_plane
+from shardline.server.data_plane import add_data_plane
 from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
@@ -36,6 +36,7 @@ from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import StandbySender
 from shardline_ps.standby.servicer import StandbyServicer
+from shardline_ps.state_calls import StateCalls
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 
 log = logging.getLogger("shardline.ps")
@@ -45,7 +46,7 @@ KEY_BYTES = 32
 T = TypeVar("T")
 
 
-class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
+class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer):
     """Serves ParameterServer (the data plane and the chief's commands) and Coordinator for one ParameterStore."""
 
     def __init__(
@@ -62,7 +63,6 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     ) -> None:
         super().__init__(store, attachments, on_push=on_push)
         self._task = task
-        self._store = store
         self._voters = voters
         self._standbys = standbys
         self.standby_servicer = StandbyServicer(task, store)

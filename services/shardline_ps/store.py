@@ -292,17 +292,7 @@ class ParameterStore:
     def make(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> None:
         """Create the new shards of a checked configuration, without values; let_go() has come before."""
         configuration, kept = change.configuration, change.kept
-        settings = ShardSettings(
-            plan=configuration.plan,
-            rule=configuration.rule,
-            schedule=configuration.schedule,
-            consistency=configuration.consistency,
-            replicas=consistency.of(configuration.consistency).contributors(configuration.replicas),
-            cut_every=configuration.cut_every,
-            replayed=configuration.replayed,
-            coding=configuration.coding.push,
-            device=self.device,
-        )
+        settings = ShardSettings.of(configuration, self.device)
         shards = {
             number: kept[number] if number in kept else self._make_shard(number, settings, self._observers(number))
             for number in configuration.shards

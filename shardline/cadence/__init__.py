@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Ticks
+from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Ticks, Told
 from shardline.cadence.diloco import DiLoCo
 from shardline.cadence.easgd import EASGD
 from shardline.cadence.every_step import EveryStep
@@ -36,5 +36,6 @@ __all__ = [
     "SlowMo",
     "StreamingDiLoCo",
     "Ticks",
+    "Told",
     "of",
 ]

@@ -19,7 +19,7 @@ the last tick. See docs/cadences.md. Pure.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +87,16 @@ class Held:
     """Replicas whose mean makes one update; see Consistency.contributors()."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the servers said when they answered a pull, where workers run the optimizer on what these sum."""
+
+    wants_state: Collection[int] = ()
+    """Shards that lack the worker's parameters and optimizer state for a cut."""
+    hyper: Hyper = field(default_factory=dict)
+    """Hyper-parameters of the step that was closed, from its replica 0."""
+
+
 class LocalTraining(abc.ABC):
     """One worker's side of a cadence. Used by one thread; outlives exchanges, servers and timelines."""
 
@@ -96,6 +106,14 @@ class LocalTraining(abc.ABC):
 
         In asynchronous modes `step` counts this worker's own pushes.
         """
+
+    def located(self, step: int, told: Told) -> None:
+        """began() after the worker has looked for its step: it may come from anywhere, and so may Held.pulled."""
+        self.began(step)
+
+    def next_step(self, step: int, told: Told) -> None:
+        """began() after the step before was closed."""
+        self.began(step)
 
     @abc.abstractmethod
     def enter(self, replica: int, tick: int) -> None:

@@ -182,6 +182,10 @@ class End:
     version: int = 0
     timeline: int = 0
     waiting_for: tuple[int, ...] = ()
+    wants_state: bool = False
+    """Workers run the optimizer, and the shard lacks the state of `step` for a cut."""
+    hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Workers run the optimizer: hyper-parameters of the step that was closed, by parameter group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from shardline.errors import JobError
 
 RESET, EXACT = "reset", "exact"
 """Values of Settings.error_memory."""
+SERVER, WORKER = "server", "worker"
+"""Values of Settings.apply."""
 
 Setting = bool | int | float | str
 """Types of a setting."""
@@ -48,6 +50,11 @@ class Settings:
         choices=(RESET, EXACT),
         doc="What becomes of a codec's error memory when its worker is lost: reset = it is dropped; exact = every "
         "checkpoint is complete without it, and the job goes back to one.",
+    )
+    apply: str = setting(
+        SERVER,
+        choices=(SERVER, WORKER),
+        doc="Who runs the optimizer: the servers, or every worker, for which the servers only sum gradients.",
     )
     cadence: str = setting("every-step", doc="When a worker exchanges with the servers, and what it sends.")
     topology: str = setting("flat", doc="Which tasks a worker exchanges with.")

@@ -31,6 +31,15 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memory_of(flat.as_strided(flat.shape, (1,)).view(torch.uint8))
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes: 0.0 is not -0.0, a NaN equals itself."""
+    return bool(torch.equal(_octets(a), _octets(b)))
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def memory_of(octets: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-d uint8 CPU tensor, writable."""
     return memoryview(octets.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Outcome
 
 
 class LaneUnavailable(Exception):
@@ -54,6 +56,17 @@ class Lane(Protocol):
 
         In a mode with `holds_back`, naming a replica says that the sender computes, naming none that it rests.
         """
+        ...
+
+    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
+        """Parameters and optimizer state of a step, where workers run the optimizer; None if the shard has none.
+
+        One call, no retry. Raises UnreachableError, ProtocolError; NotAdmittedError if it accepts nothing from here.
+        """
+        ...
+
+    def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
+        """Bring the shard such a state for a cut; one call, no retry. Raises UnreachableError, ProtocolError."""
         ...
 
     def cancel(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from shardline.core.exchange import Ack, Arrival, Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import LaneUnavailable, SharedMemory
@@ -18,6 +19,7 @@ from shardline.lanes.call_frames import CallError
 from shardline.lanes.call_socket import CallSocket, Request
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import code_and_details, from_code, from_status
+from shardline.rpc.messages.convert import ImageAssembler
 from shardline.rpc.messages.data import (
     PullReader,
     ack_from_proto,
@@ -28,6 +30,8 @@ from shardline.rpc.messages.data import (
     push_pull_method,
     single_push_pull_method,
     standing_from_proto,
+    state_frames,
+    state_request,
 )
 from shardline.wire.protobuf import ReplyView, RequestView
 
@@ -87,6 +91,42 @@ class ShardCalls:
         self._arm()
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
+
+    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
+        """See Lane.state."""
+        self._arm()
+        images: list[BucketImage] = []
+        # Values and at most a handful of states, each as large as the largest bucket in float64.
+        assembler = ImageAssembler(max_bytes=64 * max(self._elements, default=0) * 8 + (1 << 20))
+        start_s = time.monotonic()
+        try:
+            for frame in self._started(
+                self._stub.GetState(state_request(sender, self._shard, step), timeout=timeout_s)
+            ):
+                header = frame.header if frame.HasField("header") else None
+                chunk = frame.chunk if frame.HasField("chunk") else None
+                image = assembler.feed(header, chunk) if header is not None or chunk is not None else None
+                if image is not None:
+                    images.append(image)
+                if frame.HasField("end"):
+                    outcome = outcome_from_proto(frame.outcome)
+                    if outcome is Outcome.SERVED:
+                        return images
+                    if outcome is Outcome.OVERTAKEN:
+                        return None
+                    raise NotAdmittedError(outcome, frame.reason)
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self._peer), what="GetState", waited_s=waited_s) from error
+        finally:
+            self._ended()
+        raise ProtocolError(f"{self._peer}: GetState of step {step} ended early")
+
+    def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
+        """See Lane.bring_state."""
+        self._arm()
+        frames = state_frames(sender, self._shard, images)
+        return outcome_from_proto(self._ask(self._stub.PutState, frames, "PutState", timeout_s).outcome)
 
     @property
     def published(self) -> SharedMemory | None:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Outcome
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
 
@@ -129,6 +131,14 @@ class NegotiatedLane:
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """See Lane.progress."""
         return self.current.progress(sender, replicas, timeout_s=timeout_s)
+
+    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
+        """See Lane.state."""
+        return self.current.state(sender, step, timeout_s=timeout_s)
+
+    def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
+        """See Lane.bring_state."""
+        return self.current.bring_state(sender, images, timeout_s=timeout_s)
 
     def cancel(self) -> None:
         """End a running exchange early."""

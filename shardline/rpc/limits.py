@@ -39,6 +39,8 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Coordinator/Vote": 16 * MB,
     # Chunks of images have 1 MB, those of records 2 MB, plus the description of each slice.
     "ParameterServer/Restore": 8 * MB,
+    "ParameterServer/PutState": 8 * MB,
+    "ParameterServer/GetState": 64 * KB,
     "Replication/Replicate": 64 * MB,
     # Only the caller's identity and a few numbers.
     "Chief/GetJob": 4 * KB,

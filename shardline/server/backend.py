@@ -28,6 +28,20 @@ from shardline.storage.publication import Publication
 T = TypeVar("T")
 
 
+class Sums(Protocol):
+    """What a shard tells workers that run the optimizer."""
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether a cut of the open step lacks their state."""
+        ...
+
+    @property
+    def hyper(self) -> Mapping[int, Mapping[str, float]]:
+        """Hyper-parameters of the last closed step that differ from the job's, by parameter group."""
+        ...
+
+
 class HostedShard(Protocol):
     """One shard. Any thread may call it, unless a method says otherwise."""
 
@@ -89,6 +103,11 @@ class HostedShard(Protocol):
     @property
     def stop_step(self) -> int | None:
         """Last step of the job, if known."""
+        ...
+
+    @property
+    def summing(self) -> Sums | None:
+        """Set if workers run the optimizer, on the mean gradients that this shard publishes."""
         ...
 
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:

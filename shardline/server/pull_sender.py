@@ -16,7 +16,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachment, Attachments
-from shardline.rpc.messages.convert import DTYPE_TO_PROTO
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
@@ -201,6 +201,9 @@ def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reas
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
+        if shard.summing is not None:
+            end.wants_state = shard.summing.wants_state
+            end.hyper.extend(hyper_to_proto(shard.summing.hyper))
     return end
 
 

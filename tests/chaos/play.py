@@ -82,7 +82,7 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
     """Write the job file."""
     sync: dict[str, Any] = {}
     if schedule.synchronous:
-        sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm}
+        sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm, "apply": schedule.apply}
     if schedule.codec != "raw":
         sync |= {"codec_up": schedule.codec, "codec_down": schedule.codec_down or "raw", "error_memory": "exact"}
     return write_job(

@@ -44,6 +44,8 @@ WORKERS = {
     "ParameterServer/Pull",
     "ParameterServer/PushPull",
     "ParameterServer/Progress",
+    "ParameterServer/GetState",
+    "ParameterServer/PutState",
     "ParameterServer/Status",
 }
 """All that the job token and a worker's certificate get to. Adding a call here is giving a right away."""

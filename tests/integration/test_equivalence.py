@@ -28,9 +28,13 @@ def rich_end(optimizer: str) -> ReferenceResult:
     return reference(make_job(optimizer, model=Rich))
 
 
-@pytest.mark.parametrize(("optimizer", "workers", "ps"), covering(OPTIMIZERS, [1, 2, 3], [1, 2, 3]))
-def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(optimizer: str, workers: int, ps: int) -> None:
-    with Cluster(make_job(optimizer, model=Rich), ps=ps, bucket_bytes=SMALL_BUCKETS * ps) as cluster:
+@pytest.mark.parametrize(
+    ("optimizer", "workers", "ps", "apply"), covering(OPTIMIZERS, [1, 2, 3], [1, 2, 3], ["server", "worker"])
+)
+def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(
+    optimizer: str, workers: int, ps: int, apply: str
+) -> None:
+    with Cluster(make_job(optimizer, model=Rich, apply=apply), ps=ps, bucket_bytes=SMALL_BUCKETS * ps) as cluster:
         assert len(cluster.plan.shards) == ps
         held = cluster.train(split_evenly(3, workers))
         assert_same_end(cluster.state(), rich_end(optimizer))
@@ -40,9 +44,12 @@ def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(optimize
                 assert torch.equal(value, everything[name]), f"worker/{worker.index} holds another {name}"
 
 
+@pytest.mark.parametrize("apply", ["server", "worker"])
 @pytest.mark.parametrize(("optimizer", "ps"), [("nesterov", 2), ("adamw", 3), ("adagrad", 1)])
-def test_a_tensor_cut_over_shards_and_buckets_has_the_bits_of_the_uncut_one(optimizer: str, ps: int) -> None:
-    job = make_job(optimizer, model=Wide, clip_norm=0.5, steps=3)
+def test_a_tensor_cut_over_shards_and_buckets_has_the_bits_of_the_uncut_one(
+    optimizer: str, ps: int, apply: str
+) -> None:
+    job = make_job(optimizer, model=Wide, clip_norm=0.5, steps=3, apply=apply)
     with Cluster(job, ps=ps, bucket_bytes=96 << 10) as cluster:
         pieces = [
             piece
@@ -66,10 +73,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_setting_ends_in_the_bits_of_the_reference(case: str) -> None:
+@pytest.mark.parametrize(("case", "apply"), covering(CASES, ["server", "worker"]))
+def test_every_setting_ends_in_the_bits_of_the_reference(case: str, apply: str) -> None:
     settings = dict(CASES[case])
-    job = make_job(settings.pop("optimizer", "momentum"), model=Rich, **settings)
+    job = make_job(settings.pop("optimizer", "momentum"), model=Rich, apply=apply, **settings)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
         cluster.train(split_evenly(job.replicas, min(2, job.replicas)))
         assert_same_end(cluster.state(), reference(job))

@@ -355,13 +355,17 @@ class Cluster:
         return [self.hosts[self.host_of(number)].store.shards[number] for number in range(len(self.plan.shards))]
 
     def images(self) -> list[list[BucketImage]]:
-        """Copies of all buckets, by shard."""
+        """Copies of all buckets, by shard. Where workers run the optimizer, one of them brings its state first."""
+        for worker in self.workers:
+            if worker.trainer.methods.applied is not None:
+                worker.trainer.methods.applied.bring_all()
         found = []
         for shard in self.shards:
             images = []
             for bucket in shard.buckets:
                 with bucket.lock:
-                    images.append(bucket.image())
+                    brought = shard.cuts.offered(bucket.number, bucket.step)
+                    images.append(bucket.image() if bucket.has_state else brought or bucket.image())
             found.append(images)
         return found
 

@@ -32,7 +32,10 @@ def value_bytes(configuration: PsConfiguration) -> int:
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the whole optimizer state, including per-worker state if the rule keeps any."""
+    """Bytes of the whole optimizer state, including per-worker state if the rule keeps any.
+
+    Where workers run the optimizer, it is here only in cuts, and from a rollback to the next step.
+    """
     total, cpu = 0, torch.device("cpu")
     for shard in _hosted(configuration):
         for bucket in shard.buckets:

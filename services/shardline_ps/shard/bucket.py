@@ -42,7 +42,7 @@ class Bucket:
         bucket's length and dtype), by step & 1; the same tensor twice if one step at a time is enough. combined: see
         Codec.combined.
         """
-        self._combined = combined
+        self.combined = combined
         self.lock = threading.Lock()
         self.shard = shard
         self.number = number
@@ -69,10 +69,10 @@ class Bucket:
         self.pending: object | None = None
         """Record that the standby must have before theta_{step+1} is published; None if nothing waits."""
         self.rule: BucketRule | None = None
-        self._make_rule: Callable[[], BucketRule | None] = lambda: (
+        self.make_rule: Callable[[], BucketRule | None] = lambda: (
             make_rule(device) if spec.kind is TensorKind.PARAM else None
         )
-        self.rule = self._make_rule()
+        self.rule = self.make_rule()
 
     @property
     def values(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Bucket:
             self._begin_write(target)
         # Equal buffers need no copy, nor does a rule that writes beside the old values.
         differ = self.changed_step == self.step and target is not source
-        changed = not skip and self._update(target, total, scale, source if differ else None, context)
+        changed = not skip and self.update(target, total, scale, source if differ else None, context)
         if differ and not changed:
             target.copy_(source)
         return changed
@@ -160,7 +160,7 @@ class Bucket:
         self.hyper = None
         self.contributions.clear()
 
-    def _update(
+    def update(
         self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None, context: PushContext
     ) -> bool:
         """Compute the new values. source: the old ones, None if target has them. False: target is untouched."""
@@ -179,13 +179,23 @@ class Bucket:
         assert values is not None
         return self.rule.apply(
             target,
-            self._combined(values),
+            self.combined(values),
             clock=self.step,
             source=source,
             present=total.present,
             hyper=self.hyper,
             context=context,
         )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the values are parameters, and the rule has their optimizer state."""
+        return True
+
+    @property
+    def closed_hyper(self) -> Mapping[str, float]:
+        """Hyper-parameters of the last closed step, if workers need them to run the optimizer."""
+        return {}
 
     # Workers
 
@@ -239,7 +249,7 @@ class Bucket:
                 f"plan says {self.spec.elements} {self.spec.dtype}"
             )
         states = {name: tensor for name, tensor in image.tensors.items() if name != VALUE}
-        rule = self._make_rule()
+        rule = self.make_rule()
         if rule is not None:
             flags = (tuple(image.initialized) + (False,) * len(self.spec.slices))[: len(self.spec.slices)]
             rule.load(states, dict(image.scalars), flags)

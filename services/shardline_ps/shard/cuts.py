@@ -43,6 +43,8 @@ class CutBook:
         self._released = -1
         """Highest released step. A bucket that reaches it later makes no copy: the cut could never be complete."""
         self.skipped_total = 0
+        self._offered: dict[int, BucketImage] = {}
+        """The state last brought by a worker that runs the optimizer, all of one step, by bucket."""
 
     def request(self, step: int) -> None:
         """Cut at this step too, regardless of the budget."""
@@ -75,6 +77,25 @@ class CutBook:
             self._requested.discard(step)
             if not self._on_cadence(step):
                 self._held.pop(step, None)
+
+    def offer(self, images: Sequence[BucketImage]) -> None:
+        """Keep what a worker brought, for a cut of that step that may be requested later."""
+        with self._lock:
+            self._offered = {image.bucket: image for image in images}
+
+    def offered(self, bucket: int, step: int) -> BucketImage | None:
+        """What a worker brought for a bucket at this step."""
+        with self._lock:
+            image = self._offered.get(bucket)
+            return image if image is not None and image.step == step else None
+
+    def open(self, step: int) -> bool:
+        """Whether a cut at `step` is wanted and still lacks images."""
+        with self._lock:
+            held = self._held.get(step)
+            if held is None:
+                return step in self._requested
+            return not held.skipped and len(held.images) < self._num_buckets
 
     def store(self, image: BucketImage) -> None:
         """Keep one bucket's copy."""
@@ -110,6 +131,7 @@ class CutBook:
             for number in gone:
                 del self._held[number]
             self._requested = {number for number in self._requested if number > step}
+            self._offered = {number: image for number, image in self._offered.items() if image.step > step}
             return len(gone)
 
     def clear(self) -> None:
@@ -117,6 +139,7 @@ class CutBook:
         with self._lock:
             self._held.clear()
             self._requested.clear()
+            self._offered.clear()
             self._released = -1
 
     def status(self) -> list[tuple[int, bool, bool]]:
@@ -131,7 +154,8 @@ class CutBook:
     def held_bytes(self) -> int:
         """Bytes of all held copies."""
         with self._lock:
-            return sum(image.nbytes for cut in self._held.values() for image in cut.images.values())
+            held = [image for cut in self._held.values() for image in cut.images.values()]
+            return sum({id(image): image.nbytes for image in (*held, *self._offered.values())}.values())
 
 
 def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, one_step: bool) -> None:

@@ -16,6 +16,7 @@ from shardline.update import chosen
 from shardline_ps.shard.cuts import check_images
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.storage import ShardStorage
+from shardline_ps.shard.summing import Summing
 from shardline_ps.standby.record_log import RecordLog
 
 __all__ = ["Gradient", "Shard", "ShardSettings"]
@@ -43,6 +44,7 @@ class Shard:
         self.publication = self.storage.publication
         self.cuts = self.storage.cuts
         self.tally = self.storage.tally
+        self.summing = Summing(number, self.storage) if settings.aggregates else None
         rule = chosen(settings.rule)
         terms = Terms(
             plan=settings.plan,
@@ -167,7 +169,9 @@ class Shard:
                     self.cuts.withdraw(step)
                     return True, self.step_max
                 if bucket.step == step and bucket.initialized:
-                    self.cuts.store(bucket.image())
+                    image = bucket.image() if bucket.has_state else self.cuts.offered(bucket.number, step)
+                    if image is not None:
+                        self.cuts.store(image)
         return False, self.step_max
 
     def _cut_now(self, step: int) -> None:

@@ -17,11 +17,13 @@ from shardline.consistency.server import BucketView, Hyper, Observers, ShardUpda
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, RecordPart
+from shardline.core.spec import TensorKind
 from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline.update import bucket_rule
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook
 from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.summing import SummingBucket
 from shardline_ps.standby.record_log import RecordLog
 
 
@@ -68,7 +70,7 @@ class ShardStorage:
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Memory of the buckets' values."""
         self.buckets = [
-            Bucket(
+            (SummingBucket if settings.aggregates and bucket.kind is TensorKind.PARAM else Bucket)(
                 number,
                 index,
                 bucket,
@@ -247,8 +249,11 @@ class ShardStorage:
         self.observers.on_counted()
 
     def _cut_if_wanted(self, bucket: Bucket) -> None:
-        """Copy the bucket if its new step is to be cut: once the step is reached, before the next is applied."""
-        if self.cuts.wanted(bucket.step):
+        """Copy the bucket if its new step is to be cut: once the step is reached, before the next is applied.
+
+        If workers run the optimizer, one of them brings the image.
+        """
+        if self.cuts.wanted(bucket.step) and bucket.has_state:
             self.cuts.store(bucket.image())
 
 

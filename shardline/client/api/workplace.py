@@ -270,6 +270,8 @@ class Workplace:
 
     def finish(self, link: ChiefLink) -> None:
         """Report to the chief that this worker has done its part."""
+        if self._methods is not None and self._methods.applied is not None:
+            self._methods.applied.bring_all()
         self.keep_values()
         self.rest()
         link.finish()

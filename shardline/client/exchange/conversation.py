@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from shardline.client.exchange.live import LivePayloads, Unready
 from shardline.client.exchange.observer import Observer
-from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask, check_ack, check_end
+from shardline.client.exchange.outcomes import Interrupted, Restart, ShardOutcome, ShardTask, check_ack, check_end
 from shardline.client.exchange.pull_sink import PullSink
 from shardline.core.exchange import Ack, Contribution, End, Exchanged, Sender, Standing, Want
+from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
+from shardline.lanes.calls import NotAdmittedError
 
 log = logging.getLogger("shardline.client")
 
@@ -59,6 +61,8 @@ class _Talk:
     pushed_s: float
     pause_s: float = FIRST_PAUSE_S
     acks: list[Ack] = field(default_factory=list)
+    end: End | None = None
+    """Of a pull that was served."""
 
     @property
     def over(self) -> bool:
@@ -120,6 +124,8 @@ class Conversation:
             pushed_s=talk.pushed_s,
             first_s=self._sink.first_s,
             ended_s=time.monotonic(),
+            wants_state=talk.end is not None and talk.end.wants_state,
+            hyper=talk.end.hyper if talk.end is not None else {},
         )
 
     def _call(self, talk: _Talk) -> Exchanged | None:
@@ -176,6 +182,7 @@ class Conversation:
             return False
         talk.pending = []
         if done.end is None or done.end.outcome is Outcome.SERVED:
+            talk.end = done.end
             return True
         check_end(done.end, self._shard)
         if not self._observer.still_ordered():
@@ -205,6 +212,18 @@ class Conversation:
                 self._observer.retried(self._shard)
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
+
+    def state(self, sender: Sender, step: int) -> Sequence[BucketImage] | None:
+        """See Lane.state. Raises UnreachableError, Restart."""
+        try:
+            return self._lane.state(sender, step, timeout_s=self._deadline_s(()))
+        except NotAdmittedError as error:
+            raise Restart(f"shard {self._shard}: {error.outcome.name.lower()}: {error}") from error
+
+    def bring_state(self, sender: Sender, images: Sequence[BucketImage]) -> Outcome:
+        """See Lane.bring_state."""
+        timeout_s = self._deadline_s(()) + sum(image.nbytes for image in images) / SLOWEST_BYTES_PER_S
+        return self._lane.bring_state(sender, images, timeout_s=timeout_s)
 
     def _deadline_s(self, pending: Sequence[Contribution]) -> float:
         """Deadline of one call in seconds: a third of the timeout, plus time for its bytes on a very slow link.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardline.core.exchange import Ack, Contribution, End, Want
 from shardline.core.outcome import Outcome
@@ -52,6 +52,9 @@ class ShardOutcome:
     first_s: float
     """When the first pulled bucket began to arrive; 0 if none did."""
     ended_s: float
+    wants_state: bool = False
+    hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """See core.exchange.End."""
 
     def parts(self, computed_s: float) -> Parts:
         """Time for push, barrier wait and pull, counted from computed_s, when the gradients were complete."""

@@ -15,6 +15,8 @@ from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardT
 from shardline.client.exchange.pull_sink import PullSink
 from shardline.client.exchange.running import Running
 from shardline.core.exchange import Sender, Standing
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
@@ -117,6 +119,17 @@ class Exchange:
         Raises UnreachableError; Interrupted, because the servers exit when the job ends.
         """
         return self._conversations[shard].progress(sender, replicas)
+
+    def state(self, sender: Sender, shard: int, step: int) -> Sequence[BucketImage] | None:
+        """Parameters and optimizer state of a shard at a step, where workers run the optimizer; None if it has none.
+
+        Raises UnreachableError, Restart.
+        """
+        return self._conversations[shard].state(sender, step)
+
+    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
+        """Bring a shard such a state for a cut. Raises UnreachableError, ProtocolError."""
+        return self._conversations[shard].bring_state(sender, images)
 
     def close(self) -> None:
         """End the threads and close the lanes."""

@@ -10,7 +10,7 @@ import torch
 from shardline.client.exchange.arrivals import Key
 from shardline.core.plan import Plan, Slice
 from shardline.core.spec import DTYPES, TensorKind
-from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.tensor_bytes import same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
 from shardline.native import kernels
 
@@ -67,13 +67,16 @@ class ModelLayout:
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
         """Writable bytes of the CPU tensor slice that is the whole bucket; None if there is no such slice."""
+        piece = self.whole(shard, bucket)
+        return tensor_bytes(piece) if piece is not None and piece.device.type == "cpu" else None
+
+    def whole(self, shard: int, bucket: int) -> torch.Tensor | None:
+        """The tensor slice, flat, that is the whole bucket; None if there is no such slice."""
         spec = self.plan.shards[shard].buckets[bucket]
-        if len(spec.slices) != 1 or spec.slices[0].offset or spec.slices[0].elements != spec.elements:
+        first = spec.slices[0]
+        if len(spec.slices) != 1 or first.offset or first.elements != spec.elements or spec.elements == 0:
             return None
-        piece = self._views[shard][bucket][0]
-        if piece.device.type != "cpu" or spec.slices[0].tensor in self._mirrors or spec.elements == 0:
-            return None
-        return tensor_bytes(piece)
+        return self._views[shard][bucket][0] if first.tensor not in self._mirrors else None
 
     def mark_written(self, shard: int, bucket: int) -> None:
         """Tell autograd of writes that bypassed it: code that read the tensors too early then fails in backward()."""
@@ -92,13 +95,13 @@ class ModelLayout:
             self._tensors[number].copy_(self._mirrors[number])
             self._unsettled.discard(number)
 
-    def values(self, shard: int, bucket: int) -> torch.Tensor:
-        """The tensors' current values as one flat CPU bucket, padding zero."""
+    def values(self, shard: int, bucket: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensors' current values as one flat bucket on a device, padding zero."""
         spec = self.plan.shards[shard].buckets[bucket]
         for piece in spec.slices:
             if piece.tensor in self._mirrors:
                 self._mirrors[piece.tensor].copy_(self._tensors[piece.tensor])
-        flat = torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
+        flat = torch.zeros(spec.elements, dtype=DTYPES[spec.dtype], device=device)
         copy_each([flat[p.offset : p.end] for p in spec.slices], self._views[shard][bucket])
         return flat
 
@@ -152,15 +155,6 @@ def copy_and_look(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
             return None
         found.append(largest)
     return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes: 0.0 is not -0.0, a NaN equals itself."""
-    return bool(torch.equal(_octets(a), _octets(b)))
-
-
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def homes(plan: Plan) -> list[list[Key]]:

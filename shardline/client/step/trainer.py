@@ -11,7 +11,7 @@ import torch
 
 from shardline.cadence import Outgoing
 from shardline.client.exchange.live import LivePayloads
-from shardline.client.exchange.outcomes import Restart, ShardTask, StepFigures
+from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.exchange.traffic import PushTraffic
 from shardline.client.step.expected import Expected
@@ -61,7 +61,7 @@ class Trainer:
         self.weights = weights
         self.exchange = exchange
         self.meter = PushTraffic(weights.sinks)
-        self._sender = sender
+        self.sender = sender
         self._route = route
         self._staging = tools.staging
         self.encoders = tools.staging.encoders
@@ -93,14 +93,14 @@ class Trainer:
             values = [self.weights.layout.values(shard, bucket) for bucket in range(len(spec.buckets))]
             push = initial_contribution(self.weights.coding.plain, shard, values)
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
-        self.exchange.run(self._sender, tasks)
+        self.exchange.run(self.sender, tasks)
 
     def locate(self, replicas: Iterable[int], timeline: int) -> set[int]:
         """Find the step to work on and pull its parameters; returns the replicas that still have to contribute to it.
 
         No exchange may be running: see give_up().
         """
-        self._sender = replace(self._sender, timeline=timeline)
+        self.sender = replace(self.sender, timeline=timeline)
         self.weights.forget()
         self.open.close()
         self.open.first = True
@@ -110,31 +110,31 @@ class Trainer:
         before = self.methods.versions
         skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
         self.encoders.locate(self.half.awaited(standings, owned), skipped=skipped)
-        self._pull()
-        self.methods.restart()
+        self.methods.restart(self._pull())
         return todo
 
     def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
         """Each shard's standing on these replicas. Raises Restart, Interrupted, UnreachableError."""
         found = {}
         for shard in sorted(self.exchange.lanes):
-            standing = found[shard] = self.exchange.progress(self._sender, shard, replicas)
+            standing = found[shard] = self.exchange.progress(self.sender, shard, replicas)
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
         return found
 
-    def _pull(self) -> None:
+    def _pull(self) -> Mapping[int, ShardOutcome]:
         """Pull the parameters of the worker's current step."""
         step = self.half.exact
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
         tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.exchange.lanes}
         self.weights.begin_pull(hold=False)
-        running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
+        running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end)
         self.weights.residence.pulling()
-        running.wait()
+        outcomes = running.wait()
         self.methods.versions = self.weights.settle(step)
         self.half.arrived(self.methods.versions)
         self.open.close()
+        return outcomes
 
     def give_up(self) -> None:
         """End the running exchange; what has arrived is of no use. arm() the exchange before the next one.
@@ -298,7 +298,7 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
-        self.open.running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
+        self.open.running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end)
         self.weights.residence.pulling()
 
     def _complete(self) -> StepFigures:
@@ -322,7 +322,7 @@ class Trainer:
         self.open.close()
         self.open.first = False
         self.encoders.settle(skipped=skipped)
-        self.methods.next_step()
+        self.methods.next_step(outcomes)
         gap = self.weights.gap.last
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped, gap=gap)
 

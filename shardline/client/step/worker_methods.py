@@ -9,10 +9,12 @@ import torch
 from shardline import cadence as cadences
 from shardline import consistency
 from shardline import topology as topologies
-from shardline.cadence import Held, Ticks
+from shardline.cadence import Held, Ticks, Told
+from shardline.client.applied import AppliedHere
+from shardline.client.exchange.outcomes import ShardOutcome
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
-from shardline.core.settings import EXACT
+from shardline.core.settings import EXACT, WORKER
 from shardline.core.spec import JobSpec
 from shardline.update.torch_optim.inner import InnerOptimizers
 
@@ -29,10 +31,11 @@ class WorkerMethods:
         self.half = self.mode.worker_half(job)
         self.cadence = cadences.of(job)
         self.ticks = Ticks(self.cadence)
-        self.streams = self.cadence.streams and topologies.of(job).streams
+        applies = job.apply == WORKER
+        self.streams = self.cadence.streams and topologies.of(job).streams and not applies
         """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
         pulled = tensors
-        if self.cadence.copies:
+        if self.cadence.copies or applies:
             names = [spec.name for spec in job.tensors]
             pulled = {name: tensors[name].detach().clone() for name in names if name in tensors}
         inner = InnerOptimizers(job.inner, job.tensors, tensors) if job.inner is not None else None
@@ -44,7 +47,9 @@ class WorkerMethods:
             replicas=job.replicas,
             contributors=self.mode.contributors(job.replicas),
         )
-        self.local = self.cadence.local(self.held)
+        self.applied = AppliedHere(job, self.held) if applies else None
+        """Runs the job's optimizer here on what the servers sum; None: they run it."""
+        self.local = self.applied or self.cadence.local(self.held)
         self._encoders: PushEncoders | None = None
         self.versions: Mapping[int, int] = {}
         """Version of each shard's parameters, as they were last pulled."""
@@ -68,12 +73,17 @@ class WorkerMethods:
         every = self._job.checkpoint_every
         return number + 1 == self._job.steps or bool(every and (number + 1) % every == 0)
 
-    def restart(self) -> None:
-        """Start the open step over with the servers' parameters."""
+    def restart(self, outcomes: Mapping[int, ShardOutcome]) -> None:
+        """Start the open step over with the servers' parameters. Raises what looking for the step raises."""
         self.ticks.begin(self.half.step)
-        self.local.began(self.half.step)
+        self.local.located(self.half.step, _told(outcomes))
 
-    def next_step(self) -> None:
+    def next_step(self, outcomes: Mapping[int, ShardOutcome]) -> None:
         """Begin the next step, once its parameters have arrived."""
         self.ticks.begin(self.half.step)
-        self.local.began(self.half.step)
+        self.local.next_step(self.half.step, _told(outcomes))
+
+
+def _told(outcomes: Mapping[int, ShardOutcome]) -> Told:
+    hyper = {group: numbers for outcome in outcomes.values() for group, numbers in outcome.hyper.items()}
+    return Told(wants_state=[shard for shard, outcome in outcomes.items() if outcome.wants_state], hyper=hyper)

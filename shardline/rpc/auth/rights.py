@@ -72,6 +72,9 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Pull": _TRAIN,
         "PushPull": _TRAIN,
         "Progress": _TRAIN,
+        # Only where workers run the optimizer, so its state is theirs.
+        "GetState": _TRAIN,
+        "PutState": _TRAIN,
         "Status": _LOOK,
         "Lead": _COMMAND,
         "Configure": _COMMAND,

@@ -18,12 +18,13 @@ from shardline.core.exchange import (
     Standing,
     Want,
 )
+from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.protocol import PROTOCOL_MINOR
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
-from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_from_proto, hyper_to_proto, image_parts
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import (
     ChunkView,
@@ -313,6 +314,22 @@ def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> dat
     return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
 
 
+def state_request(sender: Sender, shard: int, step: int) -> parameter_server_pb2.GetStateRequest:
+    """Request for the state of a step, where workers run the optimizer."""
+    return parameter_server_pb2.GetStateRequest(data=data_header(sender, shard), step=step)
+
+
+def state_frames(
+    sender: Sender, shard: int, images: Sequence[BucketImage]
+) -> Iterator[parameter_server_pb2.PutStateFrame]:
+    """Frames that bring a state to a shard."""
+    yield parameter_server_pb2.PutStateFrame(data=data_header(sender, shard))
+    for image in images:
+        for header, chunk in image_parts(image):
+            yield parameter_server_pb2.PutStateFrame(header=header, chunk=chunk)
+    yield parameter_server_pb2.PutStateFrame(end=parameter_server_pb2.ImageEnd(buckets=len(images)))
+
+
 def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
     """The generated client of a ps."""
     return parameter_server_pb2_grpc.ParameterServerStub(peer.channel)
@@ -379,6 +396,8 @@ class PullReader:
                 version=end.version,
                 timeline=end.timeline,
                 waiting_for=tuple(end.waiting_for),
+                wants_state=end.wants_state,
+                hyper=hyper_from_proto(end.hyper),
             )
         return [self._arrival_of(state) for state in frame.buckets]
 

@@ -718,6 +718,7 @@ class PullEnd(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     VALID_CLOCK_FIELD_NUMBER: _builtins.int
     HYPER_FIELD_NUMBER: _builtins.int
+    WANTS_STATE_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.Outcome.ValueType
     reason: _builtins.str
     step: _builtins.int
@@ -725,6 +726,8 @@ class PullEnd(_message.Message):
     timeline: _builtins.int
     valid_clock: _builtins.float
     """reserved"""
+    wants_state: _builtins.bool
+    """Only if workers run the optimizer: the shard lacks the state of `step` for a cut. See PutState."""
     @_builtins.property
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replicas that have not contributed to the open step."""
@@ -742,10 +745,11 @@ class PullEnd(_message.Message):
         waiting_for: _abc.Iterable[_builtins.int] | None = ...,
         valid_clock: _builtins.float = ...,
         hyper: _abc.Iterable[Global___GroupHyper] | None = ...,
+        wants_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hyper", b"hyper", "outcome", b"outcome", "reason", b"reason", "step", b"step", "timeline", b"timeline", "valid_clock", b"valid_clock", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hyper", b"hyper", "outcome", b"outcome", "reason", b"reason", "step", b"step", "timeline", b"timeline", "valid_clock", b"valid_clock", "version", b"version", "waiting_for", b"waiting_for", "wants_state", b"wants_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

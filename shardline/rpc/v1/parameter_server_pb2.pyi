@@ -874,6 +874,127 @@ class GetCutFrame(_message.Message):
 Global___GetCutFrame: _TypeAlias = GetCutFrame  # noqa: Y015
 
 @_typing.final
+class GetStateRequest(_message.Message):
+    """Asks for the parameters and optimizer state of a step, where workers run the optimizer. A shard has them only at the
+    step at which it was initialized or restored.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def data(self) -> _common_pb2.DataHeader: ...
+    def __init__(
+        self,
+        *,
+        data: _common_pb2.DataHeader | None = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
+
+@_typing.final
+class GetStateFrame(_message.Message):
+    """Images of all buckets of parameters, then `end`; or `end` alone: the shard does not have that state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    outcome: _common_pb2.Outcome.ValueType
+    reason: _builtins.str
+    @_builtins.property
+    def header(self) -> Global___ImageHeader: ...
+    @_builtins.property
+    def chunk(self) -> Global___ImageChunk: ...
+    @_builtins.property
+    def end(self) -> Global___ImageEnd: ...
+    def __init__(
+        self,
+        *,
+        outcome: _common_pb2.Outcome.ValueType = ...,
+        reason: _builtins.str = ...,
+        header: Global___ImageHeader | None = ...,
+        chunk: Global___ImageChunk | None = ...,
+        end: Global___ImageEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "header", b"header", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateFrame: _TypeAlias = GetStateFrame  # noqa: Y015
+
+@_typing.final
+class PutStateFrame(_message.Message):
+    """The state of a step, sent by the worker that runs replica 0, for a cut. `data` comes first and once; then header and
+    chunks bucket by bucket; then `end`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def data(self) -> _common_pb2.DataHeader: ...
+    @_builtins.property
+    def header(self) -> Global___ImageHeader: ...
+    @_builtins.property
+    def chunk(self) -> Global___ImageChunk: ...
+    @_builtins.property
+    def end(self) -> Global___ImageEnd: ...
+    def __init__(
+        self,
+        *,
+        data: _common_pb2.DataHeader | None = ...,
+        header: Global___ImageHeader | None = ...,
+        chunk: Global___ImageChunk | None = ...,
+        end: Global___ImageEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "end", b"end", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "end", b"end", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutStateFrame: _TypeAlias = PutStateFrame  # noqa: Y015
+
+@_typing.final
+class PutStateReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    outcome: _common_pb2.Outcome.ValueType
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        outcome: _common_pb2.Outcome.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutStateReply: _TypeAlias = PutStateReply  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,16 @@ class ParameterServerStub:
                 request_serializer=shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressRequest.SerializeToString,
                 response_deserializer=shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressReply.FromString,
                 _registered_method=True)
+        self.GetState = channel.unary_stream(
+                '/shardline.rpc.v1.ParameterServer/GetState',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateRequest.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateFrame.FromString,
+                _registered_method=True)
+        self.PutState = channel.stream_unary(
+                '/shardline.rpc.v1.ParameterServer/PutState',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateFrame.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateReply.FromString,
+                _registered_method=True)
         self.Lead = channel.unary_unary(
                 '/shardline.rpc.v1.ParameterServer/Lead',
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.LeadRequest.SerializeToString,
@@ -146,6 +156,19 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetState(self, request, context):
+        """Where workers run the optimizer: its state goes to the shards for cuts, and comes back after a rollback.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutState(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,6 +268,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Progress,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressRequest.FromString,
                     response_serializer=shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressReply.SerializeToString,
+            ),
+            'GetState': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetState,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateRequest.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateFrame.SerializeToString,
+            ),
+            'PutState': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutState,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateFrame.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateReply.SerializeToString,
             ),
             'Lead': grpc.unary_unary_rpc_method_handler(
                     servicer.Lead,
@@ -437,6 +470,60 @@ class ParameterServer:
             '/shardline.rpc.v1.ParameterServer/Progress',
             shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressRequest.SerializeToString,
             shardline_dot_rpc_dot_v1_dot_data__pb2.ProgressReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardline.rpc.v1.ParameterServer/GetState',
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateRequest.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.GetStateFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutState(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shardline.rpc.v1.ParameterServer/PutState',
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateFrame.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PutStateReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,9 @@ class ParameterServerStub:
     Pull: _grpc.UnaryStreamMultiCallable[_data_pb2.PullRequest, _parameter_server_pb2.PullReply]
     PushPull: _grpc.StreamStreamMultiCallable[_data_pb2.PushPullRequest, _data_pb2.PushPullReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_data_pb2.ProgressRequest, _data_pb2.ProgressReply]
+    GetState: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.GetStateRequest, _parameter_server_pb2.GetStateFrame]
+    """Where workers run the optimizer: its state goes to the shards for cuts, and comes back after a rollback."""
+    PutState: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.PutStateFrame, _parameter_server_pb2.PutStateReply]
     Lead: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeadRequest, _parameter_server_pb2.LeadReply]
     """Commands of the chief."""
     Configure: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.ConfigureRequest, _parameter_server_pb2.ConfigureReply]
@@ -60,6 +63,9 @@ class ParameterServerAsyncStub(ParameterServerStub):
     Pull: _aio.UnaryStreamMultiCallable[_data_pb2.PullRequest, _parameter_server_pb2.PullReply]  # type: ignore[assignment]
     PushPull: _aio.StreamStreamMultiCallable[_data_pb2.PushPullRequest, _data_pb2.PushPullReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_data_pb2.ProgressRequest, _data_pb2.ProgressReply]  # type: ignore[assignment]
+    GetState: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.GetStateRequest, _parameter_server_pb2.GetStateFrame]  # type: ignore[assignment]
+    """Where workers run the optimizer: its state goes to the shards for cuts, and comes back after a rollback."""
+    PutState: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.PutStateFrame, _parameter_server_pb2.PutStateReply]  # type: ignore[assignment]
     Lead: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeadRequest, _parameter_server_pb2.LeadReply]  # type: ignore[assignment]
     """Commands of the chief."""
     Configure: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.ConfigureRequest, _parameter_server_pb2.ConfigureReply]  # type: ignore[assignment]
@@ -109,6 +115,21 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         request: _data_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_data_pb2.ProgressReply, _abc.Awaitable[_data_pb2.ProgressReply]]: ...
+
+    @_abc_1.abstractmethod
+    def GetState(
+        self,
+        request: _parameter_server_pb2.GetStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.GetStateFrame], _abc.AsyncIterator[_parameter_server_pb2.GetStateFrame]]:
+        """Where workers run the optimizer: its state goes to the shards for cuts, and comes back after a rollback."""
+
+    @_abc_1.abstractmethod
+    def PutState(
+        self,
+        request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.PutStateFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.PutStateReply, _abc.Awaitable[_parameter_server_pb2.PutStateReply]]: ...
 
     @_abc_1.abstractmethod
     def Lead(

@@ -72,6 +72,7 @@ class SumShard:
     """A shardline.server.backend.HostedShard."""
 
     on_host, counts_inline, stop_step = True, True, None
+    summing = None
     consistency = Eager()
 
     def __init__(

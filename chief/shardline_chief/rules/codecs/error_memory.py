@@ -1,7 +1,8 @@
-"""What follows when the error memory of a codec is lost with the worker that had it (docs/codecs.md, error feedback).
+"""What follows when what a worker keeps is lost with it: the error memory of a codec, or the optimizer's state.
 
 With error_memory="exact", no replica has any at a checkpoint, so the job goes back to one and ends in the same bits. A
-replica that moves because of a join costs as much. With "reset" the job goes on without it, and this is counted.
+replica that moves because of a join costs as much. With "reset" the job goes on without it, and this is counted
+(docs/codecs.md, error feedback). Where workers run the optimizer (apply="worker"), its state is in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ class ErrorMemory:
         """Other processes have taken over replicas. True: the job goes back."""
         state, moved = self.state, sorted(self.state.work.moved)
         state.work.moved.clear()
-        if not moved or not state.remembers:
+        if not moved or not (state.remembers or state.applied):
             return False
         which = f"replica{'s' if len(moved) > 1 else ''} {', '.join(map(str, moved))}"
-        if not state.exact_memory or self.recovery.hopeless() or state.saves.checkpoint_step < 0:
-            self._dropped(which, len(moved))
+        if not state.returns or self.recovery.hopeless() or state.saves.checkpoint_step < 0:
+            if state.remembers:
+                self._dropped(which, len(moved))
             return False
-        self.recovery.again(f"the error memory of {which} is lost (error_memory is 'exact')", now_s)
+        if state.applied:
+            why = f"{which} moved to a worker that does not have the optimizer's state (apply is 'worker')"
+        else:
+            why = f"the error memory of {which} is lost (error_memory is 'exact')"
+        self.recovery.again(why, now_s)
         return True
 
     def _dropped(self, whose: str, count: int) -> None:

@@ -150,7 +150,7 @@ class Takeover:
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        exact = state.exact_memory and known.began_s is not None
+        exact = state.returns and known.began_s is not None
         if state.settings.standbys and known.began_s is not None and (known.active or known.stays) and not exact:
             self._ask()
             return
@@ -231,15 +231,16 @@ class Takeover:
         if everything and self.ending.early == (EndAsked(*stopping) if stopping is not None else None):
             # Not only the chief but the whole job was restarted, so it is meant to continue.
             self.ending.early = None
-        if state.exact_memory and state.job is not None:
+        if state.returns and state.job is not None:
             # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
             state.work.moved.update(range(state.job.replicas))
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
         if not lost:
-            exact = state.exact_memory and state.phase is Phase.RUNNING
-            why = "does not know who held which error memory" if exact else "died while filling the parameter servers"
+            exact = state.returns and state.phase is Phase.RUNNING
+            kept = "the optimizer's state" if state.applied else "which error memory"
+            why = f"does not know who held {kept}" if exact else "died while filling the parameter servers"
             self.recovery.again(f"the {'new' if exact else 'last'} chief {why}", now_s)
 
     # Taking command

@@ -1,0 +1,121 @@
+"""Shards of which workers run the optimizer: they publish what is needed for that, mean gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from shardline.core.contributions import Partial, scaled
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.push_context import PushContext
+from shardline.core.spec import TensorKind
+from shardline.errors import ProtocolError
+from shardline.update import BucketRule
+from shardline_ps.shard.bucket import Bucket
+from shardline_ps.shard.cuts import CutBook
+
+
+class SummingBucket(Bucket):
+    """Parameters until the first step after Init or Restore is closed, from then on each step's mean gradient.
+
+    The rule keeps the optimizer state of a cut from Restore to that step, for the workers to take it.
+    """
+
+    _closed_hyper: Mapping[str, float] = {}
+
+    @property
+    def has_state(self) -> bool:
+        """See Bucket."""
+        return self.step == self.oldest
+
+    @property
+    def closed_hyper(self) -> Mapping[str, float]:
+        """See Bucket."""
+        return self._closed_hyper
+
+    def update(
+        self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None, context: PushContext
+    ) -> bool:
+        """Write the mean gradient; NaN, which no counted gradient contains, to tensors without one."""
+        if self.has_state:
+            # Every worker has taken the state that this step began from.
+            self.rule = self.make_rule()
+        self._closed_hyper = self.hyper or {}
+        mean = scaled(total, scale).values
+        if mean is not None:
+            target.copy_(self.combined(mean))
+        for piece, present in zip(self.spec.slices, total.present, strict=True):
+            if mean is None or not present:
+                target[piece.offset : piece.end].fill_(torch.nan)
+        return True
+
+    def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
+        """See Bucket."""
+        super().restore(image, rule, previous=previous)
+        self._closed_hyper = {}
+
+
+class Stored(Protocol):
+    """The storage of a shard: the part of ShardStorage that is used here."""
+
+    buckets: list[Bucket]
+    cuts: CutBook
+
+
+class Summing:
+    """What a shard knows of the state of the workers' optimizer."""
+
+    def __init__(self, number: int, storage: Stored) -> None:
+        self._number = number
+        self._cuts = storage.cuts
+        self._all = storage.buckets
+        self._buckets = [bucket for bucket in storage.buckets if bucket.spec.kind is TensorKind.PARAM]
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether a cut of the open step lacks the workers' state."""
+        return self._cuts.open(min(bucket.step for bucket in self._all))
+
+    @property
+    def hyper(self) -> Mapping[int, Mapping[str, float]]:
+        """Hyper-parameters of the last closed step that differ from the job's, by parameter group."""
+        return {bucket.group: bucket.closed_hyper for bucket in self._buckets if bucket.closed_hyper}
+
+    def state(self, step: int) -> list[BucketImage] | None:
+        """Images of all buckets of parameters at a step; None if the workers have gone on from it."""
+        images = []
+        for bucket in self._buckets:
+            with bucket.lock:
+                if bucket.step != step or not bucket.has_state or not bucket.initialized:
+                    return None
+                images.append(bucket.image())
+        return images
+
+    def bring(self, images: Sequence[BucketImage]) -> Decision:
+        """Take the state that a worker has at the open step, for a cut.
+
+        Raises ProtocolError or CheckpointError for images that don't fit; nothing is changed then.
+        """
+        given = sorted(images, key=lambda image: image.bucket)
+        if [image.bucket for image in given] != [bucket.number for bucket in self._buckets]:
+            raise ProtocolError(
+                f"shard {self._number} has {len(self._buckets)} buckets of parameters; the state is of buckets "
+                f"{[image.bucket for image in given][:10]}"
+            )
+        taken = []
+        for bucket, image in zip(self._buckets, given, strict=True):
+            bucket.rule_of(image)
+            with bucket.lock:
+                if bucket.step != image.step:
+                    reason = f"shard {self._number} is at step {bucket.step}; the state is of step {image.step}"
+                    return Decision(Outcome.DUPLICATE, reason)
+                taken.append(replace(image, shard=self._number, version=bucket.version))
+        self._cuts.offer(taken)
+        if taken and self._cuts.open(taken[0].step):
+            for image in taken:
+                self._cuts.store(image)
+        return Decision(Outcome.COUNTED)
