@@ -44,6 +44,18 @@ def test_a_lost_worker_takes_the_job_back_to_where_nobody_had_any() -> None:
     assert cluster.program.state.figures.dropped_memories == 0
 
 
+def test_where_workers_run_the_optimizer_those_that_have_followed_take_over_and_a_new_one_takes_the_job_back() -> None:
+    cluster = at_checkpoint_and_beyond(apply="worker")
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [17, 17]
+    assert cluster.orders("worker/0").replicas == (0, 1, 2, 3)
+    cluster.join("worker", 1)
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [10, 10]
+    assert "takes replicas 2, 3 over lacks the optimizer's state (apply is 'worker'); rolling back" in cluster.text()
+
+
 def test_a_worker_that_joins_or_is_started_again_does_too_and_nobody_else() -> None:
     cluster = at_checkpoint_and_beyond(**EXACT)
     cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)

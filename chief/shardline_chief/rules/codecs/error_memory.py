@@ -12,6 +12,10 @@ from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.state.state import State
 
 
+def _named(replicas: list[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+
+
 class ErrorMemory:
     """Rules for lost error memory."""
 
@@ -26,21 +30,21 @@ class ErrorMemory:
 
     def moved(self, event: Progressed, now_s: float) -> bool:
         """Other processes have taken over replicas. True: the job goes back."""
-        state, moved = self.state, sorted(self.state.work.moved)
+        state = self.state
+        moved, unready = sorted(state.work.moved), sorted(state.work.unready)
         state.work.moved.clear()
-        if not moved or not (state.remembers or state.applied):
-            return False
-        which = f"replica{'s' if len(moved) > 1 else ''} {', '.join(map(str, moved))}"
-        if not state.returns or self.recovery.hopeless() or state.saves.checkpoint_step < 0:
-            if state.remembers:
-                self._dropped(which, len(moved))
-            return False
-        if state.applied:
-            why = f"{which} moved to a worker that does not have the optimizer's state (apply is 'worker')"
-        else:
-            why = f"the error memory of {which} is lost (error_memory is 'exact')"
-        self.recovery.again(why, now_s)
-        return True
+        state.work.unready.clear()
+        can = not self.recovery.hopeless() and state.saves.checkpoint_step >= 0
+        if moved and state.exact_memory and can:
+            self.recovery.again(f"the error memory of {_named(moved)} is lost (error_memory is 'exact')", now_s)
+            return True
+        if moved and state.remembers:
+            self._dropped(_named(moved), len(moved))
+        if unready and state.applied and can:
+            why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
+            self.recovery.again(why, now_s)
+            return True
+        return False
 
     def _dropped(self, whose: str, count: int) -> None:
         self.state.figures.dropped_memories += count

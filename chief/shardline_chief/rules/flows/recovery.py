@@ -284,6 +284,7 @@ class Recovery:
             return
         self._lost.clear()
         state.work.moved.clear()
+        state.work.unready.clear()
         lost = self._count_lost(loss)
         recovered = Recovered(
             task=loss.first,

@@ -234,6 +234,7 @@ class Takeover:
         if state.returns and state.job is not None:
             # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
             state.work.moved.update(range(state.job.replicas))
+            state.work.unready.update(range(state.job.replicas))
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)

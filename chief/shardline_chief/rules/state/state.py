@@ -114,7 +114,12 @@ class State:
         A checkpoint is complete without what was lost: the workers' optimizer state is in it, and no replica has any
         error memory there.
         """
-        return self.applied or (self.job is not None and self.job.error_memory == EXACT and self.remembers)
+        return self.applied or self.exact_memory
+
+    @property
+    def exact_memory(self) -> bool:
+        """Whether it does so because of error memory."""
+        return self.job is not None and self.job.error_memory == EXACT and self.remembers
 
     # Acts
 

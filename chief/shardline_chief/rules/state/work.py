@@ -23,6 +23,8 @@ class Work:
         """Incarnation that has each replica, or had it last."""
         self.moved: set[int] = set()
         """Replicas that another life has taken over since the state of all of them was last restored."""
+        self.unready: set[int] = set()
+        """Those of them whose new life had none before, so it has not followed the training."""
         self.initializer = ""
         """Task that sets the first values; empty if none is chosen."""
         self.most_trainers = 0
@@ -49,12 +51,15 @@ class Work:
         else:
             self.assignment = assign(before, tasks, replicas)
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
+        ready = {life for life, had in self.given.items() if had}
         gained: dict[str, list[int]] = {}
         for replica, task in sorted(self.assignment.items()):
             self.given[lives[task]].add(replica)
             if self.holders.setdefault(replica, lives[task]) != lives[task]:
                 self.holders[replica] = lives[task]
                 self.moved.add(replica)
+                if lives[task] not in ready:
+                    self.unready.add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
         return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]

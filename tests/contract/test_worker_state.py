@@ -1,0 +1,127 @@
+"""The state of the optimizer that workers run: what shards take of it, what they refuse, and whom they give it to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.outcome import Outcome
+from shardline.errors import ShardlineError
+from shardline.lanes.calls import NotAdmittedError
+from tests.support.cluster import Cluster, Worker
+from tests.support.jobs import Rich, make_job
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[tuple[Cluster, Worker]]:
+    job = make_job("adam", model=Rich, steps=STEPS, replicas=1, apply="worker")
+    with Cluster(job, ps=1, bucket_bytes=256) as cluster:
+        yield cluster, cluster.train([[0]])[0]
+
+
+def held(worker: Worker) -> list[BucketImage]:
+    """The state that a worker would bring to shard 0."""
+    applied = worker.trainer.methods.applied
+    assert applied is not None
+    return [applied._image(key, STEPS) for key in applied.ground.rules]
+
+
+def bring(cluster: Cluster, worker: Worker, images: list[BucketImage], **sender: Any) -> Outcome:
+    lane = worker.trainer.exchange.lanes[0]
+    return lane.bring_state(replace(worker.trainer.sender, **sender), images, timeout_s=10.0)
+
+
+def test_a_state_is_kept_for_a_cut_of_its_step_that_comes_later(trained: tuple[Cluster, Worker]) -> None:
+    cluster, worker = trained
+    shard, images = cluster.shards[0], held(worker)
+    assert bring(cluster, worker, images) is Outcome.COUNTED
+    assert shard.cuts.get(STEPS) is None
+    assert shard.request_cut(STEPS, stop=False) == (False, STEPS)
+    found = shard.cuts.get(STEPS)
+    assert found is not None and len(found) == len(shard.buckets)
+    by_bucket = {image.bucket: image for image in found}
+    for image in images:
+        assert by_bucket[image.bucket].version == STEPS
+        for name, values in image.tensors.items():
+            assert torch.equal(by_bucket[image.bucket].tensors[name], values)
+    shard.cuts.release(STEPS)
+    assert shard.cuts.offered(images[0].bucket, STEPS) is None
+
+
+def test_a_state_of_another_step_changes_nothing(trained: tuple[Cluster, Worker]) -> None:
+    cluster, worker = trained
+    images = [replace(image, step=STEPS - 1) for image in held(worker)]
+    assert bring(cluster, worker, images) is Outcome.DUPLICATE
+    assert cluster.shards[0].cuts.offered(images[0].bucket, STEPS - 1) is None
+
+
+def longer(image: BucketImage) -> BucketImage:
+    return replace(image, tensors={**image.tensors, VALUE: torch.zeros(image.tensors[VALUE].numel() + 64)})
+
+
+def in_another_dtype(image: BucketImage) -> BucketImage:
+    return replace(image, tensors={**image.tensors, VALUE: image.tensors[VALUE].double()})
+
+
+def without_a_state(image: BucketImage) -> BucketImage:
+    return replace(image, tensors={VALUE: image.tensors[VALUE]})
+
+
+def with_another_state(image: BucketImage) -> BucketImage:
+    return replace(image, tensors={**image.tensors, "momentum_buffer": image.tensors[VALUE]})
+
+
+def not_a_number(image: BucketImage) -> BucketImage:
+    return replace(image, scalars={name: (float("nan"),) * len(numbers) for name, numbers in image.scalars.items()})
+
+
+WRONG = [longer, in_another_dtype, without_a_state, with_another_state, not_a_number]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_state_that_does_not_fit_is_refused_whole(trained: tuple[Cluster, Worker], wrong: Any) -> None:
+    cluster, worker = trained
+    images = held(worker)
+    before = cluster.shards[0].cuts.held_bytes
+    with pytest.raises(ShardlineError):
+        bring(cluster, worker, [*images[:-1], wrong(images[-1])])
+    assert cluster.shards[0].cuts.held_bytes == before
+
+
+@pytest.mark.parametrize("wrong", ["missing", "repeated", "foreign"])
+def test_a_state_of_other_buckets_is_refused(trained: tuple[Cluster, Worker], wrong: str) -> None:
+    cluster, worker = trained
+    images = held(worker)
+    found = {
+        "missing": images[1:],
+        "repeated": [*images, images[0]],
+        "foreign": [*images[1:], replace(images[0], bucket=999)],
+    }[wrong]
+    with pytest.raises(ShardlineError, match="buckets of parameters; the state is of buckets"):
+        bring(cluster, worker, found)
+
+
+def test_strangers_and_zombies_neither_bring_nor_take_a_state(trained: tuple[Cluster, Worker]) -> None:
+    cluster, worker = trained
+    assert bring(cluster, worker, held(worker), timeline=99) is Outcome.WRONG_TIMELINE
+    lane = worker.trainer.exchange.lanes[0]
+    with pytest.raises(NotAdmittedError):
+        lane.state(replace(worker.trainer.sender, timeline=99), STEPS, timeout_s=10.0)
+    assert lane.state(worker.trainer.sender, STEPS, timeout_s=10.0) is None
+
+
+def test_servers_that_run_the_optimizer_keep_its_state_to_themselves() -> None:
+    with Cluster(make_job("adam", steps=STEPS, replicas=1), ps=1) as cluster:
+        (worker,) = cluster.train([[0]])
+        lane, sender = worker.trainer.exchange.lanes[0], worker.trainer.sender
+        with pytest.raises(ShardlineError, match="runs the optimizer of this job itself"):
+            lane.state(sender, STEPS, timeout_s=10.0)
+        with pytest.raises(ShardlineError, match="runs the optimizer of this job itself"):
+            lane.bring_state(sender, [], timeout_s=10.0)
