@@ -172,7 +172,9 @@ class StepLoop:
         """See Session.finish_step. gradients: called if nothing was contributed yet."""
         self.skipped = False
         self.finder.unstepped.reset()
-        self.own_loop.about_to_step()
+        if self.pipeline.sent is None:
+            # Else the running exchange may have changed the tensors.
+            self.own_loop.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
@@ -182,7 +184,8 @@ class StepLoop:
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
-        wait = self.place.gate is None or self.trainer.open.first
+        goes_on = self.place.gate is not None or self.trainer.methods.cadence.overlap > 0
+        wait = not goes_on or self.trainer.open.first
         while True:
             try:
                 if wait:

@@ -45,6 +45,8 @@ class WorkerMethods:
             contributors=self.mode.contributors(job.replicas),
         )
         self.local = self.cadence.local(self.held)
+        self._ahead = False
+        """The open step has begun before its parameters have arrived."""
         self._encoders: PushEncoders | None = None
         self.versions: Mapping[int, int] = {}
         """Version of each shard's parameters, as they were last pulled."""
@@ -68,12 +70,30 @@ class WorkerMethods:
         every = self._job.checkpoint_every
         return number + 1 == self._job.steps or bool(every and (number + 1) % every == 0)
 
+    @property
+    def needs_pull(self) -> bool:
+        """Whether the open pass needs the parameters of its step to begin. Cadences that stream wait per layer."""
+        return not self.streams and self.ticks.tick >= self.cadence.overlap
+
     def restart(self) -> None:
         """Start the open step over with the servers' parameters."""
-        self.ticks.begin(self.half.step)
-        self.local.began(self.half.step)
+        self._ahead = False
+        self.next_step()
+
+    def sent(self) -> None:
+        """Advance after the open step was sent. With an overlap the next one begins now."""
+        self.half.advance()
+        if self.cadence.overlap:
+            self._begin()
+            self._ahead = True
 
     def next_step(self) -> None:
-        """Begin the next step, once its parameters have arrived."""
+        """The parameters of the next step have arrived: begin it, unless it has begun already."""
+        if not self._ahead:
+            self._begin()
+        self._ahead = False
+        self.local.arrived(self.half.step)
+
+    def _begin(self) -> None:
         self.ticks.begin(self.half.step)
         self.local.began(self.half.step)
