@@ -25,6 +25,7 @@ from tests.conformance.test_local_training import Values, after_a_death, assert_
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
+from tests.support.services import Services, backward, make_model
 
 
 class Towers(nn.Module):
@@ -279,6 +280,101 @@ def test_fragments_are_a_part_of_the_job_and_may_change_when_it_resumes() -> Non
         changed = make_job("adamw", cadence=other)
         notes = resume_notes(spec, changed.spec(changed.build_model()), "step-40")
         assert notes == [f"cadence: {other} in the job, streaming-diloco:every=4,fragments=2 in the checkpoint"]
+
+
+# Scripts
+
+
+def alone(cadence: StreamingDiLoCo, steps: int) -> nn.Module:
+    """The servers' parameters after a script's one replica has trained, from torch.optim alone."""
+    theta, model = make_model(), make_model()
+    outer = torch.optim.SGD(theta.parameters(), **cadence.outer_rule)  # type: ignore[arg-type]
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    pairs = [(name, value, dict(model.named_parameters())[name]) for name, value in theta.named_parameters()]
+    specs = cadence.fragmented([TensorSpec(name=n, shape=tuple(v.shape), dtype="float32") for n, v, _ in pairs])
+    for number in range(steps * cadence.ticks):
+        step, tick = divmod(number, cadence.ticks)
+        with torch.no_grad():
+            for spec, (_, servers, own) in zip(specs, pairs, strict=True):
+                if step and tick == cadence.overlap and spec.fragment == (step - 1) % cadence.fragments:
+                    own.copy_(torch.lerp(servers, own, cadence.alpha))
+        inner.zero_grad()
+        backward(model, number)
+        inner.step()
+        if tick + 1 == cadence.ticks:
+            for spec, (_, servers, own) in zip(specs, pairs, strict=True):
+                goes = spec.fragment == step % cadence.fragments
+                servers.grad = (servers - own).detach() if goes else None
+            outer.step()
+    return theta
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [
+        StreamingDiLoCo(every=4, fragments=2),
+        StreamingDiLoCo(every=6, fragments=2, alpha=0.5, overlap=2),
+        StreamingDiLoCo(every=3, fragments=1, alpha=0.25, overlap=1),
+    ],
+    ids=str,
+)
+def test_a_script_goes_on_with_its_own_parameters_and_ends_with_the_servers(
+    cadence: StreamingDiLoCo, start: Any
+) -> None:
+    services: Services = start(ps=2, workers=1)
+    model, steps, running = make_model(), 5, []
+    with services.connect(cadence=str(cadence)) as session:
+        optimizer = session.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        for number in session.steps(steps * cadence.ticks):
+            running.append(session.trainer.open.sent)
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+        expected = alone(cadence, steps).state_dict()
+        for name, value in model.state_dict().items():
+            assert same_bits(value, expected[name]), name
+    # The first step after a start waits.
+    first = 2 * cadence.ticks
+    assert running[first:] == [n % cadence.ticks < cadence.overlap for n in range(first, steps * cadence.ticks)]
+    assert not any(running[: cadence.ticks])
+    assert services.end()["steps"] == steps
+
+
+def test_a_script_that_ends_during_the_overlap_ends_with_what_it_has_sent(start: Any) -> None:
+    services: Services = start(ps=1, workers=1)
+    cadence, model = StreamingDiLoCo(every=4, fragments=2, alpha=0.5, overlap=1), make_model()
+    with services.connect(cadence=str(cadence)) as session:
+        optimizer = session.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        for number in session.steps():
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+            if session.step == 3:
+                assert session.trainer.open.sent
+                break
+        session.wait()
+        expected = alone(cadence, 3).state_dict()
+        for name, value in model.state_dict().items():
+            assert same_bits(value, expected[name]), name
+    assert services.end()["steps"] == 3
+
+
+@pytest.mark.parametrize("cadence", ["easgd:every=2", "streaming-diloco:every=2,fragments=2"])
+def test_a_loop_that_nothing_tells_when_a_pass_begins_is_refused(cadence: str, start: Any) -> None:
+    services: Services = start(ps=1, workers=1)
+
+    def train() -> None:
+        model = make_model()
+        with services.connect(cadence=cadence) as session:
+            optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
+            backward(model, 0)
+            optimizer.step()
+
+    with pytest.raises(
+        JobError, match=r"keeps parameters of each replica's own, which only a loop over session\.steps"
+    ):
+        train()
+    services.end(code=JobError.exit_code)
 
 
 # Refusals
