@@ -149,6 +149,11 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
             f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
             "one update; choose consistency='async', or another rule"
         )
+    if pace.overlap and mode.clock is Clock.VERSION:
+        raise JobError(
+            f"cadence {pace} merges what an exchange returns {pace.overlap} passes later, but in consistency {mode} "
+            "workers have no common steps; choose consistency='sync', or overlap=0"
+        )
     if pace.common_steps and mode.clock is Clock.VERSION:
         raise JobError(
             f"steps of cadence {pace} differ from each other, but in consistency {mode} workers have no common steps; "

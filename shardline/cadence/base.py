@@ -3,11 +3,14 @@
 A *step* of the job is one exchange with the servers. A *tick* is one pass of a worker's loop: forward, backward,
 optimizer.step(). A cadence says how many ticks make a step. The worker calls, in this order:
 
-    began(step)                                the servers' parameters of `step` are in Held.pulled
+    began(step)                                every replica is at tick 0
+    arrived(step)                              the servers' parameters of `step` are in Held.pulled
     for tick in range(ticks):
         for each replica of this worker:
             enter(replica, tick)               before its forward pass
             take(replica, tick, outgoing)      after its backward pass; the result of the last tick is sent
+
+With an overlap, arrived() may come as late as right before the tick of that number.
 
 began() is called again, possibly with a lower step than before, whenever a step starts over: a server was lost and the
 job went back, replicas were moved, the process resumed. A cadence then drops everything of the unfinished step.
@@ -58,6 +61,9 @@ class InnerOptimizer(Protocol):
     def began(self, step: int) -> None:
         """Start a step, maybe again: every replica has the state that it had at this step's beginning."""
 
+    def arrived(self, step: int) -> None:
+        """The exchange that ended the step before is complete: that step will not start over."""
+
     def update(self, replica: int, gradients: Values, hyper: Hyper, *, last: bool) -> None:
         """Take one optimizer step on the model's parameters, for a replica. last: it is the replica's last of the step.
 
@@ -89,12 +95,17 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What the servers said when they answered a pull, where workers run the optimizer on what these sum."""
+    """What is known of the pull that brought a step's parameters; the servers' part only where they sum for workers."""
 
+    located: bool = False
+    """The worker has looked for its step, which may be any."""
     wants_state: Collection[int] = ()
     """Shards that lack the worker's parameters and optimizer state for a cut."""
     hyper: Hyper = field(default_factory=dict)
     """Hyper-parameters of the step that was closed, from its replica 0."""
+
+
+NOTHING = Told()
 
 
 class LocalTraining(abc.ABC):
@@ -102,18 +113,17 @@ class LocalTraining(abc.ABC):
 
     @abc.abstractmethod
     def began(self, step: int) -> None:
-        """Start a step, maybe again: Held.pulled has the servers' parameters of `step`, every replica is at tick 0.
+        """Start a step, maybe again: every replica is at tick 0.
 
-        In asynchronous modes `step` counts this worker's own pushes.
+        Held.pulled has the servers' parameters of `step`; with an overlap it may be written to until arrived(). In
+        asynchronous modes `step` counts this worker's own pushes.
         """
 
-    def located(self, step: int, told: Told) -> None:
-        """began() after the worker has looked for its step: it may come from anywhere, and so may Held.pulled."""
-        self.began(step)
+    def arrived(self, step: int, told: Told = NOTHING) -> None:  # noqa: B027  without an overlap began() says the same
+        """Held.pulled has the servers' parameters of `step`. Called after began(), before tick Cadence.overlap.
 
-    def next_step(self, step: int, told: Told) -> None:
-        """began() after the step before was closed."""
-        self.began(step)
+        What a replica computes may not depend on how long before that tick this is.
+        """
 
     @abc.abstractmethod
     def enter(self, replica: int, tick: int) -> None:
@@ -123,8 +133,8 @@ class LocalTraining(abc.ABC):
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
         """Process a replica's backward pass. The result of a step's last tick is sent; other results are ignored.
 
-        Before each pass the buffers in Held.pulled are reset to those of the step. A cadence with copies fills
-        Outgoing.buffers itself.
+        Before each pass the buffers in Held.pulled are reset to those of the step. A cadence with copies, whose passes
+        don't change them, fills Outgoing.buffers itself.
         """
 
 
@@ -154,6 +164,14 @@ class Cadence(Resident, abc.ABC):
     def fragmented(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """The tensors with their fragments, a function of these alone. Raises JobError for a model with too few."""
         return tuple(tensors)
+
+    @property
+    def overlap(self) -> int:
+        """Ticks of a step that run before the exchange that ended the previous one has to be complete.
+
+        Below the ticks of every step, and above 0 only with keeps_copies: until then replicas go on with their own.
+        """
+        return 0
 
     def ticks_in(self, step: int) -> int:
         """Number of passes of this step; at least 1."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Values
-from shardline.cadence.local_training import KeptCopies, LocalCadence
+from shardline.cadence.local_training import Kept, KeptCopies, LocalCadence
 from shardline.core.spec import Argument
 from shardline.errors import JobError
 
@@ -58,5 +58,5 @@ class ElasticCopies(KeptCopies):
         """See LocalCopies.finish. The mean of the contributors is a part of the sum of the replicas."""
         center = self._held.pulled
         forces = {name: self._alpha * (now[name] - center[name].detach()) for name in sent.values}
-        self._after[replica] = {name: now[name] - force for name, force in forces.items()}
+        self.keep(replica, Kept({name: now[name] - force for name, force in forces.items()}, frozenset(forces)))
         return replace(sent, values={name: -self._held.contributors * force for name, force in forces.items()})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Values
+from shardline.cadence.base import NOTHING, Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Told, Values
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 
@@ -60,18 +60,27 @@ class LocalCopies(LocalTraining):
         self._moved: dict[int, set[str]] = {}
         """Parameters that had a gradient in this round, by replica."""
         self._samples: dict[int, int] = {}
+        self._entered = False
+        """A pass of this round has begun."""
 
     def began(self, step: int) -> None:
         """See LocalTraining.began."""
         self._copies.clear()
         self._moved.clear()
         self._samples.clear()
+        self._entered = False
         self._ticks = self._cadence.ticks_in(step)
         self._inner.began(step)
-        self._load(self._held.pulled, [spec.name for spec in self._held.specs])
+
+    def arrived(self, step: int, told: Told = NOTHING) -> None:
+        """See LocalTraining.arrived."""
+        self._inner.arrived(step)
+        if not self._entered:
+            self._load(self._held.pulled, [spec.name for spec in self._held.specs])
 
     def enter(self, replica: int, tick: int) -> None:
         """See LocalTraining.enter."""
+        self._entered = True
         self._load(self._copies.get(replica) or self.start(replica), [*self._params, *self._buffers])
 
     def start(self, replica: int) -> Values:
@@ -130,6 +139,15 @@ class LocalCopies(LocalTraining):
         return kept
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a replica has at the beginning of a round. Its tensors are not changed, since the round may start over."""
+
+    values: Values
+    own: frozenset[str]
+    """Names of the parameters among them that may differ from the servers'."""
+
+
 class KeptCopies(LocalCopies):
     """Replicas that keep parameters of their own from round to round, where these differ from the servers'.
 
@@ -139,30 +157,37 @@ class KeptCopies(LocalCopies):
 
     def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizer) -> None:
         super().__init__(cadence, held, inner)
-        self._step: int | None = None
-        self._before: dict[int, Values] = {}
-        """Own parameters at the beginning of the round, by replica; not changed, since the round may start over."""
-        self._after: dict[int, Values] = {}
-        """Those for the next round, set by finish()."""
+        self._step = 0
+        self._kept: dict[int, dict[int, Kept]] = {}
+        """By round, then by replica: of the open round, of the next, and of the one before while its exchange runs."""
 
     def began(self, step: int) -> None:
         """See LocalTraining.began."""
-        if self._step is not None and step == self._step + 1:
-            self._before = {replica: self.next(self._step, values) for replica, values in self._after.items()}
-            self._after = {}
-        elif step != self._step:
-            self._before, self._after = {}, {}
+        self._kept = {at: kept for at, kept in self._kept.items() if step in self._kept and at <= step + 1}
+        self._kept.setdefault(step, {})
         self._step = step
         super().began(step)
 
-    def next(self, ended: int, values: Values) -> Values:
-        """A replica's own parameters for the next round. values: as set by finish() in the round that has ended."""
-        return values
+    def arrived(self, step: int, told: Told = NOTHING) -> None:
+        """See LocalTraining.arrived."""
+        self._kept = {at: kept for at, kept in self._kept.items() if at >= step}
+        super().arrived(step, told)
+
+    def kept(self, replica: int) -> Kept:
+        """What keep() was given in the round before; empty for a replica that starts from the servers' parameters."""
+        return self._kept[self._step].get(replica, NOTHING)
+
+    def keep(self, replica: int, kept: Kept) -> None:
+        """Set what a replica begins the next round with. Called by finish()."""
+        self._kept.setdefault(self._step + 1, {})[replica] = kept
 
     def start(self, replica: int) -> Values:
         """See LocalCopies.start. Buffers are the servers'."""
-        return {**self._held.pulled, **self._before.get(replica, {})}
+        return {**self._held.pulled, **self.kept(replica).values}
 
     def due(self, replica: int) -> list[str]:
         """See LocalCopies.due. What a replica has of its own, too."""
-        return [name for name in self._params if name in self._moved[replica] or name in self._before.get(replica, {})]
+        return [name for name in self._params if name in self._moved[replica] | self.kept(replica).own]
+
+
+NOTHING = Kept({}, frozenset())

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
-from shardline.cadence.base import Hyper
+from shardline.cadence.base import NOTHING, Hyper
 from shardline.client.exchange.outcomes import Restart
 from shardline.core.exchange import Sender
 from shardline.core.image import VALUE, BucketImage
@@ -146,34 +146,27 @@ class AppliedHere(LocalTraining):
 
     # Steps
 
-    def located(self, step: int, told: Told) -> None:
-        """See LocalTraining.located. Raises UnreachableError, Restart.
+    def began(self, step: int) -> None:
+        """See LocalTraining.began: what it begins with comes with arrived()."""
+
+    def arrived(self, step: int, told: Told = NOTHING) -> None:
+        """See LocalTraining.arrived. If located, raises UnreachableError, Restart.
 
         The servers may have been restored meanwhile: then they publish parameters, and have the state, which counts.
         """
-        if self._step != step:
-            images = self.ground.states.take(step)
-            if images is not None:
-                self._load(images, step)
-            elif self._step is None or step != self._step + 1:
-                raise Restart(f"no server has the optimizer state of step {step}; the chief takes the job back")
-        self._show(TensorKind.FROZEN)
-        self.next_step(step, told)
-
-    def next_step(self, step: int, told: Told) -> None:
-        """See LocalTraining.next_step."""
-        if self._step is not None and step == self._step + 1:
+        images = self.ground.states.take(step) if told.located and self._step != step else None
+        if images is not None:
+            self._load(images, step)
+        elif self._step is not None and step == self._step + 1:
             self._apply(self._step, told.hyper)
-        self.began(step)
+        elif self._step != step:
+            raise Restart(f"no server has the optimizer state of step {step}; the chief takes the job back")
+        if told.located:
+            self._show(TensorKind.FROZEN)
+        self._show(TensorKind.BUFFER)
         self._owed = set(told.wants_state)
         if self._ran_first:
             self._bring()
-
-    def began(self, step: int) -> None:
-        """See LocalTraining.began."""
-        if step != self._step:
-            raise ProtocolError(f"this worker has the optimizer state of step {self._step}, not of step {step}")
-        self._show(TensorKind.BUFFER)
 
     @torch.no_grad()
     def _apply(self, step: int, hyper: Hyper) -> None:
@@ -233,11 +226,9 @@ class AppliedHere(LocalTraining):
         return step is not None and self._step == step + 1 and 0 in replicas
 
     def _bring(self) -> None:
-        ground, step = self.ground, self._step
-        assert step is not None
+        ground = self.ground
         for shard in sorted(self._owed):
-            images = [self._image(key, step) for key in ground.rules if key[0] == shard]
-            if ground.states.bring(shard, images):
+            if ground.states.bring(shard, self.images(shard)):
                 self._owed.discard(shard)
                 self._brought.add(shard)
 
@@ -247,18 +238,26 @@ class AppliedHere(LocalTraining):
             self._owed = set(range(len(self._ground.plan.shards))) - self._brought
             self._bring()
 
-    def _image(self, key: Key, step: int) -> BucketImage:
-        rule = self.ground.rules[key]
-        states, scalars, initialized = rule.export()
-        return BucketImage(
-            shard=key[0],
-            bucket=key[1],
-            step=step,
-            version=0,
-            tensors={VALUE: self.ground.model.values(*key), **states},
-            scalars=scalars,
-            initialized=initialized,
-        )
+    def images(self, shard: int) -> list[BucketImage]:
+        """The state of a shard as of this worker's step."""
+        assert self._step is not None
+        found = []
+        for (number, at), rule in self.ground.rules.items():
+            if number == shard:
+                states, scalars, initialized = rule.export()
+                values = self.ground.model.values(number, at)
+                found.append(
+                    BucketImage(
+                        shard=shard,
+                        bucket=at,
+                        step=self._step,
+                        version=0,
+                        tensors={VALUE: values, **states},
+                        scalars=scalars,
+                        initialized=initialized,
+                    )
+                )
+        return found
 
     # Passes
 

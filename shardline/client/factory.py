@@ -74,7 +74,8 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     residence: Residence = PRIVATE
     if places.regions or wishes.zero_copy:
         residence = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
-    weights = Weights(plan, layout, coding_of(job, plan), residence, _gap(methods, layout))
+    coding, apart = coding_of(job, plan), methods.cadence.copies
+    weights = Weights(plan, layout, coding, residence, _gap(methods, layout), apart=apart)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:

@@ -135,6 +135,7 @@ class WorkerGradients:
         """See workers.Gradients."""
         begins = self._computed = next(self._shared.batches) if self._leases else step
         self._local.began(step)
+        self._local.arrived(step)
         self._outgoing = {}
         losses = []
         for tick in range(self._cadence.ticks_in(step)):

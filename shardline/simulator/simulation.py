@@ -216,6 +216,10 @@ class Simulation:
         """See VirtualJob."""
         return 1 if self._cadence.uniform else self._cadence.ticks_in(step)
 
+    def ahead_in(self, step: int) -> float:
+        """See VirtualJob."""
+        return self._cadence.overlap / self._cadence.ticks_in(step)
+
     def _published(self, step: int) -> None:
         """A bucket has published a step; the job has done it once all have."""
         self._published_at[step] += 1

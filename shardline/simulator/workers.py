@@ -70,6 +70,9 @@ class VirtualJob(Protocol):
     def draws_in(self, step: int) -> int:
         """Number of compute times that one replica's part of a step takes."""
 
+    def ahead_in(self, step: int) -> float:
+        """Share of a step's passes that run before the exchange that ended the previous one has to be complete."""
+
     @property
     def sums_blocks(self) -> bool:
         """A worker adds up its replicas' gradients before it sends them."""
@@ -174,7 +177,8 @@ class VirtualWorker:
 
     # Computing
 
-    def _compute(self) -> None:
+    def _compute(self, *, goes_on: bool) -> None:
+        """Compute a step. goes_on: the one after that which this life has just pushed."""
         job, now_s = self._job, self._job.clock.now_s
         draws = self._job.draws_in(self._half.step)
         each = [sum(next(self._times) for _ in range(draws)) if draws > 1 else next(self._times) for _ in self._owed]
@@ -185,7 +189,11 @@ class VirtualWorker:
         self._counts.clear()
         blocks = self._blocks()
         if not job.overlap:
-            job.clock.at(now_s + job.exchange_s + whole_s, self._send, self._life, range(self._most_buckets), blocks)
+            ahead_s = job.ahead_in(self._half.step) * whole_s if goes_on else 0.0
+            # Passes that ran since the last gradient left, while the exchange was under way.
+            ahead_s = min(ahead_s, now_s + job.exchange_s - self._sent_s)
+            ends_s = now_s + job.exchange_s + whole_s - ahead_s
+            job.clock.at(ends_s, self._send, self._life, range(self._most_buckets), blocks)
             return
         # The forward pass waits for parameters layer by layer; gradients leave during the backward pass.
         backward_s = (1 - FORWARD) * each[-1]
@@ -317,5 +325,5 @@ class VirtualWorker:
             self._owed = self.owned
         else:
             self._half.arrived(base)
-        self._pushed = False
-        self._compute()
+        goes_on, self._pushed = self._pushed, False
+        self._compute(goes_on=goes_on)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +41,8 @@ MORE = {
         "streaming-diloco:every=4,fragments=2",
         "streaming-diloco:every=2,fragments=2,alpha=0.5",
         "streaming-diloco:every=3,fragments=1",
+        "streaming-diloco:every=6,fragments=2,overlap=2",
+        "streaming-diloco:every=3,fragments=1,alpha=0.5,overlap=1",
     ),
 }
 """Settings of some cadences, with few passes in a step; the others are tested with their defaults."""
@@ -85,8 +89,13 @@ def outgoing(seed: int) -> Outgoing:
 
 def round_of(local: LocalTraining, cadence: Cadence, step: int, replicas: int = 2) -> dict[int, Outgoing]:
     """One step of all replicas, one after another; returns what is sent."""
+    local.arrived(step)
+    return passes(local, range(cadence.ticks_in(step)), replicas)
+
+
+def passes(local: LocalTraining, ticks: range, replicas: int = 2) -> dict[int, Outgoing]:
     sent: dict[int, Outgoing] = {}
-    for tick in range(cadence.ticks_in(step)):
+    for tick in ticks:
         for replica in range(replicas):
             local.enter(replica, tick)
             sent[replica] = local.take(replica, tick, outgoing(10 * tick + replica))
@@ -112,7 +121,7 @@ def trained(
     **more: Any,
 ) -> ClusterState:
     """The final state of a job of three steps."""
-    job = make_job(optimizer, cadence=str(cadence), steps=3, **{"replicas": 2, **more})
+    job = make_job(optimizer, cadence=str(cadence), **{"replicas": 2, "steps": 3, **more})
     with Cluster(job, ps=2) as cluster:
         workers = [cluster.worker(index, wrap=wrap) for index in range(len(ownership))]
         pairs = zip(workers, ownership, strict=True)
@@ -145,6 +154,9 @@ def test_it_is_written_as_it_is_read_and_says_what_it_is(cadence: Cadence) -> No
     assert cadence.outer_rule is None or (cadence.copies and cadence.sends_deltas)
     # What is sent during the computation can't be held back, or be used by it.
     assert not cadence.streams or (cadence.ticks == 1 and not cadence.copies and not cadence.sends_deltas)
+    assert 0 <= cadence.overlap < min(cadence.ticks_in(step) for step in range(5))
+    # A replica has something to go on with before the servers' parameters are here, and these arrive elsewhere.
+    assert not cadence.overlap or (cadence.keeps_copies and cadence.copies)
 
 
 @EACH
@@ -167,6 +179,7 @@ def test_a_step_that_starts_over_is_the_step_that_was_never_begun(cadence: Caden
     wanted = round_of(expected, cadence, 3)
     local = cadence.local(again)
     local.began(5)
+    local.arrived(5)
     local.enter(0, 0)
     local.take(0, 0, outgoing(99))
     # As after a rollback: the servers' parameters, and nothing of the step that was begun.
@@ -182,6 +195,7 @@ def test_a_replica_does_not_see_what_others_on_its_worker_compute(cadence: Caden
     for replica in range(2):
         alone = cadence.local(held_by(cadence))
         alone.began(0)
+        alone.arrived(0)
         for tick in range(cadence.ticks_in(0)):
             alone.enter(replica, tick)
             sent = alone.take(replica, tick, outgoing(10 * tick + replica))
@@ -193,6 +207,7 @@ def test_gradients_that_are_given_and_parameters_that_were_pulled_stay_as_they_a
     held = held_by(cadence)
     local = cadence.local(held)
     local.began(0)
+    local.arrived(0)
     before = {name: value.clone() for name, value in held.pulled.items()}
     given = outgoing(1)
     kept = {name: value.clone() for name, value in given.values.items()}
@@ -201,6 +216,32 @@ def test_gradients_that_are_given_and_parameters_that_were_pulled_stay_as_they_a
         local.take(0, tick, given)
     assert all(torch.equal(given.values[name], kept[name]) for name in kept)
     assert all(torch.equal(held.pulled[name], before[name]) for name in before)
+
+
+OVERLAPPING = pytest.mark.parametrize("cadence", [one for one in itertools.chain(*CHOICES) if one.overlap], ids=str)
+
+
+def in_two_steps(cadence: Cadence, *, late: bool) -> dict[int, Outgoing]:
+    """What the second step sends. late: its parameters arrive as late as they may, and until then are not numbers."""
+    held = held_by(cadence)
+    local, ticks = cadence.local(held), cadence.ticks_in(1)
+    local.began(0)
+    round_of(local, cadence, 0)
+    first = cadence.overlap if late else 0
+    local.began(1)
+    new = {name: value * 0.5 for name, value in held.pulled.items()}
+    for value in held.pulled.values():
+        value.fill_(math.nan)
+    passes(local, range(first))
+    for name, value in held.pulled.items():
+        value.copy_(new[name])
+    local.arrived(1)
+    return passes(local, range(first, ticks))
+
+
+@OVERLAPPING
+def test_when_parameters_arrive_during_the_overlap_changes_no_bit(cadence: Cadence) -> None:
+    assert same(in_two_steps(cadence, late=True), in_two_steps(cadence, late=False))
 
 
 @in_turn(2)
@@ -234,6 +275,51 @@ class Breaking(Lane):
 
     def close(self) -> None:
         self._lane.close()
+
+
+class Cut(Breaking):
+    """A line that can be cut before a push arrives, or after."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self.cut = ""
+        self.tried = threading.Event()
+
+    def exchange(
+        self, sender: Sender, contributions: Any, want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        if self.cut != "before":
+            # What was pulled is dropped too.
+            wanted = None if self.cut else want
+            done = self._lane.exchange(sender, contributions, wanted, sink, timeout_s=timeout_s)
+        self.tried.set()
+        if self.cut:
+            raise UnreachableError("the line is cut")
+        return done
+
+
+@OVERLAPPING
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_step_that_is_found_again_during_the_overlap_changes_no_bit(cadence: Cadence, where: str) -> None:
+    # Cut before: the step that was sent is computed again, from what the replicas had then. After: the open one.
+    job, lanes = make_job("momentum", cadence=str(cadence), replicas=2, steps=4), list[Cut]()
+    with Cluster(job, ps=2) as cluster:
+        worker = cluster.worker(0, wrap=lambda lane: lanes.append(Cut(lane)) or lanes[-1])  # type: ignore[func-returns-value]
+        worker.run([0, 1], 2)
+        for lane in lanes:
+            lane.cut = where
+            lane.tried.clear()
+        worker.step([0, 1])
+        worker.tick([0, 1])
+        assert all(lane.tried.wait(10.0) for lane in lanes)
+        worker.trainer.give_up()
+        for lane in lanes:
+            lane.cut = ""
+        worker.trainer.exchange.arm()
+        worker.trainer.locate([0, 1], cluster.timeline)
+        assert worker.trainer.step == (2 if where == "before" else 3)
+        worker.run([0, 1], job.steps)
+        assert_same_end(cluster.state(), trained(cadence, [[0, 1]], steps=4))
 
 
 @in_turn(1)
@@ -272,7 +358,10 @@ def taken_over(cadence: Cadence, optimizer: str) -> ClusterState:
     """The final state of a job of three steps whose first worker dies in the last one."""
     job = make_job(optimizer, cadence=str(cadence), replicas=2, steps=3)
     with Cluster(job, ps=2) as cluster:
-        doomed = cluster.worker(0).run([0, 1], 2)
+        doomed = cluster.worker(0).run([0, 1], 1 if cadence.overlap else 2)
+        if cadence.overlap:
+            # Its exchange is left running.
+            doomed.step([0, 1])
         doomed.tick([0, 1])
         doomed.close()
         cluster.workers.remove(doomed)

@@ -12,6 +12,7 @@ from torch import nn
 from shardline import schedule
 from shardline.cadence import CADENCES, StreamingDiLoCo
 from shardline.checkpoint.compat import resume_notes
+from shardline.core.reduce import mean_, tree_sum
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.data import BatchSource, replica_gradients
@@ -24,6 +25,7 @@ from tests.conformance.test_local_training import Values, after_a_death, assert_
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
+from tests.support.services import Services, backward, make_model
 
 
 class Towers(nn.Module):
@@ -60,6 +62,8 @@ def by_hand(job: Job) -> Values:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor(complete(job.schedule, job.steps), step)
             for tick in range(cadence.ticks):
+                if step and tick == cadence.overlap:
+                    merge(model, theta, [n for n in own if own[n] == (step - 1) % cadence.fragments], cadence.alpha)
                 replica_gradients(model, job, source, step * cadence.ticks + tick, replica)
                 if job.clip_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
@@ -68,14 +72,18 @@ def by_hand(job: Job) -> Values:
         for name, value in theta.items():
             value.grad = None
             if own.get(name) == step % cadence.fragments:
-                value.grad = torch.stack([(value - values[name]).detach() for values in local]).mean(dim=0)
+                total = tree_sum([(value - values[name]).detach() for values in local])
+                assert total is not None
+                value.grad = mean_(total, job.replicas)
         outer.step()
-        with torch.no_grad():
-            for name, value in theta.items():
-                if value.grad is not None:
-                    for values in local:
-                        values[name].copy_(cadence.alpha * values[name] + (1.0 - cadence.alpha) * value)
     return {name: value.detach() for name, value in theta.items()}
+
+
+@torch.no_grad()
+def merge(model: nn.Module, theta: Mapping[str, torch.Tensor], names: list[str], alpha: float) -> None:
+    own = dict(model.named_parameters())
+    for name in names:
+        own[name].copy_(torch.lerp(theta[name], own[name], alpha))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -87,11 +95,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("cadence", "settings"),
-    covering(["every=6,fragments=3", "every=4,fragments=2,alpha=0.5", "every=3,fragments=3"], list(SETTINGS)),
+    covering(
+        [
+            "every=6,fragments=3",
+            "every=4,fragments=2,alpha=0.5",
+            "every=3,fragments=3",
+            "every=6,fragments=2,overlap=1",
+            "every=6,fragments=2,alpha=0.5,overlap=2",
+            "every=4,fragments=1,alpha=0.5,overlap=3",
+        ],
+        list(SETTINGS),
+    ),
 )
-def test_the_servers_end_where_torch_alone_ends(cadence: str, settings: str) -> None:
-    job = make_job(replicas=3, steps=8, cadence=f"streaming-diloco:{cadence}", **SETTINGS[settings])
-    assert_close(trained(job, [[0, 2], [1]]).params, by_hand(job))
+def test_the_servers_end_where_torch_alone_ends_to_the_bit(cadence: str, settings: str) -> None:
+    job = make_job(replicas=4, steps=8, cadence=f"streaming-diloco:{cadence}", **SETTINGS[settings])
+    expected = by_hand(job)
+    for ownership in ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]):
+        assert_same_params(trained(job, ownership).params, expected)
+
+
+def assert_same_params(found: Mapping[str, torch.Tensor], expected: Values) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same_bits(found[name], value), name
 
 
 class Sometimes(nn.Module):
@@ -115,7 +141,12 @@ def test_what_moved_before_the_step_that_exchanges_it_is_sent_too(alpha: float) 
 
 
 def test_the_settings_of_these_jobs_matter() -> None:
-    texts = ("every=4,fragments=2", "every=4,fragments=2,alpha=0.5", "every=4,fragments=4")
+    texts = (
+        "every=4,fragments=2",
+        "every=4,fragments=2,alpha=0.5",
+        "every=4,fragments=4",
+        "every=4,fragments=2,overlap=1",
+    )
     ends = [by_hand(make_job("adamw", steps=8, cadence=f"streaming-diloco:{text}")) for text in texts]
     for other in ends[1:]:
         assert max(float((other[name] - value).abs().max()) for name, value in ends[0].items()) > 1e-4
@@ -251,6 +282,101 @@ def test_fragments_are_a_part_of_the_job_and_may_change_when_it_resumes() -> Non
         assert notes == [f"cadence: {other} in the job, streaming-diloco:every=4,fragments=2 in the checkpoint"]
 
 
+# Scripts
+
+
+def alone(cadence: StreamingDiLoCo, steps: int) -> nn.Module:
+    """The servers' parameters after a script's one replica has trained, from torch.optim alone."""
+    theta, model = make_model(), make_model()
+    outer = torch.optim.SGD(theta.parameters(), **cadence.outer_rule)  # type: ignore[arg-type]
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    pairs = [(name, value, dict(model.named_parameters())[name]) for name, value in theta.named_parameters()]
+    specs = cadence.fragmented([TensorSpec(name=n, shape=tuple(v.shape), dtype="float32") for n, v, _ in pairs])
+    for number in range(steps * cadence.ticks):
+        step, tick = divmod(number, cadence.ticks)
+        with torch.no_grad():
+            for spec, (_, servers, own) in zip(specs, pairs, strict=True):
+                if step and tick == cadence.overlap and spec.fragment == (step - 1) % cadence.fragments:
+                    own.copy_(torch.lerp(servers, own, cadence.alpha))
+        inner.zero_grad()
+        backward(model, number)
+        inner.step()
+        if tick + 1 == cadence.ticks:
+            for spec, (_, servers, own) in zip(specs, pairs, strict=True):
+                goes = spec.fragment == step % cadence.fragments
+                servers.grad = (servers - own).detach() if goes else None
+            outer.step()
+    return theta
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [
+        StreamingDiLoCo(every=4, fragments=2),
+        StreamingDiLoCo(every=6, fragments=2, alpha=0.5, overlap=2),
+        StreamingDiLoCo(every=3, fragments=1, alpha=0.25, overlap=1),
+    ],
+    ids=str,
+)
+def test_a_script_goes_on_with_its_own_parameters_and_ends_with_the_servers(
+    cadence: StreamingDiLoCo, start: Any
+) -> None:
+    services: Services = start(ps=2, workers=1)
+    model, steps, running = make_model(), 5, []
+    with services.connect(cadence=str(cadence)) as session:
+        optimizer = session.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        for number in session.steps(steps * cadence.ticks):
+            running.append(session.trainer.open.sent)
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+        expected = alone(cadence, steps).state_dict()
+        for name, value in model.state_dict().items():
+            assert same_bits(value, expected[name]), name
+    # The first step after a start waits.
+    first = 2 * cadence.ticks
+    assert running[first:] == [n % cadence.ticks < cadence.overlap for n in range(first, steps * cadence.ticks)]
+    assert not any(running[: cadence.ticks])
+    assert services.end()["steps"] == steps
+
+
+def test_a_script_that_ends_during_the_overlap_ends_with_what_it_has_sent(start: Any) -> None:
+    services: Services = start(ps=1, workers=1)
+    cadence, model = StreamingDiLoCo(every=4, fragments=2, alpha=0.5, overlap=1), make_model()
+    with services.connect(cadence=str(cadence)) as session:
+        optimizer = session.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        for number in session.steps():
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+            if session.step == 3:
+                assert session.trainer.open.sent
+                break
+        session.wait()
+        expected = alone(cadence, 3).state_dict()
+        for name, value in model.state_dict().items():
+            assert same_bits(value, expected[name]), name
+    assert services.end()["steps"] == 3
+
+
+@pytest.mark.parametrize("cadence", ["easgd:every=2", "streaming-diloco:every=2,fragments=2"])
+def test_a_loop_that_nothing_tells_when_a_pass_begins_is_refused(cadence: str, start: Any) -> None:
+    services: Services = start(ps=1, workers=1)
+
+    def train() -> None:
+        model = make_model()
+        with services.connect(cadence=cadence) as session:
+            optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
+            backward(model, 0)
+            optimizer.step()
+
+    with pytest.raises(
+        JobError, match=r"keeps parameters of each replica's own, which only a loop over session\.steps"
+    ):
+        train()
+    services.end(code=JobError.exit_code)
+
+
 # Refusals
 
 
@@ -263,6 +389,12 @@ def test_fragments_are_a_part_of_the_job_and_may_change_when_it_resumes() -> Non
         ("alpha=-0.5", r"alpha is -0\.5"),
         ("outer_lr=0", r"streaming-diloco: outer_lr is 0\.0; give a finite number above 0"),
         ("every=0", "streaming-diloco: every is 0"),
+        ("overlap=10", r"overlap is 10, but one fragment goes every 10 passes .*; give .*, from 0 to 9"),
+        ("overlap=-1", "overlap is -1"),
+        (
+            "fragments=1,overlap=5",
+            "with fragments=1 and alpha=0 the passes during an exchange would be lost; give alpha",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: str, sentence: str) -> None:
@@ -278,7 +410,10 @@ def test_more_fragments_than_tensors_are_refused() -> None:
 
 
 def test_workers_without_common_steps_are_refused() -> None:
-    job = make_job("sgd", consistency="async", cadence="streaming-diloco:every=4,fragments=2")
-    sentence = "steps of cadence streaming-diloco.* differ from each other, but in consistency async workers"
-    with pytest.raises(JobError, match=sentence):
-        job.spec(job.build_model())
+    for more, sentence in (
+        ("", "steps of cadence streaming-diloco.* differ from each other, but in consistency async workers"),
+        (",overlap=1", "merges what an exchange returns 1 passes later, but in consistency async workers have no"),
+    ):
+        job = make_job("sgd", consistency="async", cadence=f"streaming-diloco:every=4,fragments=2{more}")
+        with pytest.raises(JobError, match=sentence):
+            job.spec(job.build_model())

@@ -30,7 +30,7 @@ def held(worker: Worker) -> list[BucketImage]:
     """The state that a worker would bring to shard 0."""
     applied = worker.trainer.methods.applied
     assert applied is not None
-    return [applied._image(key, STEPS) for key in applied.ground.rules]
+    return applied.images(0)
 
 
 def bring(cluster: Cluster, worker: Worker, images: list[BucketImage], **sender: Any) -> Outcome:

@@ -122,3 +122,39 @@ def test_with_exact_error_memory_lossy_jobs_end_in_the_bits_of_an_undisturbed_ru
     # Otherwise all of it would prove nothing.
     plain = write_job(tmp_path / "plain.py", **{**lossy, "codec": "raw"})
     assert found["sha256"] != expected_sha256(plain)
+
+
+# In a pass that goes on while the exchange of step 12 runs, once.
+IN_THE_OVERLAP = """
+import os, signal, sys
+from pathlib import Path
+from shardline.client.step.trainer import Trainer
+
+plain = Trainer.begin
+
+def begin(trainer, replica=0):
+    if "worker/1" in sys.argv and trainer.step == 13 and trainer.open.sent:
+        try:
+            os.close(os.open(Path(__file__).parent / "died", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    plain(trainer, replica)
+
+Trainer.begin = begin
+"""
+
+
+def test_a_worker_killed_while_its_exchange_runs_costs_what_its_replicas_had_of_their_own(tmp_path: Path) -> None:
+    settings = {"replicas": 4, "steps": 24, "cadence": "streaming-diloco:every=6,fragments=2,alpha=0.5,overlap=2"}
+    found = {}
+    for name, workers, after in (("one", 1, ""), ("two", 2, ""), ("dies", 2, IN_THE_OVERLAP)):
+        (tmp_path / name).mkdir()
+        job, out = write_job(tmp_path / name / "job.py", after=after, **settings), tmp_path / name / "run"
+        finished = train(job, out, "--workers", str(workers), "--ps", "2")
+        assert finished.code == 0, finished.err
+        found[name] = summary_of(out)
+        assert (found[name]["steps"], found[name]["versions"]) == (24, [24, 24])
+    assert (tmp_path / "dies" / "died").exists()
+    assert found["one"]["sha256"] == found["two"]["sha256"] != found["dies"]["sha256"]

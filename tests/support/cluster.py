@@ -159,17 +159,29 @@ class Worker:
         while self.trainer.step < steps:
             self.step(sorted(todo))
             todo = set(replicas)
+        self.settle()
         return self
 
     def step(self, replicas: Sequence[int]) -> None:
-        """One synchronous step: all its remaining ticks."""
+        """One synchronous step: all its remaining ticks. With an overlap its exchange is left running."""
         while not self.tick(replicas):
             self.trainer.methods.ticks.advance()
-        self.figures.append(self.trainer.finish())
+        if self.trainer.methods.cadence.overlap and not self.trainer.open.first:
+            self.trainer.send()
+        else:
+            self.figures.append(self.trainer.finish())
+
+    def settle(self) -> None:
+        """Wait for the exchange that was left running, if any."""
+        figures = self.trainer.settle()
+        if figures is not None:
+            self.figures.append(figures)
 
     def tick(self, replicas: Sequence[int]) -> bool:
         """One pass of each replica; returns whether it ends the step."""
         ticks = self.trainer.methods.ticks
+        if self.trainer.methods.needs_pull:
+            self.settle()
         with COMPUTE:
             for replica in replicas:
                 self.compute(ticks.number(self.trainer.step), replica)

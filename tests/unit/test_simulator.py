@@ -153,6 +153,20 @@ def test_a_step_transfers_one_fragment() -> None:
     assert found.push_bytes == 40 << 20
 
 
+@pytest.mark.parametrize(("overlap", "step_s"), [(0, 4 + 2), (1, 4 + 1), (2, 4), (3, 4)])
+def test_an_exchange_hides_behind_the_passes_that_overlap_it(overlap: int, step_s: float) -> None:
+    tensors = [dataclasses.replace(MEGABYTE, name=f"w{n}") for n in range(4)]
+    cadence = f"streaming-diloco:every=16,fragments=4,overlap={overlap}"
+    of = divide(dataclasses.replace(job("sync", 1, *tensors), cadence=cadence))
+    # Four passes of a second each, and a megabyte each way in a second.
+    found = simulate(of, 1, 200, network=Network(bytes_per_s=1 << 20))
+    assert np.diff(found.step_ends_s) == pytest.approx(step_s, rel=1e-3)
+    assert found.computing == pytest.approx(4 / step_s, rel=0.02)
+    # What the exchange takes besides the link is hidden too.
+    slow = simulate(of, 1, 40, exchange_s=2.0)
+    assert np.diff(slow.step_ends_s)[1:] == pytest.approx(step_s, rel=1e-3)
+
+
 def test_a_link_shares_its_bandwidth_equally() -> None:
     clock = VirtualClock()
     machines = Machines(clock, Network(bytes_per_s=10.0))

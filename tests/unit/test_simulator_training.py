@@ -157,6 +157,7 @@ def test_a_step_moves_the_bytes_of_its_fragment_alone() -> None:
         "easgd:every=3",
         "post-local-sgd:start=2,every=3",
         "streaming-diloco:every=4,fragments=2,alpha=0.5",
+        "streaming-diloco:every=6,fragments=2,alpha=0.5,overlap=2",
     ],
 )
 def test_local_training_has_the_bits_of_real_servers(cadence: str) -> None:

@@ -125,8 +125,11 @@ class Pipeline:
 
     @property
     def healthy(self) -> bool:
-        """Whether a step is in flight and nothing speaks against beginning the next one."""
-        return self.sent is not None and not self._place.trainer.open.failed and self._still_ordered()
+        """Whether a step is in flight and nothing speaks against the next pass."""
+        if self.sent is None:
+            return False
+        trainer = self._place.trainer
+        return not (trainer.methods.needs_pull or trainer.open.failed) and self._still_ordered()
 
     def settle(self) -> bool:
         """Wait for the step in flight; False if the step, or the end of the job, has to be found again."""

@@ -381,6 +381,7 @@ class Session:
         try:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
                 self.trainer.check_stepped()
+                self.wait()
                 self._loop.finder.finish_part()
                 # A script's job ends when all its workers have finished; this process is not needed after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)

@@ -96,6 +96,7 @@ class StepLoop:
                 else:
                     self._reports.next_tick()
                 self.pipeline.waited_s = 0.0
+                self._enter_pass()
                 self._expect_by_itself()
                 yield number
         except JobError as error:
@@ -110,6 +111,24 @@ class StepLoop:
     def _enter_body(self) -> None:
         self.barrier.begin(self.trainer.step, begun=True)
         self.own_loop.pulled()
+
+    def _enter_pass(self) -> None:
+        """In a script, whose worker has one replica: put that one's own parameters into the model, if it has any."""
+        methods = self.trainer.methods
+        # A body that runs again without step() in between adds to its pass.
+        if methods.cadence.keeps_copies and self.trainer.job.script and self.finder.unstepped.passes == 1:
+            methods.local.enter(self._own_replica, methods.ticks.tick)
+
+    def _check_loop(self) -> None:
+        """Raise JobError for a loop in which nothing tells when a pass begins, if the cadence has to know it."""
+        methods = self.trainer.methods
+        if methods.cadence.keeps_copies and self.trainer.job.script and not self.finder.iterating:
+            error = JobError(
+                f"cadence {methods.cadence} keeps parameters of each replica's own, which only a loop over "
+                "session.steps() gets; write the loop so, or choose another cadence, such as diloco"
+            )
+            self.finder.link.fail(str(error), error.exit_code)
+            raise error
 
     def watch(self, replica: int, *, ask_loss: bool) -> Watch:
         """See Session.watch."""
@@ -171,8 +190,11 @@ class StepLoop:
     ) -> bool:
         """See Session.finish_step. gradients: called if nothing was contributed yet."""
         self.skipped = False
+        self._check_loop()
         self.finder.unstepped.reset()
-        self.own_loop.about_to_step()
+        if self.pipeline.sent is None:
+            # Else the running exchange may have changed the tensors.
+            self.own_loop.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
@@ -182,7 +204,8 @@ class StepLoop:
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
-        wait = self.place.gate is None or self.trainer.open.first
+        goes_on = self.place.gate is not None or self.trainer.methods.cadence.overlap > 0
+        wait = not goes_on or self.trainer.open.first
         while True:
             try:
                 if wait:

@@ -265,7 +265,7 @@ class Trainer:
         """finish() without waiting: wait_for() and settle() wait for the parameters of the next `step`."""
         self._send()
         self.open.sent = True
-        self.half.advance()
+        self.methods.sent()
 
     def _send(self) -> None:
         self._computed_s = time.monotonic()

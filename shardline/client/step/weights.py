@@ -20,10 +20,23 @@ from shardline.errors import ProtocolError
 
 
 class Weights:
-    """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread."""
+    """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread.
 
-    def __init__(self, plan: Plan, layout: ModelLayout, coding: JobCoding, residence: Residence, gap: GapMeter) -> None:
+    apart: passes compute with other tensors, see Cadence.copies.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: ModelLayout,
+        coding: JobCoding,
+        residence: Residence,
+        gap: GapMeter,
+        *,
+        apart: bool = False,
+    ) -> None:
         self._plan = plan
+        self._apart = apart
         self.gap = gap
         self.layout = layout
         self.coding = coding
@@ -121,6 +134,8 @@ class Weights:
 
         pending: theta_t has not fully arrived.
         """
+        if self._apart:
+            return
         # Arriving buffers are right, unless a forward pass has changed them.
         if self._touched or not pending:
             if pending:

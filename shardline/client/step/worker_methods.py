@@ -50,6 +50,8 @@ class WorkerMethods:
         self.applied = AppliedHere(job, self.held) if applies else None
         """Runs the job's optimizer here on what the servers sum; None: they run it."""
         self.local = self.applied or self.cadence.local(self.held)
+        self._ahead = False
+        """The open step has begun before its parameters have arrived."""
         self._encoders: PushEncoders | None = None
         self.versions: Mapping[int, int] = {}
         """Version of each shard's parameters, as they were last pulled."""
@@ -73,17 +75,41 @@ class WorkerMethods:
         every = self._job.checkpoint_every
         return number + 1 == self._job.steps or bool(every and (number + 1) % every == 0)
 
+    @property
+    def needs_pull(self) -> bool:
+        """Whether the open pass needs the parameters of its step to begin. Cadences that stream wait per layer."""
+        return not self.streams and self.ticks.tick >= self.cadence.overlap
+
     def restart(self, outcomes: Mapping[int, ShardOutcome]) -> None:
-        """Start the open step over with the servers' parameters. Raises what looking for the step raises."""
-        self.ticks.begin(self.half.step)
-        self.local.located(self.half.step, _told(outcomes))
+        """Start the open step over with the servers' parameters. Raises UnreachableError, Restart."""
+        self._ahead = False
+        self._arrived(_told(outcomes, located=True))
+
+    def sent(self) -> None:
+        """Advance after the open step was sent. With an overlap the next one begins now."""
+        self.half.advance()
+        if self.cadence.overlap:
+            self._begin()
+            self._ahead = True
 
     def next_step(self, outcomes: Mapping[int, ShardOutcome]) -> None:
-        """Begin the next step, once its parameters have arrived."""
+        """The parameters of the next step have arrived: begin it, unless it has begun already."""
+        self._arrived(_told(outcomes))
+
+    def _arrived(self, told: Told) -> None:
+        if not self._ahead:
+            self._begin()
+        self._ahead = False
+        self.local.arrived(self.half.step, told)
+
+    def _begin(self) -> None:
         self.ticks.begin(self.half.step)
-        self.local.next_step(self.half.step, _told(outcomes))
+        self.local.began(self.half.step)
 
 
-def _told(outcomes: Mapping[int, ShardOutcome]) -> Told:
-    hyper = {group: numbers for outcome in outcomes.values() for group, numbers in outcome.hyper.items()}
-    return Told(wants_state=[shard for shard, outcome in outcomes.items() if outcome.wants_state], hyper=hyper)
+def _told(outcomes: Mapping[int, ShardOutcome], *, located: bool = False) -> Told:
+    return Told(
+        located=located,
+        wants_state=[shard for shard, outcome in outcomes.items() if outcome.wants_state],
+        hyper={group: numbers for outcome in outcomes.values() for group, numbers in outcome.hyper.items()},
+    )

@@ -36,27 +36,29 @@ class InnerOptimizers:
         """See shardline.cadence.InnerOptimizer."""
         self._step: int | None = None
         self._running: dict[int, torch.optim.Optimizer] = {}
-        self._before: dict[int, State] = {}
-        """States at the beginning of the step, by replica; not changed, since the step may start over."""
-        self._after: dict[int, State] = {}
-        """States for the next step, of replicas that have taken their last local step."""
+        self._states: dict[int, dict[int, State]] = {}
+        """States at the beginning of a step, by step, then by replica: of the open step, of the next, and of the one
+        before while its exchange runs. Not changed, since steps may start over."""
 
     def began(self, step: int) -> None:
         """See shardline.cadence.InnerOptimizer."""
-        if self._step is not None and step == self._step + 1:
-            self._before, self._after = self._after, {}
-        elif step != self._step:
-            self._before, self._after = {}, {}
+        self._states = {at: kept for at, kept in self._states.items() if step in self._states and at <= step + 1}
+        self._states.setdefault(step, {})
         self._running.clear()
         self._step = step
+
+    def arrived(self, step: int) -> None:
+        """See shardline.cadence.InnerOptimizer."""
+        self._states = {at: kept for at, kept in self._states.items() if at >= step}
 
     def update(
         self, replica: int, gradients: Mapping[str, Tensor], hyper: Mapping[int, Mapping[str, float]], *, last: bool
     ) -> None:
         """See shardline.cadence.InnerOptimizer. Raises ProtocolError for a number that the optimizer doesn't have."""
+        assert self._step is not None
         optimizer = self._running.get(replica)
         if optimizer is None:
-            optimizer = self._running[replica] = self._make(self._before.get(replica))
+            optimizer = self._running[replica] = self._make(self._states[self._step].get(replica))
         for number, group in enumerate(optimizer.param_groups):
             group.update(self._arguments(number, hyper.get(number, {})))
             self.rates[number] = float(group["lr"])
@@ -71,7 +73,7 @@ class InnerOptimizers:
                 value.grad = lent[name]
         if last:
             # Not a copy: the next step makes another optimizer, from a copy of it.
-            self._after[replica] = dict(optimizer.state)
+            self._states.setdefault(self._step + 1, {})[replica] = dict(optimizer.state)
 
     def _make(self, state: State | None) -> torch.optim.Optimizer:
         rule = self._spec.rule

@@ -7,9 +7,20 @@ replica that moves because of a join costs as much. With "reset" the job goes on
 
 from __future__ import annotations
 
+from shardline.core.settings import WORKER
 from shardline_chief.rules.events import Progressed, TrainerLost
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.state.state import State
+
+
+def applied(state: State) -> bool:
+    """Whether workers run the optimizer on what the servers sum, so that only checkpoints have its state."""
+    return state.job is not None and state.job.apply == WORKER
+
+
+def goes_back(state: State) -> bool:
+    """Whether the job may have to go back to a checkpoint when replicas have moved."""
+    return applied(state) or state.exact_memory
 
 
 def _named(replicas: list[int]) -> str:
@@ -40,7 +51,7 @@ class ErrorMemory:
             return True
         if moved and state.remembers:
             self._dropped(_named(moved), len(moved))
-        if unready and state.applied and can:
+        if unready and applied(state) and can:
             why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
             self.recovery.again(why, now_s)
             return True

@@ -15,6 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
+from shardline_chief.rules.codecs.error_memory import applied, goes_back
 from shardline_chief.rules.continuations import (
     AdoptThenActivate,
     AdoptThenBound,
@@ -150,7 +151,7 @@ class Takeover:
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        exact = state.returns and known.began_s is not None
+        exact = goes_back(state) and known.began_s is not None
         if state.settings.standbys and known.began_s is not None and (known.active or known.stays) and not exact:
             self._ask()
             return
@@ -231,7 +232,7 @@ class Takeover:
         if everything and self.ending.early == (EndAsked(*stopping) if stopping is not None else None):
             # Not only the chief but the whole job was restarted, so it is meant to continue.
             self.ending.early = None
-        if state.returns and state.job is not None:
+        if goes_back(state) and state.job is not None:
             # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
             state.work.moved.update(range(state.job.replicas))
             state.work.unready.update(range(state.job.replicas))
@@ -239,8 +240,8 @@ class Takeover:
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
         if not lost:
-            exact = state.returns and state.phase is Phase.RUNNING
-            kept = "the optimizer's state" if state.applied else "which error memory"
+            exact = goes_back(state) and state.phase is Phase.RUNNING
+            kept = "the optimizer's state" if applied(state) else "which error memory"
             why = f"does not know who held {kept}" if exact else "died while filling the parameter servers"
             self.recovery.again(f"the {'new' if exact else 'last'} chief {why}", now_s)
 

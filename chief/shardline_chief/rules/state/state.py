@@ -9,7 +9,7 @@ from typing import Any
 from shardline import codecs, consistency
 from shardline.consistency import Consistency
 from shardline.core.orders import Phase
-from shardline.core.settings import EXACT, WORKER
+from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import Finish, Order, Resume
@@ -103,22 +103,8 @@ class State:
         return self.job is not None and codecs.of(self.job).remembers
 
     @property
-    def applied(self) -> bool:
-        """Whether workers run the optimizer on what the servers sum, so that only checkpoints have its state."""
-        return self.job is not None and self.job.apply == WORKER
-
-    @property
-    def returns(self) -> bool:
-        """Whether the job goes back to a checkpoint when a worker is lost, or replicas move.
-
-        A checkpoint is complete without what was lost: the workers' optimizer state is in it, and no replica has any
-        error memory there.
-        """
-        return self.applied or self.exact_memory
-
-    @property
     def exact_memory(self) -> bool:
-        """Whether it does so because of error memory."""
+        """Whether the job goes back to a checkpoint, at which no replica has any, when error memory is lost."""
         return self.job is not None and self.job.error_memory == EXACT and self.remembers
 
     # Acts
