@@ -72,6 +72,11 @@ def _applied(job: JobSpec) -> JobSpec:
             "choose rule='torch', or leave `apply` out"
         )
     if not mode.pulls_by_step:
+        if job.schedule != ScheduleSpec():
+            raise JobError(
+                f"the {job.schedule.kind} schedule counts the updates of all workers in consistency {mode}, and with "
+                "apply 'worker' none knows them; leave the schedule out, or choose consistency='sync'"
+            )
         # Each worker takes its own step, and the servers add how far it moved.
         return replace(job, apply=SERVER, cadence="local-sgd:every=1")
     if mode.drops_late:

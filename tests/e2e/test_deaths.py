@@ -6,6 +6,7 @@ import queue
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +89,13 @@ def train_and_die(folder: str) -> list[tuple[str, int, bool]]:
         return [(end.task, end.code, end.restarted) for end in ended_tasks(cluster)]
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.long)], ids=["eager", "voted"])
-def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
-    job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"clip_norm": 0.5}, marks=pytest.mark.long), {"apply": "worker", "checkpoint_every": 5}],
+    ids=["eager", "voted", "workers-apply"],
+)
+def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=MID_STEP)
     out = tmp_path / "run"
     ends = in_a_fork(train_and_die, folder=str(tmp_path))
     assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
