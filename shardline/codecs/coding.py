@@ -123,9 +123,10 @@ class Coding:
 
     def _owed(self, shard: int, number: int, turn: Turn) -> torch.Tensor | None:
         """What error memory holds after a push, as a bucket: nothing after all was sent. None without such memory."""
-        if not turn.whole and not any(what == ERROR for _, _, what in turn.memory):
-            return None
         coding = self.bucket(shard, number)
+        # Not by what the memory holds: a bucket of vectors has momentum alone, and nothing of it is left to be sent.
+        if coding.codec.memory is Memory.NONE or coding.codec.direction is Direction.PULL:
+            return None
         found = zeros(coding.layout)
         for part in coding.layout.parts(coding.codec.scope):
             error = turn.memory.get((part.tensor.name, part.first_row, ERROR))

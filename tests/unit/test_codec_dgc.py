@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from shardline.codecs import CODECS
 from shardline.codecs.base import MemoryKey, Turn
-from shardline.codecs.coding import Coding
+from shardline.codecs.coding import MEASURED_EVERY, Coding
 from shardline.codecs.parts import ERROR
+from shardline.codecs.push import PushEncoders
 from shardline.codecs.sparse.dgc import DGC, MOMENTUM
 from shardline.core.plan import make_plan
 from shardline.errors import JobError
@@ -109,3 +111,14 @@ def test_momentum_on_workers_and_servers_is_refused(optimizer: str, changes: dic
 def test_momentum_in_one_place_is_allowed(optimizer: str, codec: str) -> None:
     job = make_job(optimizer, codec=codec)
     assert job.spec(job.build_model()).codec == codec
+
+
+@pytest.mark.parametrize("codec", ["dgc", "onebit-adam:warmup=1"])
+def test_momentum_that_is_sent_whole_is_no_error(codec: str) -> None:
+    coding = Coding(CODECS.parse(codec), make_plan([spec("bias", (BIAS,))], 1))
+    encoders = PushEncoders(coding)
+    for step in range(MEASURED_EVERY + 1):
+        encoders.begin(0, step)
+        encoders.encode(0, 0, 0, torch.ones(coding.plan.shards[0].buckets[0].elements))
+        encoders.settle()
+    assert coding.relative_error == 0.0 == encoders.memory_norm
