@@ -178,10 +178,14 @@ class JobCodec:
         """Whether workers keep an error memory for their replicas."""
         return any(codec.memory is not Memory.NONE for codec in self.ups)
 
+    def of(self, tensor: TensorSpec) -> tuple[Codec, Codec]:
+        """The codecs of a tensor's gradient and of its values, if they take it."""
+        own = JobCodec.both(parsed(tensor.codec)) if tensor.codec else self
+        return own.ups[0], own.downs[0]
+
     def wants_whole(self, tensor: TensorSpec) -> bool:
         """Whether a codec of this tensor can't encode pieces of it."""
-        own = JobCodec.both(parsed(tensor.codec)) if tensor.codec else self
-        return any(codec.takes(tensor) and codec.wants_whole(tensor.shape) for codec in (own.ups[0], own.downs[0]))
+        return any(codec.takes(tensor) and codec.wants_whole(tensor.shape) for codec in self.of(tensor))
 
 
 class JobCoding:
