@@ -9,7 +9,7 @@ from shardline.cadence import Cadence
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT, SERVER, WORKER
-from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec
+from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec, TensorKind
 from shardline.errors import JobError
 from shardline.update import Torch, check_rule, check_tensors, chosen, rule
 from shardline.update.arguments import momentum
@@ -188,7 +188,8 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     _check_votes(job, pace)
     adding = next((one for one in codecs.of(job).ups if one.has_momentum), None)
     if adding is not None:
-        _check_momentum(adding, job, pace)
+        _check_momentum(adding, job, mode, pace)
+    _check_taken(job)
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
@@ -295,15 +296,34 @@ def _check_votes(job: JobSpec, pace: Cadence) -> None:
         )
 
 
-def _check_momentum(codec: Codec, job: JobSpec, pace: Cadence) -> None:
-    """Refuse methods that would add momentum to what a codec has already added it to."""
+def _check_taken(job: JobSpec) -> None:
+    """Refuse tensors that would go as plain gradients to servers that are set up for something else."""
+    found = codecs.of(job)
+    for tensor in job.tensors:
+        codec = found.of(tensor)[0]
+        if tensor.kind is TensorKind.PARAM and (codec.votes or codec.has_momentum) and not codec.takes(tensor):
+            what = "signs" if codec.votes else "gradients with momentum"
+            raise JobError(
+                f"{tensor.name!r} has dtype {tensor.dtype}, which codec {codec} doesn't encode: it would train by its "
+                f"gradient, beside others that train by {what}; choose another codec, or give this tensor one of its "
+                "own in codec_tensors"
+            )
+
+
+def _check_momentum(codec: Codec, job: JobSpec, mode: Consistency, pace: Cadence) -> None:
+    """Refuse methods that would add momentum to what a codec has already added it to, or take it for a gradient."""
     if pace.sends_deltas:
         raise JobError(
             f"codec {codec} adds momentum to gradients on each worker, but cadence {pace} sends how far the "
             "parameters moved; choose cadence='every-step', or another codec"
         )
+    if job.consistency.clip_norm and not mode.clips_at_worker:
+        raise JobError(
+            f"codec {codec} adds momentum to gradients on each worker, so that clip_norm={job.consistency.clip_norm:g} "
+            "would clip momentum on the servers instead of gradients; leave it out, or choose another codec"
+        )
     if codec.server_rule:
-        if consistency.of(job.consistency).clock is Clock.VERSION:
+        if mode.clock is Clock.VERSION:
             raise JobError(
                 f"codec {codec} sends momentum after some steps, but in consistency {job.consistency.mode} workers "
                 "have no common steps; choose consistency='sync', or another codec"

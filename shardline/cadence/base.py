@@ -105,7 +105,7 @@ class Told:
     """Hyper-parameters of the step that was closed, from its replica 0."""
 
 
-NOTHING = Told()
+UNTOLD = Told()
 
 
 class LocalTraining(abc.ABC):
@@ -119,7 +119,7 @@ class LocalTraining(abc.ABC):
         asynchronous modes `step` counts this worker's own pushes.
         """
 
-    def arrived(self, step: int, told: Told = NOTHING) -> None:  # noqa: B027  without an overlap began() says the same
+    def arrived(self, step: int, told: Told = UNTOLD) -> None:  # noqa: B027  without an overlap began() says the same
         """Held.pulled has the servers' parameters of `step`. Called after began(), before tick Cadence.overlap.
 
         What a replica computes may not depend on how long before that tick this is.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.cadence.base import NOTHING, Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Told, Values
+from shardline.cadence.base import UNTOLD, Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Told, Values
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 
@@ -72,7 +72,7 @@ class LocalCopies(LocalTraining):
         self._ticks = self._cadence.ticks_in(step)
         self._inner.began(step)
 
-    def arrived(self, step: int, told: Told = NOTHING) -> None:
+    def arrived(self, step: int, told: Told = UNTOLD) -> None:
         """See LocalTraining.arrived."""
         self._inner.arrived(step)
         if not self._entered:
@@ -168,7 +168,7 @@ class KeptCopies(LocalCopies):
         self._step = step
         super().began(step)
 
-    def arrived(self, step: int, told: Told = NOTHING) -> None:
+    def arrived(self, step: int, told: Told = UNTOLD) -> None:
         """See LocalTraining.arrived."""
         self._kept = {at: kept for at, kept in self._kept.items() if at >= step}
         super().arrived(step, told)

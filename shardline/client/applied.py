@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
-from shardline.cadence.base import NOTHING, Hyper
+from shardline.cadence.base import UNTOLD, Hyper
 from shardline.client.exchange.outcomes import Restart
 from shardline.core.exchange import Sender
 from shardline.core.image import VALUE, BucketImage
@@ -149,7 +149,7 @@ class AppliedHere(LocalTraining):
     def began(self, step: int) -> None:
         """See LocalTraining.began: what it begins with comes with arrived()."""
 
-    def arrived(self, step: int, told: Told = NOTHING) -> None:
+    def arrived(self, step: int, told: Told = UNTOLD) -> None:
         """See LocalTraining.arrived. If located, raises UnreachableError, Restart.
 
         The servers may have been restored meanwhile: then they publish parameters, and have the state, which counts.

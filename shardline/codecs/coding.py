@@ -123,9 +123,10 @@ class Coding:
 
     def _owed(self, shard: int, number: int, turn: Turn) -> torch.Tensor | None:
         """What error memory holds after a push, as a bucket: nothing after all was sent. None without such memory."""
-        if not turn.whole and not any(what == ERROR for _, _, what in turn.memory):
-            return None
         coding = self.bucket(shard, number)
+        # Not by what the memory holds: a bucket of vectors has momentum alone, and nothing of it is left to be sent.
+        if coding.codec.memory is Memory.NONE or coding.codec.direction is Direction.PULL:
+            return None
         found = zeros(coding.layout)
         for part in coding.layout.parts(coding.codec.scope):
             error = turn.memory.get((part.tensor.name, part.first_row, ERROR))
@@ -177,10 +178,14 @@ class JobCodec:
         """Whether workers keep an error memory for their replicas."""
         return any(codec.memory is not Memory.NONE for codec in self.ups)
 
+    def of(self, tensor: TensorSpec) -> tuple[Codec, Codec]:
+        """The codecs of a tensor's gradient and of its values, if they take it."""
+        own = JobCodec.both(parsed(tensor.codec)) if tensor.codec else self
+        return own.ups[0], own.downs[0]
+
     def wants_whole(self, tensor: TensorSpec) -> bool:
         """Whether a codec of this tensor can't encode pieces of it."""
-        own = JobCodec.both(parsed(tensor.codec)) if tensor.codec else self
-        return any(codec.takes(tensor) and codec.wants_whole(tensor.shape) for codec in (own.ups[0], own.downs[0]))
+        return any(codec.takes(tensor) and codec.wants_whole(tensor.shape) for codec in self.of(tensor))
 
 
 class JobCoding:

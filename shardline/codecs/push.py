@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.codecs.base import Memory, MemoryKey, Scope, Turn
-from shardline.codecs.coding import Coding
+from shardline.codecs.coding import MEASURED_EVERY, Coding
 from shardline.codecs.parts import ERROR
 from shardline.core.tensor_bytes import Buffer
 
@@ -104,7 +104,8 @@ class PushEncoders:
         turn = Turn(number, who, self._seed, present, whole=shard in self._whole, memory=memory)
         data = encoder.encode(values, turn)
         held.pending[bucket] = memory
-        if self.coding.measure(shard, bucket, values, data, turn):
+        self.coding.measure(shard, bucket, values, data, turn)
+        if number % MEASURED_EVERY == 0:
             owed = (values for (_, _, what), values in memory.items() if what == ERROR)
             self._owed[replica, shard, bucket] = math.hypot(*map(float, map(torch.linalg.vector_norm, owed)))
         return data
@@ -154,6 +155,8 @@ class PushEncoders:
                 held.memories, held.next = held.kept.get(number, {}), number
             held.pending = {}
             held.kept = {kept: memories for kept, memories in held.kept.items() if kept <= number}
+        # What it showed of a replica that is another worker's now would be counted there too.
+        self._owed = {key: norm for key, norm in self._owed.items() if key[:2] in self._held}
 
     def inherit(self, before: PushEncoders) -> None:
         """Take over the memory of earlier encoders of the same job; locate() then decides what remains valid."""

@@ -67,7 +67,7 @@ class HostedShard(Protocol):
 
     @property
     def tensors(self) -> int:
-        """Number of tensors in the whole plan; a push can't name more."""
+        """Number of tensors in the whole plan; a push can't name more, but for the loss."""
         ...
 
     @property

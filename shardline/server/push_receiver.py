@@ -143,7 +143,8 @@ class PushReceiver:
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job weights all gradients equally; send 0 or 1")
         tensors = shard.tensors
-        at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN listed in a push")
+        # The loss is listed among them.
+        at_most(len(header.nonfinite_tensors), tensors + 1, "tensors with NaN listed in a push")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups listed in a push")
         push = IncomingPush(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
         push.coding = self._coding(header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import re
 import tracemalloc
@@ -517,6 +518,12 @@ def test_a_skipped_step_whose_answer_was_lost_leaves_memory_as_it_was(codec: Cod
     assert torch.equal(remembered(worker), before)
 
 
+def owed(of: PushEncoders, replica: int) -> float:
+    """The norm of what a replica's error memory holds."""
+    held = [tensors[ERROR] for tensors in of.state_dict(replica).values() if ERROR in tensors]
+    return math.hypot(*(float(torch.linalg.vector_norm(values)) for values in held))
+
+
 @REMEMBERING
 def test_memory_is_each_replicas_own_and_goes_with_it(codec: Codec) -> None:
     plan = model()
@@ -529,8 +536,13 @@ def test_memory_is_each_replicas_own_and_goes_with_it(codec: Codec) -> None:
                 assert push(alone, step, numbers(layout, seed=10 * step + 1), 1) == sent
         both.settle()
         alone.settle()
+        if step == 0:
+            norms = [owed(one, replica) for one, replica in ((both, 0), (both, 1), (alone, 1))]
+            assert both.memory_norm == pytest.approx(math.hypot(*norms[:2]))
+            assert alone.memory_norm == pytest.approx(norms[2])
     # Replica 1 now belongs to another worker; when it comes back, it starts from zero.
     both.locate({(0, 0): 3})
+    assert both.memory_norm == pytest.approx(norms[0])
     assert not both.state_dict(1) and both.state_dict(0)
     assert push(both, 3, numbers(layout), 1) == push(encoders(codec, plan), 3, numbers(layout), 1)
 

@@ -172,6 +172,31 @@ def test_a_skipped_gradient_is_not_remembered() -> None:
         assert all(bool(values.isfinite().all()) for values in cluster.state().params.values())
 
 
+def spoilt(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """NaN, and so is every gradient, for batches that begin with some numbers."""
+    return mse(model, batch) * (float("nan") if 0.3 < float(batch[0][0, 0]) < 0.6 else 1.0)
+
+
+@pytest.mark.parametrize("codec", ["raw", "topk:ratio=0.1", "sign-vote", "onebit-adam:warmup=2"])
+def test_a_step_in_which_the_loss_and_every_gradient_are_nan_is_skipped(codec: str) -> None:
+    ends = []
+    for ps, shares in ((1, [[0, 1, 2]]), (2, [[0, 2], [1]])):
+        job = make_job(
+            optimizer_for(codec),
+            model=broad,
+            steps=8,
+            codec=codec,
+            loss=spoilt,
+            nan_policy="skip",
+            checkpoint_every=100,
+        )
+        with Cluster(job, ps=ps, bucket_bytes=1 << 14) as cluster:
+            worker, *_ = cluster.train(shares)
+            assert 0 < sum(figures.skipped for figures in worker.figures) < job.steps
+            ends.append(cluster.state().params)
+    assert same(ends[0], ends[1]) and all(bool(values.isfinite().all()) for values in ends[0].values())
+
+
 @pytest.mark.parametrize("skips", [True, False], ids=["skipped", "counted"])
 def test_a_worker_whose_answer_was_lost_knows_whether_its_step_was_skipped(skips: bool) -> None:
     job = make_job("sgd", steps=4, codec="top:ratio=0.25", nan_policy="skip")

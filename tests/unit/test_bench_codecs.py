@@ -45,6 +45,9 @@ def test_every_codec_of_gradients_is_measured(tmp_path: Path, capsys: pytest.Cap
         }
         assert rows["raw"]["ratio"] == 1.0 and rows["raw"]["relative_error"] == 0.0
         assert 1.9 < rows["bf16"]["ratio"] <= 2.0 and 0.0005 < rows["bf16"]["relative_error"] < 0.004
+        # What it sends before the end of its warm-up is not what it is chosen for.
+        for figure in ("ratio", "relative_error"):
+            assert rows["onebit-adam"][figure] == pytest.approx(rows["onebit"][figure], rel=0.01)
         assert all(row["encode_s"] > 0.0 and row["decode_s"] > 0.0 for row in rows.values())
     said = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"codec +MB +ratio +error +encode GB/s +decode GB/s", said[0])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from shardline.codecs import CODECS
 from shardline.codecs.base import MemoryKey, Turn
-from shardline.codecs.coding import Coding
+from shardline.codecs.coding import MEASURED_EVERY, Coding
 from shardline.codecs.parts import ERROR
+from shardline.codecs.push import PushEncoders
 from shardline.codecs.sparse.dgc import DGC, MOMENTUM
 from shardline.core.plan import make_plan
 from shardline.errors import JobError
@@ -97,15 +100,36 @@ def test_a_gradient_is_clipped_before_momentum() -> None:
         ("rmsprop", {}, "optimizer RMSprop has momentum 0.5 in parameter group 0 on the servers"),
         ("momentum", {"rule": "dana", "consistency": "async"}, "optimizer SGD has momentum 0.9"),
         ("sgd", {"cadence": "local-sgd"}, "cadence local-sgd sends how far the parameters moved"),
+        ("sgd", {"clip_norm": 1.0}, "clip_norm=1 would clip momentum on the servers instead of gradients"),
     ],
 )
-def test_momentum_on_workers_and_servers_is_refused(optimizer: str, changes: dict[str, str], message: str) -> None:
+def test_momentum_on_workers_and_servers_is_refused(optimizer: str, changes: dict[str, Any], message: str) -> None:
     job = make_job(optimizer, codec="dgc", **changes)
     with pytest.raises(JobError, match=f"codec dgc adds momentum to gradients on each worker, .*{message}"):
         job.spec(job.build_model())
 
 
-@pytest.mark.parametrize(("optimizer", "codec"), [("sgd", "dgc"), ("adagrad", "dgc"), ("momentum", "dgc:momentum=0.0")])
-def test_momentum_in_one_place_is_allowed(optimizer: str, codec: str) -> None:
-    job = make_job(optimizer, codec=codec)
-    assert job.spec(job.build_model()).codec == codec
+@pytest.mark.parametrize(
+    ("optimizer", "changes"),
+    [
+        ("sgd", {"codec": "dgc"}),
+        ("adagrad", {"codec": "dgc"}),
+        ("momentum", {"codec": "dgc:momentum=0.0", "clip_norm": 1.0}),
+        # There workers clip, before momentum.
+        ("sgd", {"codec": "dgc", "clip_norm": 1.0, "consistency": "async"}),
+    ],
+)
+def test_momentum_in_one_place_is_allowed(optimizer: str, changes: dict[str, Any]) -> None:
+    job = make_job(optimizer, **changes)
+    assert job.spec(job.build_model()).codec == changes["codec"]
+
+
+@pytest.mark.parametrize("codec", ["dgc", "onebit-adam:warmup=1"])
+def test_momentum_that_is_sent_whole_is_no_error(codec: str) -> None:
+    coding = Coding(CODECS.parse(codec), make_plan([spec("bias", (BIAS,))], 1))
+    encoders = PushEncoders(coding)
+    for step in range(MEASURED_EVERY + 1):
+        encoders.begin(0, step)
+        encoders.encode(0, 0, 0, torch.ones(coding.plan.shards[0].buckets[0].elements))
+        encoders.settle()
+    assert coding.relative_error == 0.0 == encoders.memory_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,7 @@ def test_what_never_had_a_gradient_stays_where_it_is() -> None:
         ("adam", {"codec": "onebit-adam:momentum=0.8"}, "has momentum=0.8, but the first of the betas of Adam is 0.9"),
         ("adam", {"consistency": "async"}, "in consistency async workers have no common steps"),
         ("adam", {"cadence": "local-sgd"}, "cadence local-sgd sends how far the parameters moved"),
+        ("adam", {"clip_norm": 0.5}, "clip_norm=0.5 would clip momentum on the servers instead of gradients"),
         ("adam", {"error_memory": "exact"}, "error_memory 'exact' clears what workers remember at each checkpoint"),
         ("adam", {"codec_tensors": {"*": "raw"}}, "changes what the servers do with all tensors"),
         (
@@ -143,7 +145,7 @@ def test_what_never_had_a_gradient_stays_where_it_is() -> None:
         ("adam", {"consistency": "sync:spares=1", "replicas": 2}, "drops what comes too late"),
     ],
 )
-def test_what_it_does_not_work_with_is_refused(optimizer: str, changes: dict[str, str], message: str) -> None:
+def test_what_it_does_not_work_with_is_refused(optimizer: str, changes: dict[str, Any], message: str) -> None:
     job = make_job(optimizer, **{"codec": "onebit-adam", **changes})
     with pytest.raises(JobError, match=message.replace("*", r"\*")):
         job.spec(job.build_model())

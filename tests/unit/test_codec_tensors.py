@@ -85,3 +85,15 @@ def test_what_names_no_tensor_or_no_codec_is_refused() -> None:
         make_job("sgd", codec_tensors={"*": "zip"})
     with pytest.raises(JobError, match="codec_tensors is 'bf16'; give a dict"):
         make_job("sgd", codec_tensors="bf16")
+
+
+@pytest.mark.parametrize(("codec", "what"), [("sign-vote", "signs"), ("dgc", "gradients with momentum")])
+def test_a_tensor_that_would_train_by_another_kind_of_gradient_is_refused(codec: str, what: str) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 1).bfloat16())
+
+    job = make_job("sgd", model=model, codec=codec)
+    with pytest.raises(JobError, match=rf"'1.weight' has dtype bfloat16, which codec {codec} .* train by {what};"):
+        job.spec(job.build_model())
+    job = make_job("sgd", model=model, codec=codec, codec_tensors={"1.*": "raw"})
+    job.spec(job.build_model())
