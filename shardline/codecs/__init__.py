@@ -100,7 +100,9 @@ def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple
 
 def coding_of(choice: str | Codec | Settings, plan: Plan) -> JobCoding:
     """A job's codecs for its plan, or one codec for both directions. Raises JobError for one that does not exist."""
-    return JobCoding(of(choice) if isinstance(choice, Settings) else CODECS.parse(choice), plan)
+    if isinstance(choice, Settings):
+        return JobCoding(of(choice), plan, seed=choice.seed)
+    return JobCoding(CODECS.parse(choice), plan)
 
 
 def keep_whole(codecs: JobCodec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -48,12 +48,15 @@ class BucketCoding:
 class Coding:
     """One direction's codec applied to a plan, and those of single tensors. Any thread may use it.
 
-    turned: what the codec of a single tensor is in this direction; None = `codec` is for all tensors. Buckets' codings
-    are cached.
+    turned: what the codec of a single tensor is in this direction; None = `codec` is for all tensors. seed: the job's.
+    Buckets' codings are cached.
     """
 
-    def __init__(self, codec: Codec, plan: Plan, turned: Callable[[Codec], Codec] | None = None) -> None:
+    def __init__(
+        self, codec: Codec, plan: Plan, turned: Callable[[Codec], Codec] | None = None, *, seed: int = 0
+    ) -> None:
         self.codec = codec
+        self.seed = seed
         self._others: dict[str, Codec] = {}
         if turned is not None:
             self._others = {text: turned(parsed(text)) for text in {tensor.codec for tensor in plan.tensors} - {""}}
@@ -189,12 +192,12 @@ class JobCodec:
 
 
 class JobCoding:
-    """A job's codecs for its plan, or one codec for both directions."""
+    """A job's codecs for its plan, or one codec for both directions. seed: the job's, for what is drawn on servers."""
 
-    def __init__(self, codec: Codec | JobCodec, plan: Plan) -> None:
+    def __init__(self, codec: Codec | JobCodec, plan: Plan, *, seed: int = 0) -> None:
         both = codec if isinstance(codec, JobCodec) else JobCodec.both(codec)
-        self.push = Coding(both.ups[0], plan, pushed)
-        self.pull = Coding(both.downs[0], plan, pulled)
+        self.push = Coding(both.ups[0], plan, pushed, seed=seed)
+        self.pull = Coding(both.downs[0], plan, pulled, seed=seed)
         self._plan = plan
 
     @functools.cached_property

@@ -134,7 +134,7 @@ class DeltaCoder:
     def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
         change = _exclusive(values, before) if self._exact else values - before
-        coded = bytes(self._encoder.encode(change, Turn(turn.step)))
+        coded = bytes(self._encoder.encode(change, Turn(turn.step, seed=turn.seed)))
         after = values.clone() if self._exact else self._after(before, memoryview(bytearray(coded)), turn)
         if BASE.size + len(coded) >= self._layout.bucket.nbytes or not is_finite(after):
             return values.clone()

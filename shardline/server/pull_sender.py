@@ -157,7 +157,14 @@ def encode_bucket(
             state.unchanged = True
             return Encoded(state, b"", 0)
         memory = coding.memory(shard.number, number, want.task)
-        turn = Turn(step, receiver=want.task, base=want.have, changed=bucket.changed_step, memory=memory)
+        turn = Turn(
+            step,
+            seed=coding.seed,
+            receiver=want.task,
+            base=want.have,
+            changed=bucket.changed_step,
+            memory=memory,
+        )
         values = bucket.answer(step, want.task)
         # The only copy is made under the lock, so no reader sees a torn bucket.
         values = values.cpu()

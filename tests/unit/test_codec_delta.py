@@ -16,7 +16,7 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import JobError, ProtocolError
 from shardline.fit import check_fit
 from tests.support.cluster import Cluster
-from tests.support.jobs import make_job
+from tests.support.jobs import Wide, make_job
 
 ELEMENTS = 4096
 PLAN = make_plan([TensorSpec(name="w", shape=(64, 64), dtype="float32")], 1)
@@ -223,3 +223,15 @@ def test_a_job_trains_past_the_step_that_is_measured() -> None:
     with Cluster(job, ps=1) as cluster:
         (worker,) = cluster.train([[0, 1, 2]])
         assert worker.trainer.step == job.steps
+
+
+def test_what_is_drawn_for_a_change_depends_on_the_seed_of_the_job() -> None:
+    job, ends = make_job(model=Wide, steps=3, replicas=1, seed=1, codec_down="delta:by=qsgd"), []
+    for seed in (1, 1, 2):
+        with Cluster(job, ps=1) as cluster:
+            coding = cluster.hosts[0].store.coding.pull
+            assert coding.seed == 1
+            coding.seed = seed
+            cluster.train([[0]])
+            ends.append(cluster.state().params["rows.weight"])
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
