@@ -82,7 +82,9 @@ def alone(model: Model, prefix: Prefix = HERE) -> dict[str, Any]:
     return run_json([sys.executable, str(JOB), *model.flags()], what="alone", timeout_s=RUN_S, prefix=prefix)
 
 
-def train(model: Model, places: Places, *, overlap: bool = True, lane: str = "auto") -> dict[str, Any]:
+def train(
+    model: Model, places: Places, *, overlap: bool = True, lane: str = "auto", codec: str = "raw"
+) -> dict[str, Any]:
     """Train with a chief, one ps and one worker; the worker's figures. Raises ContenderError."""
     cluster = json.dumps({"chief": [places.chief], "ps": [places.ps], "worker": [places.worker]})
     with ExitStack() as stack:
@@ -95,9 +97,10 @@ def train(model: Model, places: Places, *, overlap: bool = True, lane: str = "au
             command += ["--lane", lane, "--overlap" if overlap else "--no-overlap", *more]
             return stack.enter_context(Child(command, prefix=prefix, what=role, env=settings))
 
-        chief = task("chief", places.server, "--job", str(JOB), "--out", str(folder / "out"))
+        job = ("--job", str(JOB), "--codec", codec)
+        chief = task("chief", places.server, *job, "--out", str(folder / "out"))
         task("ps", places.server)
-        worker = task("worker", places.client, "--job", str(JOB))
+        worker = task("worker", places.client, *job)
         for child, wait_s in ((worker, RUN_S), (chief, TIMEOUT_S)):
             code = child.wait(wait_s)
             if code:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
+    auto,
     codecs,
     data_plane,
     hooks,
@@ -56,6 +57,7 @@ ALL: dict[str, ModuleType] = {
         start,
         modes,
         codecs,
+        auto,
         hooks,
     )
 }
