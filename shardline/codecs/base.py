@@ -248,6 +248,10 @@ class Codec(Resident, ABC):
     def max_bytes(self, layout: Layout) -> int:
         """Upper bound for the bytes of the bucket's payloads; at most the bytes of the bucket itself."""
 
+    def usual_bytes(self, layout: Layout) -> int:
+        """The same for payloads after a warm-up, if there is one, and that are not whole; see Turn.whole."""
+        return self.max_bytes(layout)
+
     @abstractmethod
     def encoder(self, layout: Layout) -> Encoder:
         """The encoder of this bucket."""

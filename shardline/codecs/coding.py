@@ -35,7 +35,7 @@ class BucketCoding:
     encoder: Encoder
     decoder: Decoder
     usual_bytes: int
-    """Upper bound of a payload that is not whole, see Turn.whole."""
+    """See Codec.usual_bytes."""
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:
@@ -103,9 +103,9 @@ class Coding:
         if cut is not None:
             raise JobError(f"codec {own} needs whole tensors, but the plan cuts {cut.tensor.name!r}")
         codec = own if taken else PLAIN
-        usual = codec.max_bytes(layout)
+        usual = codec.usual_bytes(layout)
         # What is owed may be sent at any time, see Turn.whole.
-        most = spec.nbytes if codec.memory is not Memory.NONE else usual
+        most = spec.nbytes if codec.memory is not Memory.NONE else codec.max_bytes(layout)
         return BucketCoding(codec, str(codec), layout, codec.encoder(layout), codec.decoder(layout), usual, most)
 
     def measure(self, shard: int, number: int, values: torch.Tensor, data: Buffer, turn: Turn) -> bool:

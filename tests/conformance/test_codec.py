@@ -118,6 +118,16 @@ def test_what_it_changes_is_measured_from_time_to_time(codec: Codec) -> None:
             assert owed == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
+@EACH
+def test_after_a_warm_up_payloads_are_as_short_as_it_says(codec: Codec) -> None:
+    written, late = first(codec, model()), 10**6
+    assert written.usual_bytes <= written.max_bytes
+    memory: dict[MemoryKey, torch.Tensor] = {}
+    for seed in range(3):
+        payload = written.encoder.encode(numbers(written.layout, seed=seed), Turn(late + seed, memory=memory))
+        assert len(payload) <= written.usual_bytes or codec.direction is Direction.PULL
+
+
 def test_one_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, auto, bf16, fp16"):
         coding_of("zip", model())

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.codecs.base import Codec, Memory, Part, Turn
+from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
 from shardline.codecs.lossy import Lossy, check_setting, check_size, is_large
 from shardline.codecs.parts import ERROR, PartCodec
 from shardline.codecs.quantizing.onebit import OneBit
@@ -65,6 +65,10 @@ class OneBitAdam(Lossy):
     def error_bound(self, elements: int) -> float:
         """That of onebit."""
         return _SIGNS.error_bound(elements)
+
+    def usual_bytes(self, layout: Layout) -> int:
+        """See Codec.usual_bytes: signs."""
+        return _SIGNS.max_bytes(layout)
 
     def wanted(self, values: torch.Tensor, part: Part, turn: Turn) -> torch.Tensor:
         """The gradient; after the warm-up the momentum and what is left of it to be sent."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from shardline.codecs.base import Codec, Memory, Part, Turn
+from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
 from shardline.codecs.lossy import Lossy, check_ratio, check_setting, check_size, is_large, share
 from shardline.codecs.parts import ERROR
 from shardline.codecs.sparse.entries import (
@@ -84,6 +84,10 @@ class DGC(Lossy):
 
     def _most(self, part: Part) -> int:
         return most_entries(share(self.ratio_at(0), part.elements), part.elements)
+
+    def usual_bytes(self, layout: Layout) -> int:
+        """See Codec.usual_bytes: the share that is sent after the warm-up."""
+        return replace(self, warmup=0).max_bytes(layout)
 
     def max_part_bytes(self, part: Part) -> int:
         """As topk with the largest share of the warm-up; all of a vector or small tensor."""
