@@ -169,8 +169,6 @@ class StepFinder:
             self.assigned, self.stale = (), True
             self._wait_for_change(orders)
             return None
-        if orders.stop_step and (self.stale or self._finished):
-            self._bring_last(orders)
         if self.stale or orders.replicas != self.assigned:
             if not self.relocate(orders):
                 return None
@@ -181,14 +179,6 @@ class StepFinder:
             self._wait_for_change(orders)
             return None
         return self._trainer.step
-
-    def _bring_last(self, orders: Orders) -> None:
-        """The job stops: bring what its last cut lacks, since the worker that would have brought it may be lost."""
-        if not self._is_another_history(orders):
-            try:
-                self._trainer.bring_last(orders.stop_step)
-            except (Restart, Interrupted, UnreachableError) as error:
-                log.info("asking what the last checkpoint lacks: %s", error or "interrupted")
 
     def relocate(self, orders: Orders) -> bool:
         """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
@@ -235,9 +225,8 @@ class StepFinder:
 
     def finish_part(self) -> None:
         """Report to the chief, once, that this worker has done its part."""
-        if not self._finished:
-            self._finished = True
-            self._place.finish(self.link)
+        again, self._finished = self._finished, True
+        self._place.finish(self.link, again=again)
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin while the previous one is still open; None if it has to be closed first."""

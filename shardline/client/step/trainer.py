@@ -136,15 +136,6 @@ class Trainer:
         self.open.close()
         return outcomes
 
-    def bring_last(self, step: int) -> None:
-        """Where workers run the optimizer: bring the shards what their cut of the job's last step still lacks.
-
-        Raises Restart, Interrupted, UnreachableError.
-        """
-        if self.methods.applied is not None:
-            standings = self.standings(())
-            self.methods.applied.bring_last(step, [n for n, shard in standings.items() if shard.wants_state])
-
     def give_up(self) -> None:
         """End the running exchange; what has arrived is of no use. arm() the exchange before the next one.
 
