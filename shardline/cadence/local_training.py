@@ -175,7 +175,7 @@ class KeptCopies(LocalCopies):
 
     def kept(self, replica: int) -> Kept:
         """What keep() was given in the round before; empty for a replica that starts from the servers' parameters."""
-        return self._kept[self._step].get(replica, NOTHING)
+        return self._kept[self._step].get(replica, NONE_KEPT)
 
     def keep(self, replica: int, kept: Kept) -> None:
         """Set what a replica begins the next round with. Called by finish()."""
@@ -190,4 +190,4 @@ class KeptCopies(LocalCopies):
         return [name for name in self._params if name in self._moved[replica] | self.kept(replica).own]
 
 
-NOTHING = Kept({}, frozenset())
+NONE_KEPT = Kept({}, frozenset())

@@ -8,7 +8,7 @@ of replica 0 brings its state to the shards; a worker without a state takes it f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -236,6 +236,12 @@ class AppliedHere(LocalTraining):
         """Bring the state to all shards: this worker has finished, and a cut of its last step may follow."""
         if self._ground is not None and self._ran_first:
             self._owed = set(range(len(self._ground.plan.shards))) - self._brought
+            self._bring()
+
+    def bring_last(self, step: int, wanting: Iterable[int]) -> None:
+        """Bring the state of the step at which the job stops to shards that still want it, whoever ran replica 0."""
+        if self._step == step:
+            self._owed = set(wanting)
             self._bring()
 
     def images(self, shard: int) -> list[BucketImage]:

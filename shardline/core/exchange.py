@@ -212,6 +212,8 @@ class Standing:
     step_max: int
     version: int
     last_seq: int
+    wants_state: bool = False
+    """See End.wants_state."""
 
 
 class Sink(Protocol):

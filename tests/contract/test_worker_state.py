@@ -11,8 +11,10 @@ import torch
 
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.outcome import Outcome
+from shardline.core.spec import TensorKind
 from shardline.errors import ShardlineError
 from shardline.lanes.calls import NotAdmittedError
+from shardline_ps.shard.bucket import Bucket
 from tests.support.cluster import Cluster, Worker
 from tests.support.jobs import Rich, make_job
 
@@ -125,3 +127,37 @@ def test_servers_that_run_the_optimizer_keep_its_state_to_themselves() -> None:
             lane.state(sender, STEPS, timeout_s=10.0)
         with pytest.raises(ShardlineError, match="runs the optimizer of this job itself"):
             lane.bring_state(sender, [], timeout_s=10.0)
+
+
+def test_a_pull_that_ends_right_when_a_step_is_published_says_that_its_cut_lacks_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Cluster(make_job("adam", steps=STEPS, replicas=1, apply="worker"), ps=1, cut_every=STEPS) as cluster:
+        shard, said = cluster.shards[0], []
+        assert shard.summing is not None
+        assert all(bucket.spec.kind is TensorKind.PARAM for bucket in shard.buckets)
+        plain = Bucket.publish
+
+        def publish(bucket: Bucket, changed: bool, *, skip: bool = False) -> None:
+            plain(bucket, changed, skip=skip)
+            # Pulls read the step without a lock.
+            said.append((shard.step_min, shard.summing is not None and shard.summing.wants_state))
+
+        monkeypatch.setattr(Bucket, "publish", publish)
+        cluster.train([[0]])
+        assert said[-1] == (STEPS, True)
+        assert not any(wants for step, wants in said if step < STEPS)
+        found = shard.cuts.get(STEPS)
+        assert found is not None and len(found) == len(shard.buckets)
+        assert not shard.summing.wants_state
+
+
+def test_a_shard_that_was_just_restored_wants_nothing() -> None:
+    with Cluster(make_job("adam", steps=STEPS, replicas=1, apply="worker"), ps=1, cut_every=STEPS) as cluster:
+        (worker,) = cluster.train([[0]])
+        (images,) = cluster.images()
+        shard = cluster.shards[0]
+        shard.restore(images)
+        assert shard.summing is not None and not shard.summing.wants_state
+        bring(cluster, worker, held(worker))
+        assert shard.cuts.status() == []

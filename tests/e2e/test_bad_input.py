@@ -104,13 +104,15 @@ def test_a_script_that_never_joins_ends_train_when_it_ends(tmp_path: Path) -> No
     assert_refused(finished, 2, r"worker/0: the script ended without joining: it must call shardline\.connect\(\)")
 
 
-def test_a_nan_stops_the_job_by_name_and_everybody_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("apply", "workers"), [("server", 2), ("worker", 2), ("worker", 1)])
+def test_a_nan_stops_the_job_by_name_and_everybody_ends(tmp_path: Path, apply: str, workers: int) -> None:
     job = write_job(
         tmp_path / "job.py",
         replicas=2,
+        apply=apply,
         after_loss="value = value * (float('nan') if float(points[0, 0]) > 2.2 else 1.0)",
     )
-    finished = train(job, tmp_path / "run", "--ps", "1", "--workers", "2")
+    finished = train(job, tmp_path / "run", "--ps", "1", "--workers", str(workers))
     assert_refused(
         finished, 5, r"worker/\d: step \d+, replica \d: loss.* has NaN or infinity; nothing was sent", "skip"
     )

@@ -163,3 +163,28 @@ def test_a_worker_killed_while_its_exchange_runs_costs_what_its_replicas_had_of_
         assert (found[name]["steps"], found[name]["versions"]) == (24, [24, 24])
     assert (tmp_path / "dies" / "died").exists()
     assert found["one"]["sha256"] == found["two"]["sha256"] != found["dies"]["sha256"]
+
+
+# When the job stops, before it has brought anything for the last checkpoint.
+AT_THE_END = """
+import os, signal, sys
+from shardline.client.applied import AppliedHere
+
+plain = AppliedHere._bring
+
+def _bring(applied):
+    if "worker/0" in sys.argv and applied._step == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(applied)
+
+AppliedHere._bring = _bring
+"""
+
+
+def test_where_workers_apply_another_one_brings_the_last_state_if_the_first_is_killed(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.py", replicas=2, steps=12, apply="worker", after=AT_THE_END)
+    out = tmp_path / "run"
+    finished = train(job, out, "--workers", "2", "--ps", "2", "--no-restart")
+    assert finished.code == 0, finished.err
+    found = summary_of(out)
+    assert (found["checkpoint_step"], found["sha256"]) == (12, expected_sha256(job)), events(out)

@@ -531,6 +531,14 @@ def test_overlapping_workers_read_in_place_what_has_come(lost: bool, monkeypatch
             assert all(torch.equal(worker.values[name], value) for name, value in state.params.items())
 
 
+def test_workers_that_run_the_optimizer_refuse_zero_copy() -> None:
+    with (
+        Cluster(make_job("momentum", model=Wide, apply="worker"), ps=1, lane="shm") as cluster,
+        pytest.raises(UsageError, match="zero_copy needs servers that run the optimizer"),
+    ):
+        cluster.worker(0, zero_copy=True)
+
+
 @pytest.mark.parametrize("changes", [{"consistency": "async"}, {"codec": "bf16"}])
 def test_jobs_whose_replies_are_made_for_one_worker_refuse_zero_copy(changes: dict[str, str]) -> None:
     job = make_job("momentum", model=Wide, **changes)

@@ -56,6 +56,40 @@ def test_where_workers_run_the_optimizer_those_that_have_followed_take_over_and_
     assert "takes replicas 2, 3 over lacks the optimizer's state (apply is 'worker'); rolling back" in cluster.text()
 
 
+def test_where_workers_run_the_optimizer_a_new_one_waits_for_the_first_checkpoint() -> None:
+    cluster = running(apply="worker")
+    cluster.advance(5)
+    saves = cluster.program.state.saves
+    first, saves.checkpoint_step = saves.checkpoint_step, -1
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.join("worker", 1)
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [5, 5]
+    saves.checkpoint_step = first
+    cluster.tick()
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING and steps(cluster) == [0, 0]
+    assert cluster.text().count("lacks the optimizer's state") == 1
+
+
+def test_where_workers_run_the_optimizer_a_job_that_can_not_go_back_ends() -> None:
+    cluster = Cluster(workers=2)
+    job = make_job(script=True, steps=0, replicas=0, apply="worker")
+    for number in (0, 1):
+        cluster.join("ps", number)
+    for number in (0, 1):
+        cluster.join("worker", number, job=job)
+    cluster.initialize()
+    cluster.beat("worker/0", finished=True)
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.join("worker", 1, job=job)
+    cluster.tick()
+    assert cluster.finish is not None
+    assert "lacks the optimizer's state (apply is 'worker'), so the job ends: worker/0 has finished" in (
+        cluster.finish.reason
+    )
+
+
 def test_a_worker_that_joins_or_is_started_again_does_too_and_nobody_else() -> None:
     cluster = at_checkpoint_and_beyond(**EXACT)
     cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)

@@ -94,7 +94,8 @@ class CutBook:
         with self._lock:
             held = self._held.get(step)
             if held is None:
-                return step in self._requested
+                # None of its buckets may have got so far as to say that the step is to be cut.
+                return step in self._requested or (self._on_cadence(step) and step > self._released)
             return not held.skipped and len(held.images) < self._num_buckets
 
     def store(self, image: BucketImage) -> None:

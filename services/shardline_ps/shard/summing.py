@@ -78,7 +78,9 @@ class Summing:
     @property
     def wants_state(self) -> bool:
         """Whether a cut of the open step lacks the workers' state."""
-        return self._cuts.open(min(bucket.step for bucket in self._all))
+        # Until the first step is closed, cuts take the state that is here.
+        lacks = any(not bucket.has_state for bucket in self._buckets)
+        return lacks and self._cuts.open(min(bucket.step for bucket in self._all))
 
     @property
     def hyper(self) -> Mapping[int, Mapping[str, float]]:
@@ -115,7 +117,7 @@ class Summing:
                     return Decision(Outcome.DUPLICATE, reason)
                 taken.append(replace(image, shard=self._number, version=bucket.version))
         self._cuts.offer(taken)
-        if taken and self._cuts.open(taken[0].step):
+        if self.wants_state:
             for image in taken:
                 self._cuts.store(image)
         return Decision(Outcome.COUNTED)

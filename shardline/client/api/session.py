@@ -368,7 +368,7 @@ class Session:
     def fail(self, error: ShardlineError) -> None:
         """Report to the chief why this worker can't continue."""
         if self._link is not None and not isinstance(error, FencedError):
-            self._link.fail(str(error), error.exit_code)
+            self._loop.place.fail(self._link, error)
 
     def close(self) -> None:
         """Report to the chief that this worker has done its part, wait for the job's end, free everything.

@@ -225,9 +225,8 @@ class StepFinder:
 
     def finish_part(self) -> None:
         """Report to the chief, once, that this worker has done its part."""
-        if not self._finished:
-            self._finished = True
-            self._place.finish(self.link)
+        again, self._finished = self._finished, True
+        self._place.finish(self.link, again=again)
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin while the previous one is still open; None if it has to be closed first."""

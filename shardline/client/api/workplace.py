@@ -20,7 +20,7 @@ from shardline.config import RoleConfig, environment
 from shardline.core.exchange import Standing
 from shardline.core.orders import JobView
 from shardline.core.status import Traffic
-from shardline.errors import UnreachableError, UsageError
+from shardline.errors import NonFiniteError, ShardlineError, UnreachableError, UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
@@ -148,6 +148,7 @@ class Workplace:
             and view.plan.plan_id == self.view.plan.plan_id
             and view.timeline == self.view.timeline
         ):
+            self._bring_wanted(link)
             return
         # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
         ties = self._tie(link, view)
@@ -268,13 +269,35 @@ class Workplace:
             log.info("telling the servers whether this worker rests: %s", error or "interrupted")
             return None
 
-    def finish(self, link: ChiefLink) -> None:
-        """Report to the chief that this worker has done its part."""
+    def finish(self, link: ChiefLink, *, again: bool) -> None:
+        """Report to the chief that this worker has done its part. again: it has before, and the job has not ended."""
+        if again:
+            self._bring_wanted(link)
+            return
         if self._methods is not None and self._methods.applied is not None:
             self._methods.applied.bring_all()
         self.keep_values()
         self.rest()
         link.finish()
+
+    def _bring_wanted(self, link: ChiefLink) -> None:
+        """Bring what the last cut lacks, if the job stops: the worker that would have brought it may be lost."""
+        trainer, step = self.current, link.orders.stop_step
+        if step and trainer is not None and trainer.methods.applied is not None:
+            try:
+                wanting = [number for number, shard in trainer.standings(()).items() if shard.wants_state]
+            except (Restart, Interrupted, UnreachableError) as error:
+                log.info("asking what the last checkpoint lacks: %s", error or "interrupted")
+                return
+            trainer.methods.applied.bring_last(step, wanting)
+
+    def fail(self, link: ChiefLink, error: ShardlineError) -> None:
+        """Report to the chief why this worker can't continue."""
+        trainer = self.current
+        if isinstance(error, NonFiniteError) and trainer is not None and trainer.methods.applied is not None:
+            # The job stops at this step, and maybe nobody else is there to bring what its last cut lacks.
+            trainer.methods.applied.bring_last(trainer.step, range(len(trainer.plan.shards)))
+        link.fail(str(error), error.exit_code)
 
     def keep_values(self) -> None:
         """Make the model's current values this process's own, before the servers may go on without this worker.

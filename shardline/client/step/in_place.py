@@ -111,6 +111,8 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
         return (
             f"zero_copy needs a synchronous job with codec raw; this one is {job.consistency.mode} with codec {codec}"
         )
+    if methods.applied is not None:
+        return "zero_copy needs servers that run the optimizer; with apply 'worker' the workers read gradients instead"
     if not methods.streams:
         return (
             "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "

@@ -360,6 +360,7 @@ def standing_from_proto(message: data_pb2.ProgressReply) -> Standing:
         step_max=message.step_max,
         version=message.version,
         last_seq=message.last_seq,
+        wants_state=message.wants_state,
     )
 
 

@@ -929,6 +929,7 @@ class ProgressReply(_message.Message):
     STEP_MAX_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LAST_SEQ_FIELD_NUMBER: _builtins.int
+    WANTS_STATE_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.Outcome.ValueType
     reason: _builtins.str
     timeline: _builtins.int
@@ -938,6 +939,8 @@ class ProgressReply(_message.Message):
     version: _builtins.int
     last_seq: _builtins.int
     """async: last sequence number applied for the asking incarnation."""
+    wants_state: _builtins.bool
+    """As in PullEnd."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaProgress]: ...
     def __init__(
@@ -951,10 +954,11 @@ class ProgressReply(_message.Message):
         step_max: _builtins.int = ...,
         version: _builtins.int = ...,
         last_seq: _builtins.int = ...,
+        wants_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_seq", b"last_seq", "outcome", b"outcome", "reason", b"reason", "replicas", b"replicas", "step_max", b"step_max", "step_min", b"step_min", "timeline", b"timeline", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_seq", b"last_seq", "outcome", b"outcome", "reason", b"reason", "replicas", b"replicas", "step_max", b"step_max", "step_min", b"step_min", "timeline", b"timeline", "version", b"version", "wants_state", b"wants_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

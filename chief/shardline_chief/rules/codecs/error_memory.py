@@ -8,6 +8,7 @@ replica that moves because of a join costs as much. With "reset" the job goes on
 from __future__ import annotations
 
 from shardline.core.settings import WORKER
+from shardline.errors import TaskLostError
 from shardline_chief.rules.events import Progressed, TrainerLost
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.state.state import State
@@ -44,18 +45,25 @@ class ErrorMemory:
         state = self.state
         moved, unready = sorted(state.work.moved), sorted(state.work.unready)
         state.work.moved.clear()
-        state.work.unready.clear()
-        can = not self.recovery.hopeless() and state.saves.checkpoint_step >= 0
+        hopeless = self.recovery.hopeless()
+        can = not hopeless and state.saves.checkpoint_step >= 0
         if moved and state.exact_memory and can:
             self.recovery.again(f"the error memory of {_named(moved)} is lost (error_memory is 'exact')", now_s)
             return True
         if moved and state.remembers:
             self._dropped(_named(moved), len(moved))
-        if unready and applied(state) and can:
-            why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
-            self.recovery.again(why, now_s)
+        if not unready or not applied(state):
+            return False
+        why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
+        if hopeless:
+            # It could not contribute, and the others would wait for it.
+            advice = state.saves.how_to_go_on()
+            state.end(TaskLostError.exit_code, f"{why}, so the job ends{hopeless}. {advice}", now_s)
             return True
-        return False
+        if can:
+            self.recovery.again(why, now_s)
+        # Without a checkpoint yet it waits for the first one.
+        return can
 
     def _dropped(self, whose: str, count: int) -> None:
         self.state.figures.dropped_memories += count
