@@ -265,10 +265,10 @@ def _check_changes(codec: Codec, job: JobSpec, mode: Consistency, *, standbys: i
 
 def _check_dropping(job: JobSpec, mode: Consistency) -> None:
     """Refuse methods that keep something on a worker, which would go on as if a dropped gradient counted."""
-    if cadence.of(job).keeps_state:
+    if cadence.of(job).keeps_copies:
         raise JobError(
-            f"consistency {mode} drops what comes too late, but cadence {job.cadence} runs an optimizer on every "
-            "worker, whose state would include it; choose another cadence, or consistency='sync' without spares"
+            f"consistency {mode} drops what comes too late, but cadence {job.cadence} keeps parameters of each "
+            "replica's own, which would include it; choose another cadence, or consistency='sync' without spares"
         )
     keeping = next((one for one in codecs.of(job).ups if one.memory is not Memory.NONE), None)
     if keeping is not None:

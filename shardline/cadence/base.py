@@ -22,7 +22,7 @@ the last tick. See docs/cadences.md. Pure.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,6 +91,8 @@ class Held:
     """Of the job."""
     contributors: int = 1
     """Replicas whose mean makes one update; see Consistency.contributors()."""
+    brings_buffers: Callable[[int], bool] = lambda replica: replica == 0
+    """Whether a replica's buffers are sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

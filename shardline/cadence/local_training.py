@@ -103,7 +103,7 @@ class LocalCopies(LocalTraining):
             values=deltas,
             drift=math.hypot(*(float(torch.linalg.vector_norm(delta)) for delta in deltas.values())),
             # The rule of DistributedDataParallel, as in a step without local training: those of replica 0.
-            buffers={name: now[name] for name in self._buffers} if replica == 0 else {},
+            buffers={name: now[name] for name in self._buffers} if self._held.brings_buffers(replica) else {},
             samples=self._samples[replica],
             # They were for the inner optimizer; the outer rule's numbers are fixed.
             hyper={},

@@ -282,8 +282,9 @@ class AppliedHere(LocalTraining):
         changed = [
             spec.name
             for spec in self._held.specs
-            # The rule of DistributedDataParallel: those of replica 0.
-            if replica == 0 and spec.kind is TensorKind.BUFFER and not same_bits(model[spec.name], pulled[spec.name])
+            if self._held.brings_buffers(replica)
+            and spec.kind is TensorKind.BUFFER
+            and not same_bits(model[spec.name], pulled[spec.name])
         ]
         return replace(outgoing, buffers={name: model[name].clone() for name in changed})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +23,10 @@ from shardline.schedule import complete, factor
 from shardline.testing import reference
 from shardline.update import rule
 from shardline.update.torch_optim.inner import InnerOptimizers
+from tests.integration.test_spares import made, spare_job, train
 from tests.support.cluster import Cluster, ClusterState, assert_same_end, same_bits
 from tests.support.covering import covering
-from tests.support.jobs import Rich, Wide, make_job
+from tests.support.jobs import Rich, Wide, make_job, mlp
 from tests.support.services import Services, batch, make_model
 
 Values = dict[str, torch.Tensor]
@@ -49,8 +50,11 @@ def assert_close(ours: Any, theirs: Any, *, atol: float = 1e-6) -> None:
         )
 
 
-def by_hand(job: Job) -> Values:
-    """The parameters after the job, from torch.optim alone: a model per replica, and the outer SGD over the mean."""
+def by_hand(job: Job, choices: Sequence[Sequence[int]] = ()) -> Values:
+    """The parameters after the job, from torch.optim alone: a model per replica, and the outer SGD over the mean.
+
+    choices: by step, the replicas whose mean it is; empty = all.
+    """
     cadence = CADENCES.parse(str(job.cadence))
     assert cadence.outer_rule is not None
     models = [job.build_model() for _ in range(job.replicas)]
@@ -71,7 +75,8 @@ def by_hand(job: Job) -> Values:
                 if job.clip_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
                 optimizer.step()
-        for values in zip(theta, *(model.parameters() for model in models), strict=True):
+        chosen = [models[replica] for replica in choices[step]] if choices else models
+        for values in zip(theta, *(model.parameters() for model in chosen), strict=True):
             start, *ends = values
             start.grad = torch.stack([(start - end).detach() for end in ends]).mean(dim=0)
         if isinstance(cadence, SlowMo):
@@ -83,6 +88,17 @@ def by_hand(job: Job) -> Values:
                 value.grad /= rate or 1.0
         outer.step()
     return dict(zip(parameters(job), [value.detach() for value in theta], strict=True))
+
+
+@pytest.mark.parametrize("cadence", ["local-sgd:every=2", "slowmo:every=2", "diloco:every=3", "post-local-sgd:every=2"])
+def test_a_round_with_spares_is_the_mean_over_those_that_came(cadence: str) -> None:
+    job = spare_job(cadence=cadence, model=mlp)
+    with Cluster(job, ps=2) as cluster:
+        train(cluster, [[0], [1], [2], [3]], late=[2], behind=1)
+        assert made(cluster) == [(0, 1, 3)] * 6
+        assert_close(cluster.state().params, by_hand(job, made(cluster)))
+    # Otherwise it would not matter who came.
+    assert any(not torch.allclose(ours, by_hand(job)[name]) for name, ours in by_hand(job, [(0, 1, 3)] * 6).items())
 
 
 @pytest.mark.parametrize("model", [None, Rich], ids=["mlp", "rich"])

@@ -76,8 +76,8 @@ def test_settings_that_mean_nothing_are_refused(text: str, sentence: str) -> Non
             "spares is 2, and the job has 2 replicas",
         ),
         (
-            {"replicas": 4, "cadence": "local-sgd", "consistency": ConsistencySpec(mode="sync:spares=1")},
-            "consistency sync:spares=1 drops what comes too late, but cadence local-sgd",
+            {"replicas": 4, "cadence": "easgd", "consistency": ConsistencySpec(mode="sync:spares=1")},
+            "consistency sync:spares=1 drops what comes too late, but cadence easgd keeps parameters of each replica",
         ),
     ],
 )

@@ -46,6 +46,7 @@ class WorkerMethods:
             inner=inner,
             replicas=job.replicas,
             contributors=self.mode.contributors(job.replicas),
+            brings_buffers=self.half.brings_buffers,
         )
         self.applied = AppliedHere(job, self.held) if applies else None
         """Runs the job's optimizer here on what the servers sum; None: they run it."""
