@@ -55,3 +55,13 @@ def test_a_cut_asked_for_again_counts_again() -> None:
     ledger.reopen(10)
     ledger.observe([told(0, 10, whole(10))])
     assert ledger.complete() == [10]
+
+
+def test_a_cut_whose_release_drops_an_earlier_one_takes_that_along() -> None:
+    ledger = CutLedger(2)
+    ledger.observe([told(0, 16, whole(5), whole(15)), told(1, 16, HeldCut(step=5), HeldCut(step=15, skipped=True))])
+    assert (ledger.complete(), ledger.lost()) == ([], [15])
+    ledger.close(15)
+    # A report from before the release arrived.
+    ledger.observe([told(1, 16, whole(5), HeldCut(step=15, skipped=True))])
+    assert (ledger.complete(), ledger.lost()) == ([], [])

@@ -16,7 +16,9 @@ class CutLedger:
         self._shards: dict[int, ShardStatus] = {}
         self._passed: dict[int, int] = {}
         """step_min of each shard in the report before the last."""
-        self._closed: set[int] = set()
+        self._closed = -1
+        """Highest step dealt with: its Release drops all cuts up to it."""
+        self._reopened: set[int] = set()
 
     def observe(self, shards: Iterable[ShardStatus]) -> None:
         """Take in one ps's report on its shards."""
@@ -30,12 +32,16 @@ class CutLedger:
         if len(self._shards) < self._num_shards:
             return []
         held = [{cut.step for cut in shard.cuts if cut.complete and not cut.skipped} for shard in self._shards.values()]
-        return sorted(set.intersection(*held) - self._closed) if held else []
+        return sorted(step for step in set.intersection(*held) if self._open(step)) if held else []
 
     def lost(self) -> list[int]:
         """Steps that some shard holds or has begun and another has skipped: they can never become complete."""
-        named = {cut.step for shard in self._shards.values() for cut in shard.cuts} - self._closed
-        return sorted(step for step in named if any(self._left_out(shard, step) for shard in self._shards.values()))
+        named = {cut.step for shard in self._shards.values() for cut in shard.cuts}
+        return sorted(
+            step
+            for step in named
+            if self._open(step) and any(self._left_out(shard, step) for shard in self._shards.values())
+        )
 
     def _left_out(self, shard: ShardStatus, step: int) -> bool:
         mine = [cut for cut in shard.cuts if cut.step == step]
@@ -45,10 +51,14 @@ class CutLedger:
         # at one instant: the copy may have been made after its list of cuts was read and before its step was.
         return self._passed.get(shard.shard, 0) > step
 
+    def _open(self, step: int) -> bool:
+        return step > self._closed or step in self._reopened
+
     def close(self, step: int) -> None:
-        """Committed or discarded: ignore later reports of this step, which were sent before the Release arrived."""
-        self._closed.add(step)
+        """Committed or discarded: ignore later reports of it and earlier ones, sent before the Release arrived."""
+        self._closed = max(self._closed, step)
+        self._reopened = {again for again in self._reopened if again > step}
 
     def reopen(self, step: int) -> None:
         """The step has been ordered again."""
-        self._closed.discard(step)
+        self._reopened.add(step)
