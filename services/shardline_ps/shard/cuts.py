@@ -78,10 +78,14 @@ class CutBook:
             if not self._on_cadence(step):
                 self._held.pop(step, None)
 
-    def offer(self, images: Sequence[BucketImage]) -> None:
-        """Keep what a worker brought, for a cut of that step that may be requested later."""
+    def offer(self, images: Sequence[BucketImage], *, wanted: bool) -> None:
+        """Keep what a worker brought: for an open cut of that step if `wanted`, or one that may be requested later."""
         with self._lock:
             self._offered = {image.bucket: image for image in images}
+            for image in images:
+                # Released meanwhile, it would never be complete.
+                if wanted and self._lacks(image.step):
+                    self._held.setdefault(image.step, CutImages(image.step)).images[image.bucket] = image
 
     def offered(self, bucket: int, step: int) -> BucketImage | None:
         """What a worker brought for a bucket at this step."""
@@ -92,11 +96,14 @@ class CutBook:
     def open(self, step: int) -> bool:
         """Whether a cut at `step` is wanted and still lacks images."""
         with self._lock:
-            held = self._held.get(step)
-            if held is None:
-                # None of its buckets may have got so far as to say that the step is to be cut.
-                return step in self._requested or (self._on_cadence(step) and step > self._released)
-            return not held.skipped and len(held.images) < self._num_buckets
+            return self._lacks(step)
+
+    def _lacks(self, step: int) -> bool:
+        held = self._held.get(step)
+        if held is None:
+            # None of its buckets may have got so far as to say that the step is to be cut.
+            return step in self._requested or (self._on_cadence(step) and step > self._released)
+        return not held.skipped and len(held.images) < self._num_buckets
 
     def store(self, image: BucketImage) -> None:
         """Keep one bucket's copy."""

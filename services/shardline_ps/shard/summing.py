@@ -116,8 +116,5 @@ class Summing:
                     reason = f"shard {self._number} is at step {bucket.step}; the state is of step {image.step}"
                     return Decision(Outcome.DUPLICATE, reason)
                 taken.append(replace(image, shard=self._number, version=bucket.version))
-        self._cuts.offer(taken)
-        if self.wants_state:
-            for image in taken:
-                self._cuts.store(image)
+        self._cuts.offer(taken, wanted=self.wants_state)
         return Decision(Outcome.COUNTED)
