@@ -141,6 +141,8 @@ class Turn:
     whole: bool = False
     """For a push by a codec with memory: send the values and all that is owed, as the bucket's own bytes, and clear
     the memory."""
+    owes: bool = True
+    """False: whoever encodes makes up by himself for what is not sent, so no error is to be remembered."""
     memory: MutableMapping[MemoryKey, torch.Tensor] = field(default_factory=dict)
     """Tensors left by the previous turn; those put here are available in the next. They are never written to."""
 

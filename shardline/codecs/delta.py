@@ -20,6 +20,8 @@ BASE = struct.Struct("<Q")
 """The digest of what a change is relative to."""
 KEPT = 2
 """Steps of which the sender keeps what it sent: a slow receiver may be one step behind the others."""
+START = "start "
+"""Begins the names of what a change leaves for the next one."""
 VALUE = "value"
 """Name of v in the memory: at a sender of the last KEPT steps, at a receiver of the last step that it has received."""
 
@@ -134,7 +136,10 @@ class DeltaCoder:
     def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
         change = _exclusive(values, before) if self._exact else values - before
-        coded = bytes(self._encoder.encode(change, Turn(turn.step, seed=turn.seed)))
+        inner = Turn(turn.step, seed=turn.seed, owes=False, memory=_started(turn))
+        coded = bytes(self._encoder.encode(change, inner))
+        for (name, row, what), tensor in inner.memory.items():
+            turn.memory[name, turn.step, f"{START}{row}/{what}"] = tensor
         after = values.clone() if self._exact else self._after(before, memoryview(bytearray(coded)), turn)
         if BASE.size + len(coded) >= self._layout.bucket.nbytes or not is_finite(after):
             return values.clone()
@@ -181,6 +186,16 @@ def _exclusive(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _last(memory: Mapping[MemoryKey, torch.Tensor], step: int) -> int:
     """The last step before this one whose v is in the memory; -1 if there is none."""
     return max((held for _, held, what in memory if what == VALUE and held < step), default=-1)
+
+
+def _started(turn: Turn) -> dict[MemoryKey, torch.Tensor]:
+    """What the change of the step before left for this one; nothing after a refresh, which depends on no step."""
+    found: dict[MemoryKey, torch.Tensor] = {}
+    for (name, step, what), tensor in turn.memory.items():
+        if step == turn.step - 1 and what.startswith(START):
+            row, _, left = what.removeprefix(START).partition("/")
+            found[name, int(row), left] = tensor
+    return found
 
 
 def _value(step: int) -> MemoryKey:

@@ -109,8 +109,13 @@ class PowerSGD(Lossy):
         """See PartCodec: the error, and Q."""
         found = dict(super().remembered(values, wanted, data, part, turn))
         if found and data is not None:
-            found[BASIS] = self._parted(memoryview(data), part)[1]
+            found.update(self.started(data, part))
         return found
+
+    def started(self, data: Buffer, part: Part) -> Mapping[str, torch.Tensor]:
+        """See PartCodec: Q."""
+        payload = memoryview(data)
+        return {} if payload == NOT_FINITE else {BASIS: self._parted(payload, part)[1]}
 
     def _parted(self, payload: memoryview, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """P and Q, new tensors. Raises ProtocolError for what no encoder makes."""

@@ -75,6 +75,10 @@ class PartCodec(Codec):
         own = part.elements * part.dtype.itemsize
         return self.max_part_bytes(part) if self.takes(part.tensor) else own
 
+    def started(self, data: Buffer, part: Part) -> Mapping[str, torch.Tensor]:
+        """What an encoding leaves only as a start for the next one, where no error is to be remembered."""
+        return {}
+
     def encoder(self, layout: Layout) -> PartCoder:
         """Encoder that writes part after part."""
         return PartCoder(self, layout)
@@ -108,7 +112,10 @@ class PartCoder:
         whole = LENGTH.size * len(payloads) + sum(map(len, payloads)) >= self._layout.bucket.nbytes
         for part, given, one, data in zip(self._parts, numbers, wanted, payloads, strict=True):
             if data and self._remembers(part):
-                found = self._codec.remembered(given, one, None if whole else data, part, turn)
+                if turn.owes:
+                    found = self._codec.remembered(given, one, None if whole else data, part, turn)
+                else:
+                    found = self._codec.started(data, part)
                 for name, tensor in found.items():
                     turn.memory[part.tensor.name, part.first_row, name] = tensor
         if whole:

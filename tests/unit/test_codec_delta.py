@@ -93,10 +93,11 @@ def test_who_comes_late_gets_all_of_it_and_who_is_a_step_behind_its_change() -> 
     assert torch.equal(behind.pull(), ahead.pull()) and behind.nbytes == 4 * ELEMENTS
 
 
-def test_a_refresh_depends_on_nothing_before_it() -> None:
+@pytest.mark.parametrize("by", ["bf16", "powersgd"])
+def test_a_refresh_depends_on_nothing_before_it(by: str) -> None:
     ends = []
     for begins in (0, 20):
-        sender = Sender(Delta(by="bf16", refresh=20))
+        sender = Sender(Delta(by=by, refresh=20))
         receiver = Receiver(sender)
         while sender.step < 25:
             if sender.step >= begins:
@@ -106,6 +107,17 @@ def test_a_refresh_depends_on_nothing_before_it() -> None:
             sender.advance()
         ends.append(receiver.pull())
     assert torch.equal(*ends)
+
+
+def test_a_change_begins_where_the_one_before_ended_and_owes_nothing_twice() -> None:
+    sender = Sender(Delta(by="powersgd", refresh=4))
+    kept = []
+    for _ in range(6):
+        sender.send(sender.step - 1 if sender.step else None)
+        kept.append(sorted(what for _, step, what in sender.memory if step == sender.step))
+        sender.advance()
+    changed = ["change", "start 0/basis", "value"]
+    assert kept == [["value"], changed, changed, changed, ["value"], changed]
 
 
 def test_an_unchanged_bucket_keeps_what_receivers_have_whoever_asks_for_it() -> None:
