@@ -106,7 +106,7 @@ def begun(cluster: Cluster, worker: Worker, replicas: Iterable[int]) -> Worker:
 
 @pytest.mark.xfail(
     strict=False,
-    reason="a known defect: on a busy machine, about once in ten runs, a page that was written to hides what the server "
+    reason="a known defect: on a busy machine, once in ten runs, a page that was written to hides what the server "
     "has published for the neighbour of the written tensor in that page",
 )
 @pytest.mark.parametrize("zero_copy", [False, True])
