@@ -352,7 +352,18 @@ class InPlace:
     def take(self, key: Key, memory: memoryview) -> bool:
         """See Residence."""
         shard = self._shards.get(key[0])
-        if shard is None or key[1] not in shard.spans:
+        if shard is None:
+            return False
+        if self._stays(shard, key, memory):
+            return True
+        # Its caller copies it out of the segment. A write to a neighbour of the bucket may hide their common page there,
+        # and pulling() comes too late if this bucket is quick.
+        shard.window.forget()
+        return False
+
+    def _stays(self, shard: _Shard, key: Key, memory: memoryview) -> bool:
+        """Whether the bucket is read where it lies; if so, it counts as taken."""
+        if key[1] not in shard.spans:
             return False
         segment = Segment.of(memory)
         with self._lock:
