@@ -354,25 +354,19 @@ class InPlace:
         shard = self._shards.get(key[0])
         if shard is None:
             return False
-        if self._stays(shard, key, memory):
-            return True
-        # Its caller copies it out of the segment. A write to a neighbour of the bucket may hide their common page there,
-        # and pulling() comes too late if this bucket is quick.
-        shard.window.forget()
-        return False
-
-    def _stays(self, shard: _Shard, key: Key, memory: memoryview) -> bool:
-        """Whether the bucket is read where it lies; if so, it counts as taken."""
-        if key[1] not in shard.spans:
-            return False
-        segment = Segment.of(memory)
+        shown = key[1] in shard.spans
+        segment = Segment.of(memory) if shown else None
         with self._lock:
-            if self._over or segment is None or not self._fits(shard, key, segment, memory):
-                shard.mixed = self.pending = True
-                return False
-            shard.taken[key[1]] = segment
-            self.pending = True
-        return True
+            stays = not self._over and segment is not None and self._fits(shard, key, segment, memory)
+            if stays and segment is not None:
+                shard.taken[key[1]] = segment
+            shard.mixed = shard.mixed or (shown and not stays)
+            self.pending = self.pending or shown
+        if not stays:
+            # Its caller copies it out of the segment. A write to a neighbour of the bucket may hide their common page
+            # there, and pulling() is too late for a quick bucket.
+            shard.window.forget()
+        return stays
 
     def _fits(self, shard: _Shard, key: Key, segment: Segment, memory: memoryview) -> bool:
         """Whether the memory lies as in the window, and the tensors are still there: share_memory_() moves them."""
