@@ -23,6 +23,7 @@ from tests.e2e.support import (
     summary_of,
     train,
     train_command,
+    wait_for_event,
     wait_for_step,
     write_job,
 )
@@ -163,7 +164,7 @@ def test_a_full_disk_is_said_on_the_terminal_in_status_and_at_the_end_and_a_seco
     with small_disk(disk, "8m"):
         out = disk / "run"
         command = Command(*train_command(job, out, "--ps", "1", "--workers", "1"))
-        wait_for_step(out, 15, while_runs=command)
+        wait_for_event(out, "checkpoint", "checkpoint of step [1-9]", while_runs=command)
         fill(disk / "filler")
         spec = out / "cluster.json"
         deadline_s = time.monotonic() + 60
