@@ -85,12 +85,13 @@ test-processes: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile long -m "long and not chaos" tests $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
-# The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own.
+# The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own. Without libstdc++ beside it,
+# ASan ends the process at torch's first C++ exception.
 SANITIZED := runs/native-sanitized
 native-sanitize: $(STAMP)
 	$(BIN)/python native/build.py --sanitize $(SANITIZED)
 	SHARDLINE_NATIVE=$(CURDIR)/$(SANITIZED)/libshardline.so ASAN_OPTIONS=detect_leaks=0 \
-		LD_PRELOAD=$$($${CC:-cc} -print-file-name=libasan.so) $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
+		LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so.6)" $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
 		tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py tests/unit/test_bulk.py tests/unit/test_tls_socket.py $(ARGS)
 
 # The engine alone: random scripts under ASan and UBSan, then under TSan. With clang: make native-fuzz, a million of its inputs.
