@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from shardline.errors import RolledBackError as RolledBackError
     from shardline.errors import ShardlineError as ShardlineError
     from shardline.job import Job as Job
+    from shardline.pipeline import Flush as Flush
+    from shardline.pipeline import GPipe as GPipe
+    from shardline.pipeline import WholeModel as WholeModel
+    from shardline.pipeline.model import Pipeline as Pipeline
     from shardline.topology.flat import Flat as Flat
     from shardline.update.dana import DANA as DANA
     from shardline.update.dc_asgd import DCASGD as DCASGD
@@ -79,7 +83,9 @@ __all__ = [
     "EFSign",
     "EveryStep",
     "Flat",
+    "Flush",
     "Fp16",
+    "GPipe",
     "GapAware",
     "GradScaler",
     "Int8",
@@ -89,6 +95,7 @@ __all__ = [
     "MultiASGD",
     "OneBit",
     "OneBitAdam",
+    "Pipeline",
     "PostLocalSGD",
     "PowerSGD",
     "RandomK",
@@ -108,6 +115,7 @@ __all__ = [
     "TopK",
     "Torch",
     "TwoBit",
+    "WholeModel",
     "connect",
     "schedule",
 ]
@@ -116,6 +124,7 @@ __all__ = [
 _HOMES = {
     "GradScaler": "shardline.client.api.scaler:GradScaler",
     "Job": "shardline.job:Job",
+    "Pipeline": "shardline.pipeline.model:Pipeline",
     "RolledBackError": "shardline.errors:RolledBackError",
     "Session": "shardline.client.api.session:Session",
     "ShardlineError": "shardline.errors:ShardlineError",
@@ -150,6 +159,9 @@ _HOMES = {
     "SlowMo": "shardline.cadence.slowmo:SlowMo",
     "EveryStep": "shardline.cadence.every_step:EveryStep",
     "Flat": "shardline.topology.flat:Flat",
+    "WholeModel": "shardline.pipeline:WholeModel",
+    "GPipe": "shardline.pipeline:GPipe",
+    "Flush": "shardline.pipeline:Flush",
     "Fp16": "shardline.codecs.cast:Fp16",
     "GapAware": "shardline.update.gap_aware:GapAware",
     "LWP": "shardline.update.lwp:LWP",

@@ -421,7 +421,7 @@ def replica_gradients(
         seed_everything(derive(job.seed, step, replica, microbatch))
         with calling(f"loss(model, batch), in step {step} of replica {replica},"), watch.forward():
             loss = job.loss(model, batch)
-        _check_loss(loss)
+        check_loss(loss)
         if microbatch == job.accumulate - 1:
             watch.backward(functools.partial(_mean, total, loss, job.accumulate), samples)
         with staying(f"backward(), in step {step} of replica {replica},"):
@@ -434,7 +434,8 @@ def _mean(total: float, last: torch.Tensor, count: int) -> float:
     return (total + float(last.detach())) / count
 
 
-def _check_loss(loss: object) -> None:
+def check_loss(loss: object) -> None:
+    """Raise JobError unless this is a scalar tensor that depends on the parameters."""
     if not isinstance(loss, torch.Tensor):
         raise JobError(f"loss(model, batch) returned {type(loss).__name__}; it must return a scalar tensor")
     if loss.numel() != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardline import cadence, codecs, consistency
+from shardline import cadence, codecs, consistency, pipeline
 from shardline.cadence import Cadence
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency
@@ -141,8 +141,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     standbys: planned number per shard.
     """
     rule, mode, pace = chosen(job.rule), consistency.of(job.consistency), cadence.of(job)
-    # Raises if too few replicas are left to make a step.
-    mode.needed(job.replicas)
+    mode.needed(job.replicas)  # Raises if too few are left to make a step.
     if mode.drops_late:
         _check_dropping(job, mode)
     needs = sorted(need.value for need in rule.needs)
@@ -190,10 +189,46 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     if adding is not None:
         _check_momentum(adding, job, mode, pace)
     _check_taken(job)
+    _check_pipeline(job, mode, pace)
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
             "choose another rule"
+        )
+
+
+def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
+    """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
+    chosen_pipeline = pipeline.of(job)
+    if not chosen_pipeline.staged:
+        return
+    if not mode.sums_in_tree or mode.drops_late:
+        raise JobError(
+            f"pipeline {chosen_pipeline} takes every step with all stages of all replicas, but consistency {mode} "
+            "does not; choose consistency='sync' without spares"
+        )
+    if job.apply == WORKER or not pace.streams:
+        what = f"apply {job.apply!r}" if job.apply == WORKER else f"cadence {pace}"
+        raise JobError(
+            f"{what} needs workers that have the whole model, but those of pipeline {chosen_pipeline} have a stage; "
+            "leave it out"
+        )
+    if job.consistency.nan_policy == "skip":
+        raise JobError(
+            f"nan_policy 'skip' is for workers that see all gradients of a replica, but those of pipeline "
+            f"{chosen_pipeline} see a stage's; choose nan_policy='stop'"
+        )
+    keeping = next((one for one in codecs.of(job).ups if one.memory is not Memory.NONE), None)
+    keeping = keeping or next((one for one in codecs.of(job).downs if one.shares_memory), None)
+    if keeping is not None:
+        raise JobError(
+            f"codec {keeping} remembers what it has sent, which moves with a stage when its worker dies; with pipeline "
+            f"{chosen_pipeline} choose a codec without memory, such as bf16 or int8"
+        )
+    if any(one.undecided for one in codecs.of(job).ups):
+        raise JobError(
+            f"codec {job.codec} measures workers that have the whole model; with pipeline {chosen_pipeline} choose a "
+            "codec, such as bf16"
         )
 
 

@@ -38,12 +38,14 @@ from shardline.codecs import of as codecs_of
 from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
-from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError
 from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
+from shardline.pipeline import PIPELINES
+from shardline.pipeline.model import Pipeline
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
 from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
@@ -97,6 +99,8 @@ class Job(Settings):
     """When a worker exchanges with the servers, and what it sends."""
     topology: str | Resident = "flat"  # type: ignore[assignment]
     """Which task a worker talks to for each shard."""
+    pipeline: str | Resident = "whole-model"  # type: ignore[assignment]
+    """How workers share the stages of a shardline.Pipeline, with `accumulate` microbatches per step."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
@@ -239,7 +243,8 @@ class Job(Settings):
         """
         optimizer = self.build_optimizer(model)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
+        tensors = self._staged(model, model_tensors(model, optimizer.param_groups, rule=found))
+        tensors = assigned(tensors, self.codec_tensors)
         tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
         if self.samples:
@@ -258,6 +263,17 @@ class Job(Settings):
         spec = divide(spec)
         check_fit(spec)
         return spec
+
+    def _staged(self, model: nn.Module, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """The tensors, each with its stage if there is a pipeline. Raises JobError for a model without stages."""
+        if not PIPELINES.parse(self.pipeline).staged:
+            return tensors
+        if not isinstance(model, Pipeline):
+            raise JobError(
+                f"pipeline {self.pipeline} needs a model in stages, but model() returned a {type(model).__name__}; "
+                "return shardline.Pipeline([layer, layer, ...], stages=2)"
+            )
+        return model.staged(tensors)
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """The model's metrics from `evaluate`, as floats; {} if the job has none.

@@ -112,6 +112,8 @@ class Contribution:
     num_samples: int = 0
     scale: float = 1.0
     skip: bool = False
+    partial: bool = False
+    """Buckets that it does not name come from other workers, which compute other stages of the same replica."""
 
 
 @dataclass(frozen=True, kw_only=True)

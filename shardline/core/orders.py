@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardline.core.placement import Placement
+from shardline.core.placement import Placement, Post
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 
@@ -71,6 +72,17 @@ class Orders:
     """Before training begins: tasks that the job waits for."""
     barrier: BarrierState | None = None
     """State of the barrier that this task reported last."""
+    posts: tuple[Post, ...] = ()
+    """In a pipeline: who computes each unit, by unit; see shardline.pipeline."""
+
+    @property
+    def work(self) -> tuple[tuple[int, ...], tuple[Post, ...]]:
+        """What this task computes, and with whom."""
+        return self.replicas, self.posts
+
+    def units(self, task: str) -> Sequence[int]:
+        """What this task computes: its replicas, or in a pipeline its units."""
+        return [unit for unit, post in enumerate(self.posts) if post.task == task] if self.posts else self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,3 +17,12 @@ class Placement:
     standby_address: str = ""
     appointment: int = 0
     """A new number for each standby of the shard; 0 = it has none, or the chief does not number them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post:
+    """The task that computes one unit of a pipeline, and where to reach it."""
+
+    task: str
+    address: str
+    incarnation: int

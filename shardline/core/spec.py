@@ -82,7 +82,8 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage (tied weights)."""
     fragment: int = 0
-    """Part of the model that is exchanged at a time, see Cadence.fragments; 0 for buffers and frozen parameters."""
+    """Part of the model that is exchanged by itself: at a time, see Cadence.fragments, where buffers and frozen
+    parameters have 0; or by the workers of a stage, see shardline.pipeline."""
     codec: str = ""
     """The codec of its gradients and parameters; "" = the job's."""
 

@@ -204,6 +204,20 @@ TABLE: tuple[MetricSpec, ...] = (
         DISTANCES,
     ),
     _gauge("shardline_clock_pushes", "pushes", ["worker"], [], "Clock of a worker that may be held back (mode ssp)"),
+    _counter(
+        "shardline_parcel_bytes_total",
+        "bytes",
+        ["worker"],
+        ["peer"],
+        "Activations and their gradients sent to the stages of other workers",
+    ),
+    _counter(
+        "shardline_parcel_wait_seconds_total",
+        "seconds",
+        ["worker"],
+        [],
+        "Time in which the stages of this worker had nothing to compute with",
+    ),
     _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
     _counter(
         "shardline_nonfinite_total",

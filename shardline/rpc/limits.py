@@ -24,6 +24,8 @@ RECORD_CHUNK_BYTES = 2 * MB
 """Payload of a record for a standby in one message."""
 IMAGE_CHUNK_BYTES = 1 * MB
 """Payload of a bucket's image or a checkpoint's tensor in one message."""
+PARCEL_CHUNK_BYTES = 2 * MB
+"""Payload of an activation or its gradient in one message."""
 
 MAX_MESSAGE_BYTES = 64 * MB
 """Any message of any call; enforced before memory is allocated. Tensor bytes are sent in chunks of a few MB."""
@@ -42,6 +44,8 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "ParameterServer/PutState": 8 * MB,
     "ParameterServer/GetState": 64 * KB,
     "Replication/Replicate": 64 * MB,
+    # Chunks have 2 MB; the header holds the state of a random generator too.
+    "Worker/Deliver": 3 * MB,
     # Only the caller's identity and a few numbers.
     "Chief/GetJob": 4 * KB,
     "Chief/FetchCut": 4 * KB,
@@ -61,6 +65,8 @@ MESSAGE_BYTES: Mapping[str, int] = {
 OWN_READING = ("ParameterServer/Push", "ParameterServer/PushPull")
 """Calls whose frames are parsed by hand (shardline.wire), and whose bytes wait for room granted by the server."""
 
+MAX_PARCEL_BYTES = 1 << 32
+"""Bytes of an activation, or of its gradient."""
 MAX_NAME = 1024
 """Characters of the name of a task, tensor or job."""
 MAX_SENTENCE = 16 * KB

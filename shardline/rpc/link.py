@@ -13,6 +13,7 @@ import grpc
 
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
+from shardline.core.placement import Post
 from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
@@ -368,4 +369,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         fenced=message.fenced,
         awaited=tuple(message.awaited),
         barrier=barrier_state_from_proto(message.barrier) if message.HasField("barrier") else None,
+        posts=tuple(Post(task=post.task, address=post.address, incarnation=post.incarnation) for post in message.posts),
     )

@@ -437,7 +437,9 @@ class PushReceiver:
         if not by_bucket(push):
             return await self._commit_whole(push, commit)
         missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
-        if missing:
+        if header.partial and len(missing) == len(shard.buckets):
+            raise ProtocolError(f"shard {shard.number}: the partial push names no bucket")
+        if missing and not header.partial:
             await self.abandon(push)
             raise ProtocolError(
                 f"shard {shard.number}: the push lacks buckets {missing[:8]}; it must cover every bucket (list those "

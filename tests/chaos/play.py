@@ -83,6 +83,8 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
     sync: dict[str, Any] = {}
     if schedule.synchronous:
         sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm, "apply": schedule.apply}
+    if schedule.pipeline != "whole-model":
+        sync |= {"pipeline": schedule.pipeline, "accumulate": 3}
     if schedule.codec != "raw":
         sync |= {"codec_up": schedule.codec, "codec_down": schedule.codec_down or "raw", "error_memory": "exact"}
     return write_job(
@@ -276,6 +278,8 @@ def verify(played: Played) -> None:
         check(set(found["versions"]) == {schedule.steps}, f"versions {found['versions']}")
         if schedule.codec != "raw":
             wanted = _encoded(played)
+        elif schedule.pipeline != "whole-model":
+            wanted = reference(load_job(job_of(schedule, played.out))).sha256
         elif schedule.mode == "sync":
             wanted = _undisturbed(schedule.replicas, schedule.steps, schedule.clip_norm)
         else:

@@ -64,6 +64,7 @@ class Schedule:
     """Lossy ones with error_memory="exact"."""
     codec_down: str = ""
     apply: str = "server"
+    pipeline: str = "whole-model"
     standbys: int = 0
     networks: bool = False
     """Each task has a network of its own, whose links can be cut."""
@@ -82,6 +83,7 @@ class Schedule:
         about += f", clip {self.clip_norm}" if self.clip_norm else ""
         about += f", codec {self.codec}" if self.codec != "raw" else ""
         about += f", {self.codec_down} down" if self.codec_down else ""
+        about += f", pipeline {self.pipeline}" if self.pipeline != "whole-model" else ""
         about += ", workers apply" if self.apply == "worker" else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
         about += ", with standbys" if self.standbys else ""
@@ -93,7 +95,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     """The schedule of a seed: two of five asynchronous, one of three with links that fail, one of four with standbys.
 
     From PLAIN on, half of the asynchronous ones have bounded staleness; of six synchronous ones one has a spare, one a
-    lossy codec, and in one workers run the optimizer.
+    lossy codec, in one workers run the optimizer, and one is cut into stages.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -123,6 +125,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         codec=up,
         codec_down=down,
         apply="worker" if seed >= PLAIN and seed % 10 == 7 else "server",
+        pipeline=("gpipe" if seed % 20 == 3 else "flush") if seed >= PLAIN and seed % 10 == 3 else "whole-model",
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),

@@ -21,11 +21,11 @@ from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.auth.rights import JOINING, PACKAGE, RIGHTS, ROLES, Token, right_of
 from shardline.rpc.channel import AioPeer, Peer, open_channel
 from shardline.rpc.server import RpcServer
-from shardline.rpc.v1 import chief_pb2, parameter_server_pb2, places_pb2
+from shardline.rpc.v1 import chief_pb2, parameter_server_pb2, places_pb2, worker_pb2
 from shardline.security import Security
 
 TIMEOUTS = Timeouts(total_s=30.0)
-MODULES = (chief_pb2, parameter_server_pb2, places_pb2)
+MODULES = (chief_pb2, parameter_server_pb2, places_pb2, worker_pb2)
 ANY = ""
 """A certificate that names no role."""
 PASSED = grpc.StatusCode.UNIMPLEMENTED
@@ -47,6 +47,7 @@ WORKERS = {
     "ParameterServer/GetState",
     "ParameterServer/PutState",
     "ParameterServer/Status",
+    "Worker/Deliver",
 }
 """All that the job token and a worker's certificate get to. Adding a call here is giving a right away."""
 EVALUATORS = {

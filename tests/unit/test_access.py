@@ -11,7 +11,7 @@ import pytest
 from shardline.errors import UsageError
 from shardline.rpc.auth.access import WINDOW, Access, Prover, role_of
 from shardline.rpc.auth.rights import RIGHTS, ROLES, Caller, Token, joining_refusal, right_of, role_refusal, takes_proof
-from shardline.rpc.v1 import access_pb2, chief_pb2, parameter_server_pb2, places_pb2
+from shardline.rpc.v1 import access_pb2, chief_pb2, parameter_server_pb2, places_pb2, worker_pb2
 from shardline.security import ADMIN_KEY, PLAIN, Security, holds, key_of
 
 STOP = "/shardline.rpc.v1.Chief/Stop"
@@ -41,7 +41,7 @@ def proven(security: Security, access: Access, audience: str = HERE) -> Prover:
 def test_every_call_of_the_contract_has_its_row() -> None:
     services = {
         name: {method.name for method in service.methods}
-        for module in (access_pb2, chief_pb2, parameter_server_pb2, places_pb2)
+        for module in (access_pb2, chief_pb2, parameter_server_pb2, places_pb2, worker_pb2)
         for name, service in module.DESCRIPTOR.services_by_name.items()
     }
     assert services == {name: set(calls) for name, calls in RIGHTS.items()}

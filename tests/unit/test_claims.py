@@ -165,14 +165,14 @@ def test_where_the_shard_reads_the_bytes_in_place_they_are_marked_and_have_no_di
     payload = staging.payload(Block(0, 1), 0, 0)
     assert payload.digest == 0
     assert payload.fingerprint == fingerprint(payload.data) != 0
-    assert staging.in_place(0)
+    assert staging.in_place(0, [0])
 
 
 def test_bytes_that_will_move_have_both() -> None:
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=2)
     payload = staging.payload(Block(0, 1), 0, 0)
     assert payload.digest != 0 and payload.fingerprint == fingerprint(payload.data)
-    assert not staging.in_place(0)
+    assert not staging.in_place(0, [0])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -186,7 +186,7 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     staging = GradientStaging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
     tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
-    payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))
+    payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)), range(len(sizes)))
     batches = [len(batch) for batch in payloads.batches()]
     assert sum(batches) == len(sizes)
     assert (len(batches) == 1) is in_place

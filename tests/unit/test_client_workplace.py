@@ -66,7 +66,13 @@ class Told:
 def place() -> Iterator[Workplace]:
     spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:0",)})
     config = RoleConfig(role="worker", index=0, cluster=spec, timeouts=TIMEOUTS, lane="grpc")
-    made = Workplace(config, Metrics("worker", "worker/0"), wait_for=lambda numbers: None, still_ordered=lambda: True)
+    made = Workplace(
+        config,
+        Metrics("worker", "worker/0"),
+        wait_for=lambda numbers: None,
+        still_ordered=lambda: True,
+        still_open=lambda key: True,
+    )
     made.furnish({"w": torch.zeros(64)}, from_file=False, overlap=False)
     yield made
     made.close()

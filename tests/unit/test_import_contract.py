@@ -77,6 +77,7 @@ PURE = (
     "shardline/codecs",
     "shardline/cadence",
     "shardline/topology",
+    "shardline/pipeline",
     "shardline/storage",
     "chief/shardline_chief/rules",
 )
@@ -99,7 +100,7 @@ LAYERS = (
     ("core", "host", "data"),
     ("plugins", "schedule", "cluster", "security", "storage", "wire"),
     ("seams",),
-    ("cadence", "codecs", "consistency", "update", "methods"),
+    ("cadence", "codecs", "consistency", "update", "pipeline", "methods"),
     ("topology", "checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),
@@ -266,7 +267,7 @@ def test_role_folders_are_no_packages() -> None:
     assert not found, f"{found} would make `import worker` work, which a person's own worker.py must win"
 
 
-CLIENT = ("exchange", "applied", "step", "overlap", "factory", "unstepped", "api")
+CLIENT = ("exchange", "applied", "step", "overlap", "parcels", "factory", "unstepped", "api")
 """Parts of the client, inner ones first: each may import those before it."""
 
 

@@ -171,6 +171,33 @@ def test_a_synchronous_push_that_lacks_a_bucket_gives_its_room_back() -> None:
     run(main)
 
 
+def test_partial_pushes_of_one_replica_count_bucket_by_bucket() -> None:
+    async def main() -> None:
+        store = make_store(buckets=3, replicas=1)
+        shard = store.shards[0]
+
+        def part(*numbers: int) -> Iterator[PushFrameView]:
+            yield head(store, partial=True)
+            yield from (bucket_frame(store, number) for number in numbers)
+            yield PushFrameView(commit=data_pb2.Commit(buckets=len(numbers)))
+
+        result = await push(store, part(1))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
+        assert [bucket.step for bucket in shard.buckets] == [0, 1, 0]
+        # Its replica still has to contribute the rest.
+        assert shard.progress(0) == 0
+        result = await push(store, part(1))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_DUPLICATE
+        await push(store, part(0, 2))
+        assert [bucket.step for bucket in shard.buckets] == [1, 1, 1] and shard.progress(0) == 1
+        with pytest.raises(ProtocolError, match="the partial push names no bucket"):
+            await push(store, part())
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
 def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,12 +6,16 @@ import logging
 
 import torch
 
+from shardline import pipeline
+from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.runner import Place, StageRunner
 
 log = logging.getLogger("shardline.worker")
 
@@ -42,6 +46,9 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)
+    if isinstance(model, Pipeline) and pipeline.of(spec).staged:
+        train_stages(session, optimizer, model, StageRunner(model, job, source, pipeline.of(spec), session.parcels))
+        return
     for step in session.steps():
         with session.attempt():
             for replica in session.replicas:
@@ -50,4 +57,23 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
                 # The next replica's gradients are new tensors.
                 session.contribute(replica, loss=loss, samples=samples, keep=True)
             optimizer.step()
+    _log_end(session)
+
+
+def train_stages(session: Session, optimizer: ShardlineOptimizer, model: Pipeline, runner: StageRunner) -> None:
+    """Run the stages that the chief assigns, replica by replica, step by step."""
+    for step in session.steps():
+        with session.attempt():
+            for replica in session.replicas:
+                session.begin_replica(replica)
+                stages = session.parcels.stages(replica)
+                model.zero_grad(set_to_none=True)
+                loss = runner.run(Place(step=step, replica=replica), stages)
+                samples = runner.samples if loss is not None else 0
+                session.contribute(replica, loss=loss, samples=samples, keep=True)
+            optimizer.step()
+    _log_end(session)
+
+
+def _log_end(session: Session) -> None:
     log.info("done at step %d: %s", session.step, session.link.orders.reason or "the job has ended")

@@ -365,4 +365,7 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         awaited=orders.awaited,
         fenced=orders.fenced,
         barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
+        posts=[
+            chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation) for post in orders.posts
+        ],
     )

@@ -78,7 +78,8 @@ class Heartbeats:
         # A restarted chief does not yet know who was given what.
         if state.returning or state.chooses_batches:
             return beat.steps
-        return tuple(report for report in beat.steps if state.work.covers(beat.incarnation, report))
+        replicas = state.job.replicas if state.job is not None else 1
+        return tuple(report for report in beat.steps if state.work.covers(beat.incarnation, report, replicas))
 
     def _failed(self, beat: Beat, member: Member, now_s: float) -> None:
         state = self.state

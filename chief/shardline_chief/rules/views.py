@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from shardline import pipeline
 from shardline.consistency.assignment import replicas_of
 from shardline.core.orders import JobView, Orders, Phase
+from shardline.core.placement import Post
 from shardline.core.plan import make_plan
 from shardline.core.status import TaskStatus, Traffic
 from shardline.errors import UsageError
@@ -37,7 +39,7 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
     return Orders(
         phase=state.phase,
         timeline=state.layout.timeline,
-        replicas=replicas_of(state.work.assignment, task) if member.trains else (),
+        replicas=_replicas(state, task) if member.trains else (),
         init=state.phase is Phase.INIT and state.work.initializer == task,
         stop_step=state.progress.stop_step,
         exit_code=state.exit_code,
@@ -48,7 +50,21 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
         first_step=state.progress.base_step,
         awaited=tuple(state.tasks.awaited()) if _waits_at_start(state) else (),
         barrier=barriers.state_of(task),
+        posts=posts(state),
     )
+
+
+def posts(state: State) -> tuple[Post, ...]:
+    """Who computes each unit of a pipeline; empty without one, and while a unit has nobody."""
+    if state.job is None or not pipeline.of(state.job).staged:
+        return ()
+    members = [
+        state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in range(pipeline.units(state.job))
+    ]
+    found = [
+        Post(task=member.task, address=member.address, incarnation=member.incarnation) for member in members if member
+    ]
+    return tuple(found) if len(found) == len(members) else ()
 
 
 def _waits_at_start(state: State) -> bool:
@@ -72,9 +88,15 @@ def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
                 metrics_address=member.metrics_address,
                 last_heard_s=now_s - member.last_heard_s,
                 step=state.tasks.steps.get(member.task, 0),
-                replicas=replicas_of(state.work.assignment, member.task) if member.trains else (),
+                replicas=_replicas(state, member.task) if member.trains else (),
                 traffic=state.figures.traffic.get(member.task, Traffic()),
                 shards=tuple(told[number] for number in sorted(shards & told.keys())),
             )
         )
     return tuple(found)
+
+
+def _replicas(state: State, task: str) -> tuple[int, ...]:
+    """The replicas of which a task computes something."""
+    units = replicas_of(state.work.assignment, task)
+    return tuple(pipeline.by_replica(state.job, units)) if state.job is not None else units

@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from shardline import pipeline
 from shardline.client.api.joining import begin, link_of
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.optimizer_state import TrainingPosition, check_unused
@@ -43,7 +44,6 @@ from shardline.host.process import Termination, resolve_device
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink
-from shardline.rpc.server import RpcServer
 
 log = logging.getLogger("shardline.client")
 
@@ -63,11 +63,11 @@ class Session:
         self._termination = termination or Termination()
         self._script = script or ScriptSettings()
         self._workers = max(1, config.cluster.num("worker"))
-        self._server = RpcServer(
-            config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
-        )
         self.metrics = Metrics("worker", config.task)
         self._loop = StepLoop(config, self.metrics, self._termination)
+        self.parcels = self._loop.place.office
+        """In a pipeline: activations and gradients from and to the stages of other workers."""
+        self._server = self.parcels.server(config)
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
@@ -178,7 +178,8 @@ class Session:
         if self._optimizer is not None:
             raise UsageError("this session is already attached; a session trains one model")
         spec = job or script_spec(self._script, self._workers, model, optimizer)
-        self._loop.place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
+        watched = job is not None and not pipeline.of(spec).staged
+        self._loop.place.furnish(model, from_file=watched, overlap=overlap, zero_copy=zero_copy)
         self._join(spec)
         begin(self.link, self._loop)
         check_unused(optimizer.state.values(), self.standing)
@@ -241,11 +242,11 @@ class Session:
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for the body of a loop over steps(): leaves it quietly if it has to repeat the step."""
-        return self._loop.pipeline.attempt()
+        return self._loop.in_flight.attempt()
 
     def begin_replica(self, replica: int) -> None:
         """Call before each replica's forward pass if a worker runs several replicas."""
-        self._loop.pipeline.begin(replica)
+        self._loop.in_flight.begin(replica)
 
     def watch(self, replica: int) -> Watch:
         """Watch for replica_gradients: lets the replica's passes overlap with sending, if wanted."""

@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from shardline.client.api.in_flight import InFlight
 from shardline.client.api.leases import WorkerLeases
-from shardline.client.api.pipeline import Pipeline
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Overtaken, Restart, StepFigures, Stopped
 from shardline.client.step.retained_contribution import RetainedContribution
@@ -30,15 +30,15 @@ class StepFinder:
     """
 
     def __init__(
-        self, timeouts: Timeouts, place: Workplace, pipeline: Pipeline, *, leaving: Callable[[], bool]
+        self, timeouts: Timeouts, place: Workplace, in_flight: InFlight, *, leaving: Callable[[], bool]
     ) -> None:
         self._timeouts = timeouts
         self._place = place
-        self._pipeline = pipeline
+        self._in_flight = in_flight
         self._leaving = leaving
         self._link: ChiefLink | None = None
-        self.assigned: tuple[int, ...] = ()
-        """This worker's replicas, according to the orders that the open step began with."""
+        self.begun = Orders()
+        """The orders that the open step began with; `replicas` are this worker's."""
         self.todo: set[int] = set()
         """Replicas that still have to contribute to the open step."""
         self.stale = True
@@ -84,9 +84,9 @@ class StepFinder:
         trainer, link, view = self._place.current, self._link, self._place.view
         if trainer is None or link is None or view is None:
             return
-        moved = trainer.methods.mode.assigns_replicas and self.assigned and orders.replicas != self.assigned
+        moved = trainer.methods.mode.assigns_replicas and self.begun.replicas and orders.work != self.begun.work
         if orders.fenced or link.lost or moved or orders.timeline != view.timeline or orders.phase is Phase.ENDED:
-            trainer.exchange.interrupt()
+            self._place.interrupt()
 
     def still_ordered(self) -> bool:
         """Whether the orders are still those that the open step began with."""
@@ -94,7 +94,7 @@ class StepFinder:
         if orders.fenced or self.link.lost is not None or orders.phase is Phase.ENDED or self._place.view is None:
             return False
         moves = self._mode.assigns_replicas and self.iterating
-        return orders.timeline == self._place.view.timeline and not (moves and orders.replicas != self.assigned)
+        return orders.timeline == self._place.view.timeline and not (moves and orders.work != self.begun.work)
 
     def next(self) -> int | None:
         """Number of the next step or batch, None if there is none; waits while there may be one later.
@@ -104,17 +104,17 @@ class StepFinder:
         """
         while True:
             link = self.link
-            if self._pipeline.rewind():
+            if self._in_flight.rewind():
                 self.stale = True
                 self.unstepped.reset()
             self._trainer.check_stepped()
             number = self._next_while_sending()
             if number is not None:
                 return self._begin(number)
-            if not self._pipeline.settle():
+            if not self._in_flight.settle():
                 continue
             # Before reading the orders: an interruption by newer ones must not be lost.
-            self._trainer.exchange.arm()
+            self._place.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
                 return None
@@ -141,10 +141,11 @@ class StepFinder:
 
     def _begin(self, number: int) -> int:
         """Begin a pass of the loop's body."""
+        self._place.office.begin(self._trainer.job, self.begun, self._trainer.step)
         self.link.set_step(number)
         now_s = time.monotonic()
         if self.unstepped.begin(number, now_s):
-            self.unstepped.waited_for(number, waiting_replicas(self._trainer, self.assigned), now_s)
+            self.unstepped.waited_for(number, waiting_replicas(self._trainer, self.begun.replicas), now_s)
         return number
 
     def _is_another_history(self, orders: Orders) -> bool:
@@ -166,14 +167,14 @@ class StepFinder:
     def _next_assigned(self, orders: Orders) -> int | None:
         if not orders.replicas:
             # A spare worker: nothing to do until replicas are assigned to it.
-            self.assigned, self.stale = (), True
+            self.begun, self.stale = orders, True
             self._wait_for_change(orders)
             return None
-        if self.stale or orders.replicas != self.assigned:
+        if self.stale or orders.work != self.begun.work:
             if not self.relocate(orders):
                 return None
         elif not self.todo:
-            self.todo = set(self.assigned)
+            self.todo = set(self.begun.replicas)
         if orders.stop_step and self._trainer.step >= orders.stop_step:
             self.finish_part()
             self._wait_for_change(orders)
@@ -182,13 +183,13 @@ class StepFinder:
 
     def relocate(self, orders: Orders) -> bool:
         """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
-        self.assigned, self.stale = orders.replicas, True
+        self.begun, self.stale = orders, True
         try:
             self._place.renew(self.link)
             if self.link.orders != orders:
                 # The new trainer did not exist when these orders came, so they could not interrupt it.
                 return False
-            self.todo = self._trainer.locate(orders.replicas, orders.timeline)
+            self.todo = self._trainer.locate(orders.units(self.link.task), orders.timeline)
         except (Restart, Interrupted, Stopped, UnreachableError) as error:
             # Stopped: these replicas are counted in the last step, or the job ends at its current step. A ps that can't
             # be reached: the chief decides whether it is dead; it ends the job or announces where its shards are now.
@@ -230,7 +231,7 @@ class StepFinder:
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin while the previous one is still open; None if it has to be closed first."""
-        if not self._pipeline.healthy or self.unstepped.passes:
+        if not self._in_flight.healthy or self.unstepped.passes:
             return None
         orders = self._orders_or_none()
         if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING) or self._is_another_history(orders):
@@ -334,7 +335,7 @@ class StepFinder:
 
     def _lose_sent(self) -> None:
         """Give up the step in flight, which has to be computed again."""
-        sent = self._pipeline.lose()
+        sent = self._in_flight.lose()
         if sent is not None:
             # Some shards may already have applied it.
             self._repeated += self._mode.leases_batches
@@ -342,7 +343,7 @@ class StepFinder:
 
     def advance(self) -> None:
         """Advance to the next step after one was sent."""
-        self.todo = set(self.assigned) if self._mode.assigns_replicas else {0}
+        self.todo = set(self.begun.replicas) if self._mode.assigns_replicas else {0}
         if self.leases.held:
             self.leases.batch += 1
         self.link.set_step(self._trainer.step)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
+from shardline import pipeline
 from shardline.client.api.barrier import Barrier
+from shardline.client.api.in_flight import InFlight, SentStep
 from shardline.client.api.own_loop import OwnLoop
-from shardline.client.api.pipeline import Pipeline, SentStep
 from shardline.client.api.script_job import meter_step
 from shardline.client.api.step_finder import StepFinder
 from shardline.client.api.step_reports import StepReports
@@ -23,9 +25,12 @@ from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import StepReport
 from shardline.data import Watch
-from shardline.errors import JobError, RolledBackError
+from shardline.errors import JobError, RolledBackError, UnreachableError
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
+from shardline.pipeline.parcel import ParcelKey
+
+log = logging.getLogger("shardline.client")
 
 Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that differ from the job's, by parameter group."""
@@ -37,10 +42,16 @@ class StepLoop:
     def __init__(self, config: RoleConfig, metrics: Metrics, termination: Termination) -> None:
         self._index = config.index
         self._metrics = metrics
-        self.pipeline = Pipeline(go_on=self.go_on, still_ordered=self._still_ordered, closed=self._account)
-        self.place = Workplace(config, metrics, wait_for=self.pipeline.wait_for, still_ordered=self._still_ordered)
-        self.pipeline.place = self.place
-        self.finder = StepFinder(config.timeouts, self.place, self.pipeline, leaving=termination.event.is_set)
+        self.in_flight = InFlight(go_on=self.go_on, still_ordered=self._still_ordered, closed=self._account)
+        self.place = Workplace(
+            config,
+            metrics,
+            wait_for=self.in_flight.wait_for,
+            still_ordered=self._still_ordered,
+            still_open=self._still_open,
+        )
+        self.in_flight.place = self.place
+        self.finder = StepFinder(config.timeouts, self.place, self.in_flight, leaving=termination.event.is_set)
         self.barrier = Barrier()
         self.own_loop = OwnLoop()
         self.lent: SharedGradients | None = None
@@ -65,7 +76,7 @@ class StepLoop:
     @property
     def replica(self) -> int:
         """First logical replica of this worker; in a script the worker's index, known before attach()."""
-        return self.finder.assigned[0] if self.finder.assigned and self.assigns_replicas else self._index
+        return self.finder.begun.replicas[0] if self.finder.begun.replicas and self.assigns_replicas else self._index
 
     @property
     def _own_replica(self) -> int:
@@ -87,7 +98,7 @@ class StepLoop:
                 number = self.finder.number
                 self._enter_body()
                 if total is not None and number >= total:
-                    if self.pipeline.settle():
+                    if self.in_flight.settle():
                         self.place.rest()
                         return
                     continue
@@ -95,7 +106,7 @@ class StepLoop:
                     self._reports.clear()
                 else:
                     self._reports.next_tick()
-                self.pipeline.waited_s = 0.0
+                self.in_flight.waited_s = 0.0
                 self._enter_pass()
                 self._expect_by_itself()
                 yield number
@@ -133,7 +144,7 @@ class StepLoop:
     def watch(self, replica: int, *, ask_loss: bool) -> Watch:
         """See Session.watch."""
         owned = sorted(self.finder.todo) if self.assigns_replicas else [0]
-        return self.pipeline.watch(replica, owned, ask_loss=ask_loss)
+        return self.in_flight.watch(replica, owned, ask_loss=ask_loss)
 
     def gradients_cleared(self) -> None:
         """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
@@ -177,7 +188,7 @@ class StepLoop:
             samples=samples,
             drift=added[replica].drift if added else 0.0,
         )
-        self._reports.add(report, waited_s=self.pipeline.waited_s)
+        self._reports.add(report, waited_s=self.in_flight.waited_s)
 
     def contribute_own(
         self, gradients: Mapping[str, torch.Tensor], *, loss: float | None = None, hyper: Hyper | None = None
@@ -192,7 +203,7 @@ class StepLoop:
         self.skipped = False
         self._check_loop()
         self.finder.unstepped.reset()
-        if self.pipeline.sent is None:
+        if self.in_flight.sent is None:
             # Else the running exchange may have changed the tensors.
             self.own_loop.about_to_step()
         if not self._reports.contributed:
@@ -228,9 +239,9 @@ class StepLoop:
         sent = SentStep(self._reports.take(), began_s, self.finder.leases.batch)
         self.finder.retained = None
         self.finder.advance()
-        self.pipeline.waited_s = 0.0
+        self.in_flight.waited_s = 0.0
         if figures is None:
-            self.pipeline.sent = sent
+            self.in_flight.sent = sent
         else:
             self._account(sent, figures)
         self.own_loop.pulled()
@@ -261,7 +272,7 @@ class StepLoop:
 
     def wait(self) -> None:
         """Wait until the model contains all parameters of the open step."""
-        self.pipeline.settle()
+        self.in_flight.settle()
 
     def meet_others(self, timeout_s: float) -> bool:
         """See Session.barrier. Nobody needs to wait for this worker's pushes meanwhile."""
@@ -277,6 +288,17 @@ class StepLoop:
     def _still_ordered(self) -> bool:
         return self.finder.still_ordered()
 
+    def _still_open(self, key: ParcelKey) -> bool:
+        """Whether a replica's step still has to be computed, by the orders that it began with."""
+        if not self._still_ordered():
+            return False
+        try:
+            found = self.trainer.standings([key.replica]).values()
+        except (Restart, Interrupted, UnreachableError) as error:
+            log.info("looking for the current step again: %s", error or "interrupted")
+            return False
+        return min(standing.replicas[key.replica] for standing in found) <= key.step
+
     def _account(self, sent: SentStep, figures: StepFigures) -> None:
         """Report a closed step to the metrics and the chief."""
         self.place.resting = False
@@ -284,7 +306,11 @@ class StepLoop:
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
         meter_step(self._metrics, self.trainer, figures, sent.reports, step_s, self.place.peers)
+        last = pipeline.stages(self.trainer.job) - 1
         for item in sent.reports:
+            if last and last not in self.place.office.stages(item.replica):
+                # Only the last stage knows the loss, and the chief counts one report per replica.
+                continue
             self.finder.link.report(
                 replace(
                     item,

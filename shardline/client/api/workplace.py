@@ -14,6 +14,7 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.overlap.gate import Gate, why_not
+from shardline.client.parcels.post import PostOffice
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.config import RoleConfig, environment
@@ -25,6 +26,7 @@ from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.observability.metrics import Metrics
+from shardline.pipeline.parcel import ParcelKey
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
 from shardline.topology import Hop, Surroundings
@@ -69,7 +71,7 @@ class SessionObserver(Observer):
 class Workplace:
     """One worker's trainer, replaced when plan or timeline change.
 
-    wait_for, still_ordered: see Gate and Exchange.
+    wait_for, still_ordered, still_open: see Gate, Exchange and PostOffice.
     """
 
     def __init__(
@@ -79,9 +81,12 @@ class Workplace:
         *,
         wait_for: Callable[[Iterable[int]], None],
         still_ordered: Callable[[], bool],
+        still_open: Callable[[ParcelKey], bool],
     ) -> None:
         self._config = config
         self._metrics = metrics
+        self.office = PostOffice(config.task, config.timeouts, config.security, metrics, still_open=still_open)
+        """Activations and gradients from and to other workers, where there is a pipeline."""
         self._wait_for = wait_for
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
@@ -307,8 +312,20 @@ class Workplace:
         if self.current is not None:
             self.current.weights.residence.release()
 
+    def interrupt(self) -> None:
+        """End what waits for others: the orders have changed. Called on the heartbeat thread."""
+        if self.current is not None:
+            self.current.exchange.interrupt()
+        self.office.interrupt()
+
+    def arm(self) -> None:
+        """Forget earlier interruptions; read the orders after this."""
+        self.trainer.exchange.arm()
+        self.office.arm()
+
     def close(self) -> None:
         """Free lanes, threads and hooks."""
+        self.office.close()
         self._close_trainer()
         self._peers.close()
 

@@ -21,6 +21,7 @@ class Arrivals:
 
     def __init__(self, keys: Iterable[Key]) -> None:
         self.keys = tuple(keys)
+        """What the next pull returns."""
         self._changed = threading.Condition()
         self._holding = False
         self._held: dict[Key, Callable[[], None]] = {}
@@ -28,7 +29,7 @@ class Arrivals:
         self._over = True
 
     def begin(self, *, hold: bool) -> None:
-        """Begin a pull of every bucket. hold: keep arriving buckets aside until release()."""
+        """Begin a pull of all keys. hold: keep arriving buckets aside until release()."""
         with self._changed:
             self._missing = set(self.keys)
             self._held.clear()

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardline import codecs
+from shardline import codecs, pipeline
 from shardline.client.exchange.arrivals import Key
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.worker_methods import WorkerMethods
@@ -118,6 +118,8 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
             "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
             f"{job.cadence} and {job.topology}"
         )
+    if pipeline.of(job).staged:
+        return f"zero_copy needs workers that pull the whole model; those of pipeline {job.pipeline} pull their stages"
     return ""
 
 

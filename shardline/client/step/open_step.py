@@ -19,6 +19,7 @@ from shardline.core.exchange import Contribution, Payloads, Whole
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
+from shardline.pipeline.share import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,10 @@ class PushTools:
     """Set if the gradients are on a GPU."""
 
 
-def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[int]) -> LivePayloads:
-    """A block's push to one shard, with all buckets in staging; each is encoded when it is sent.
+def filled_payloads(
+    tools: PushTools, shard: int, block: Block, ranks: Sequence[int], buckets: Sequence[int]
+) -> LivePayloads:
+    """A block's push to one shard, with these buckets, all in staging; each is encoded when it is sent.
 
     ranks: see SendQueue.
     """
@@ -44,7 +47,7 @@ def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[
     # Nothing can overtake any more, so use a few large batches: the shard begins with the first while others are
     # encoded. If all bytes are already in place, one is enough. The shard then handles many workers' pushes one after
     # another; with small batches its threads would keep contending for the same buckets.
-    in_place = staging.in_place(shard)
+    in_place = staging.in_place(shard, buckets)
     window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
     payloads = LivePayloads(
         SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
@@ -53,8 +56,8 @@ def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[
         in_place=in_place,
         interrupted=tools.interrupted,
     )
-    empty = [bucket for bucket in range(len(spec.buckets)) if staging.is_empty((shard, bucket), block)]
-    for bucket in range(len(spec.buckets)):
+    empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
+    for bucket in buckets:
         if bucket not in empty:
             payloads.offer(bucket)
     payloads.close(empty)
@@ -71,6 +74,8 @@ class OpenStep:
         self._sending = sending
         self.first = True
         """The first step after a (re)start: parts of a block may already be counted."""
+        self.share = Share(tools.plan)
+        """What the worker exchanges."""
         self.pushes: dict[int, list[Contribution]] = {}
         """By shard; made once, so that retries send the same."""
         self.target: int | None = None
@@ -101,24 +106,32 @@ class OpenStep:
         found = self._staging.buffers().items()
         return {tensors[number].name: values.view(tensors[number].shape) for number, values in found}
 
+    @property
+    def presums(self) -> bool:
+        """Whether gradients of the worker's replicas are added up before they are sent."""
+        # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
+        exact = self._methods.mode.sums_in_tree and self._staging.encoders.coding.exact
+        return exact and not self.first and not self.share.partial
+
     def make_pushes(self) -> None:
         """Make the pushes if all gradients were computed before any left."""
-        blocks = self._staging.blocks()
+        share = self.share
+        # Every block was added to all buckets, unless there are stages.
+        blocks = self._staging.blocks(share.keys if share.partial else share.keys[:1])
         mode = self._methods.mode
         skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
         if mode.whole_pushes and len(blocks) > 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
-        for shard in range(len(self._tools.plan.shards)):
-            ranks = self._sending.ranks(shard)
-            self.pushes[shard] = [
-                self._push(
-                    shard,
-                    Whole() if skip else filled_payloads(self._tools, shard, block, ranks),
-                    block,
-                    skip=skip,
-                )
-                for block in blocks
-            ]
+        for shard in share.shards:
+            self.pushes[shard] = []
+            for block in blocks:
+                buckets = range(len(self._tools.plan.shards[shard].buckets))
+                coming = [b for b in buckets if self._staging.added((shard, b), block)] if share.partial else buckets
+                if not coming:
+                    continue
+                ranks = self._sending.ranks(shard)
+                payloads = Whole() if skip else filled_payloads(self._tools, shard, block, ranks, coming)
+                self.pushes[shard].append(self._push(shard, payloads, block, skip=skip, partial=share.partial))
         self.target = self._methods.half.target
 
     def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
@@ -126,10 +139,12 @@ class OpenStep:
         self.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
         self.target = self._methods.half.target
 
-    def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
+    def _push(
+        self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False, partial: bool = False
+    ) -> Contribution:
         stamp = self._methods.half.stamp(shard)
         self._staging.encoders.begin(shard, stamp.number)
-        return self._staging.contribution(block, payloads, stamp, skip=skip)
+        return self._staging.contribution(block, payloads, stamp, skip=skip, partial=partial)
 
     def close(self) -> None:
         """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,11 +154,12 @@ class GradientStaging:
         *,
         presum: bool,
         keep: bool = False,
+        keys: Sequence[Key] | None = None,
     ) -> list[str]:
-        """Add one replica's gradients and (for replica 0) changed buffers, by tensor number, to every bucket.
+        """Add one replica's gradients and (for replica 0) changed buffers, by tensor number, to these buckets.
 
-        See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order. Raises
-        JobError naming a tensor whose gradient is sparse.
+        keys: None = every bucket. See add_bucket. Returns the names of gradients that are not finite, each once, in the
+        plan's order. Raises JobError naming a tensor whose gradient is sparse.
         """
         for number, gradient in gradients.items():
             if gradient.layout != torch.strided:
@@ -178,7 +179,7 @@ class GradientStaging:
 
         # A GPU's copies run one after another anyway.
         nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
-        bad = {number for found in self._map.each(add, self.keys, nbytes) for number in found}
+        bad = {number for found in self._map.each(add, self.keys if keys is None else keys, nbytes) for number in found}
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
     def add_bucket(
@@ -257,17 +258,21 @@ class GradientStaging:
                         whole[part : part + piece.elements] = partial.values[piece.offset : piece.end]
         return found
 
-    def blocks(self) -> list[Block]:
-        """Blocks to push, in order; the same for every bucket."""
-        return sorted(self._partials((0, 0)))
+    def blocks(self, keys: Iterable[Key]) -> list[Block]:
+        """Blocks to push of these buckets, in order."""
+        return sorted({block for key in keys for block in self._partials(key)})
+
+    def added(self, key: Key, block: Block) -> bool:
+        """Whether a block was added to a bucket."""
+        return block in self._partials(key)
 
     def is_empty(self, key: Key, block: Block) -> bool:
         """Whether no slice of a bucket has a gradient in this block. All replicas of the block must have been added."""
         return self._partials(key)[block].values is None
 
-    def in_place(self, shard: int) -> bool:
-        """Whether all of a shard's gradients are in memory that the shard reads, so that no bytes have to be sent."""
-        return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
+    def in_place(self, shard: int, buckets: Iterable[int]) -> bool:
+        """Whether these gradients are in memory that their shard reads, so that no bytes have to be sent."""
+        return all((shard, bucket) in self._shared for bucket in buckets)
 
     def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
         """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
@@ -298,8 +303,10 @@ class GradientStaging:
         known = self._marks.get(key, {}).get(block)
         return fingerprint(data) if known is None else known
 
-    def contribution(self, block: Block, payloads: Payloads, stamp: Stamp, *, skip: bool = False) -> Contribution:
-        """A block's push with these payloads and the other data."""
+    def contribution(
+        self, block: Block, payloads: Payloads, stamp: Stamp, *, skip: bool = False, partial: bool = False
+    ) -> Contribution:
+        """A block's push with these payloads and the other data. partial: see Contribution."""
         samples = self.extras.samples
         return Contribution(
             payloads=payloads,
@@ -314,6 +321,7 @@ class GradientStaging:
             base_min=stamp.base,
             base_max=stamp.base,
             skip=skip,
+            partial=partial,
         )
 
 

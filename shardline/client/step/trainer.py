@@ -28,6 +28,7 @@ from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
+from shardline.pipeline import share_of
 from shardline.topology import Route
 
 PATIENCE = 5.0
@@ -95,21 +96,22 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
         self.exchange.run(self.sender, tasks)
 
-    def locate(self, replicas: Iterable[int], timeline: int) -> set[int]:
+    def locate(self, units: Iterable[int], timeline: int) -> set[int]:
         """Find the step to work on and pull its parameters; returns the replicas that still have to contribute to it.
 
-        No exchange may be running: see give_up().
+        units: replicas, or in a pipeline stages of replicas. No exchange may be running: see give_up().
         """
         self.sender = replace(self.sender, timeline=timeline)
         self.weights.forget()
         self.open.close()
         self.open.first = True
-        owned = sorted(replicas)
-        standings = self.standings(self.half.asks_for(owned))
-        todo = self.half.located(standings, owned)
+        share = self.open.share = share_of(self.job, self.plan, units)
+        self.weights.pull_only(share.keys)
+        standings = self.standings(self.half.asks_for(share.replicas))
+        todo = self.half.located(standings, share.replicas)
         before = self.methods.versions
         skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
-        self.encoders.locate(self.half.awaited(standings, owned), skipped=skipped)
+        self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
         self.methods.restart(self._pull())
         return todo
 
@@ -126,7 +128,7 @@ class Trainer:
         """Pull the parameters of the worker's current step."""
         step = self.half.exact
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
-        tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.exchange.lanes}
+        tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in self.open.share.asks(want).items()}
         self.weights.begin_pull(hold=False)
         running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end)
         self.weights.residence.pulling()
@@ -246,12 +248,11 @@ class Trainer:
             self._nonfinite.judge(self.step, replica, bad, early=True)
             self._sending.close(values, buffers, outgoing.hyper)
             return
-        # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
-        presum = self.methods.mode.sums_in_tree and not self.open.first and self.encoders.coding.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and self.half.brings_buffers(replica):
             self._staging.extras.hyper = outgoing.hyper
-        bad += self._staging.add(self.half.slot(replica), values, buffers, presum=presum, keep=outgoing.keep)
+        slot, keys, keep = self.half.slot(replica), self.open.share.of(replica), outgoing.keep
+        bad += self._staging.add(slot, values, buffers, presum=self.open.presums, keep=keep, keys=keys)
         self._nonfinite.judge(self.step, replica, bad)
 
     # Handing over
@@ -292,7 +293,7 @@ class Trainer:
             want = Want(
                 step=self.open.target,
                 have_step=self.weights.have if by_step else self.weights.sinks[shard].base_step,
-                buckets=self._sending.pull_order(shard, hold=hold),
+                buckets=self._sending.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,
             )
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)

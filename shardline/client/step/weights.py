@@ -58,13 +58,17 @@ class Weights:
 
     # A pull
 
+    def pull_only(self, keys: Iterable[Key]) -> None:
+        """From the next pull on, only these buckets are pulled."""
+        self.arrivals.keys = tuple(keys)
+
     def forget(self) -> None:
         """Forget the step of the tensors' contents."""
         self.have = None
         self.gap.start_over()
 
     def begin_pull(self, *, hold: bool) -> None:
-        """Begin a pull of everything. hold: a backward pass is still reading the tensors, see release()."""
+        """Begin a pull. hold: a backward pass is still reading the tensors, see release()."""
         self.have = None
         if not hold:
             self._host.fence()

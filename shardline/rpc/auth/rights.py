@@ -88,6 +88,8 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Release": _COMMAND,
         "Stop": _COMMAND,
     },
+    # Between workers, which don't know each other's secrets.
+    "Worker": {"Deliver": Right(Token.JOB, roles=("worker", "chief"))},
     "Coordinator": {"Vote": _AMONG_SERVERS},
     "Replication": {"Replicate": _AMONG_SERVERS},
 }

@@ -110,6 +110,7 @@ def push_header(sender: Sender, shard: int, push: Contribution, attached: Attach
         hyper=hyper_to_proto(push.hyper),
         codec=push.codec,
         nonfinite_tensors=push.nonfinite,
+        partial=push.partial,
     )
 
 

@@ -382,6 +382,7 @@ class Orders(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
     BARRIER_FIELD_NUMBER: _builtins.int
+    POSTS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -413,6 +414,12 @@ class Orders(_message.Message):
     def barrier(self) -> Global___BarrierState:
         """Absent if this task has reported no barrier."""
 
+    @_builtins.property
+    def posts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Post]:
+        """In a pipeline: the task that computes each unit, one stage of one replica, at the place stage * (replicas of the
+        job) + replica. Empty without a pipeline.
+        """
+
     def __init__(
         self,
         *,
@@ -431,14 +438,43 @@ class Orders(_message.Message):
         fenced: _builtins.bool = ...,
         awaited: _abc.Iterable[_builtins.str] | None = ...,
         barrier: Global___BarrierState | None = ...,
+        posts: _abc.Iterable[Global___Post] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Orders: _TypeAlias = Orders  # noqa: Y015
+
+@_typing.final
+class Post(_message.Message):
+    """The task that computes a unit of a pipeline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    address: _builtins.str
+    """Address of its services, host:port."""
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Post: _TypeAlias = Post  # noqa: Y015
 
 @_typing.final
 class GetJobRequest(_message.Message):

@@ -197,6 +197,7 @@ class PushHeader(_message.Message):
     CODEC_PARAMS_FIELD_NUMBER: _builtins.int
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     EMPTY_BUCKETS_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """sync: the step that this gradient belongs to."""
     phase: _builtins.int
@@ -219,12 +220,16 @@ class PushHeader(_message.Message):
     fragment: _builtins.int
     """reserved: streaming DiLoCo"""
     microbatch: _builtins.int
-    """reserved: pipelines"""
+    """reserved"""
     kind: Global___PushKind.ValueType
     codec: _builtins.str
     """Codec of the payloads; empty = "raw"."""
     codec_params: _builtins.bytes
     """reserved"""
+    partial: _builtins.bool
+    """sync: the push names some of the shard's buckets only. Others of its replicas' contributions come from other
+    workers, which compute other stages of a pipeline; they stay open.
+    """
     @_builtins.property
     def data(self) -> _common_pb2.DataHeader: ...
     @_builtins.property
@@ -263,10 +268,11 @@ class PushHeader(_message.Message):
         codec_params: _builtins.bytes = ...,
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
         empty_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_max", b"base_max", "base_min", b"base_min", "block", b"block", "clock", b"clock", "codec", b"codec", "codec_params", b"codec_params", "contributors", b"contributors", "data", b"data", "empty_buckets", b"empty_buckets", "fragment", b"fragment", "hyper", b"hyper", "kind", b"kind", "local_steps", b"local_steps", "microbatch", b"microbatch", "nonfinite_tensors", b"nonfinite_tensors", "num_samples", b"num_samples", "phase", b"phase", "seq", b"seq", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_max", b"base_max", "base_min", b"base_min", "block", b"block", "clock", b"clock", "codec", b"codec", "codec_params", b"codec_params", "contributors", b"contributors", "data", b"data", "empty_buckets", b"empty_buckets", "fragment", b"fragment", "hyper", b"hyper", "kind", b"kind", "local_steps", b"local_steps", "microbatch", b"microbatch", "nonfinite_tensors", b"nonfinite_tensors", "num_samples", b"num_samples", "partial", b"partial", "phase", b"phase", "seq", b"seq", "step", b"step", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline import pipeline
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.plan import balance, make_plan
@@ -176,6 +177,8 @@ class Start:
             )
         until = f"until step {job.steps}" if job.steps else "until the script ends"
         replicas = f", {job.replicas} replicas" if state.mode.assigns_replicas else ""
+        if pipeline.of(job).staged:
+            replicas += f" in {pipeline.stages(job)} stages"
         sentence = f"training from step {state.progress.base_step} {until}: {job.consistency.mode}, {there} workers"
         state.say("running", sentence + replicas)
 

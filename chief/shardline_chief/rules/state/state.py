@@ -162,7 +162,7 @@ class State:
         if self.job is None or not self.mode.assigns_replicas or self.tasks.too_few():
             return moved
         # A script's worker computes its own replica only.
-        return moved + self.work.reassign(lives, self.job.replicas, own=self.script)
+        return moved + self.work.reassign(lives, self.job, own=self.script)
 
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline import pipeline
 from shardline.consistency.assignment import assign
 from shardline.core.orders import StepReport
+from shardline.core.spec import JobSpec
 from shardline_chief.rules.state.leases import Leases
 
 
@@ -14,15 +16,15 @@ class Work:
 
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
-        """Replica -> task."""
+        """Unit -> task: replicas, or in a pipeline stages of replicas; see shardline.pipeline."""
         self.given: dict[int, set[int]] = {}
-        """Replicas that each living incarnation has or had."""
+        """Units that each living incarnation has or had."""
         self.leases: Leases | None = None
         """None unless the chief hands out batches."""
         self.holders: dict[int, int] = {}
-        """Incarnation that has each replica, or had it last."""
+        """Incarnation that has each unit, or had it last."""
         self.moved: set[int] = set()
-        """Replicas that another life has taken over since the state of all of them was last restored."""
+        """Units that another life has taken over since the state of all of them was last restored."""
         self.unready: set[int] = set()
         """Those of them whose new life had none before, so it has not followed the training."""
         self.initializer = ""
@@ -34,14 +36,14 @@ class Work:
         """Whether this incarnation has, or had, replicas or leases."""
         return bool(self.given.get(incarnation)) or (self.leases is not None and self.leases.has_given(incarnation))
 
-    def covers(self, incarnation: int, report: StepReport) -> bool:
-        """Whether a reported step belongs to the work that this incarnation was given."""
+    def covers(self, incarnation: int, report: StepReport, replicas: int) -> bool:
+        """Whether a reported step belongs to the work that this incarnation was given. replicas: of the job."""
         if self.leases is not None:
             return self.leases.has_given_batch(incarnation, report.step)
-        return report.replica in self.given.get(incarnation, ())
+        return any(unit % replicas == report.replica for unit in self.given.get(incarnation, ()))
 
-    def reassign(self, lives: Mapping[str, int], replicas: int, *, own: bool) -> list[str]:
-        """Assign the replicas to these tasks; returns a phrase for each task that gained some.
+    def reassign(self, lives: Mapping[str, int], job: JobSpec, *, own: bool) -> list[str]:
+        """Assign the job's units to these tasks; returns a phrase for each task that gained some.
 
         lives: incarnation by task. own: each worker keeps the replica of its own index.
         """
@@ -49,7 +51,7 @@ class Work:
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
         else:
-            self.assignment = assign(before, tasks, replicas)
+            self.assignment = assign(before, tasks, pipeline.units(job))
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
         ready = {life for life, had in self.given.items() if had}
         gained: dict[str, list[int]] = {}
@@ -62,8 +64,4 @@ class Work:
                     self.unready.add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
-        return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]
-
-
-def _replicas(numbers: list[int]) -> str:
-    return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return [f"{pipeline.named(job, numbers)} to {task}" for task, numbers in gained.items()]

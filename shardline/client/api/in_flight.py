@@ -28,7 +28,7 @@ class SentStep:
     """Asynchronous mode: the number of its batch."""
 
 
-class Pipeline:
+class InFlight:
     """Keeps track of the one step that may be in flight. Used by the session's thread.
 
     go_on(error): called after a failed exchange; True = send the same again, False = find the step again.

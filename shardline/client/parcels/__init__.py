@@ -1,0 +1,1 @@
+"""Activations and gradients between workers that compute the stages of a pipeline."""

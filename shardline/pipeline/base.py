@@ -1,0 +1,49 @@
+"""Interface of pipelines: in which order a stage computes the passes of a step. Pure."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardline.seams import Resident
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One microbatch through one stage, forward or backward."""
+
+    microbatch: int
+    back: bool = False
+
+
+class PipelineSchedule(Resident, abc.ABC):
+    """How the stages of a model share a step. Every order computes microbatches in ascending order, each way.
+
+    So gradients, and buffers that forward passes change, are those of the same microbatches on one process, to the bit.
+    """
+
+    @property
+    def staged(self) -> bool:
+        """Whether the model is cut into stages at all."""
+        return True
+
+    @abc.abstractmethod
+    def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
+        """The passes of one step in one stage, 0 <= stage < stages, in order."""
+
+    def held(self, stage: int, stages: int, microbatches: int) -> int:
+        """Largest number of microbatches whose activations a stage holds at a time."""
+        most = now = 0
+        for one in self.passes(stage, stages, microbatches):
+            now += -1 if one.back else 1
+            most = max(most, now)
+        return most
+
+
+def bubble(stages: int, microbatches: int) -> float:
+    """Share of its time that a stage idles in a step with a flush, if all passes are equally long.
+
+    (n - 1) / (m + n - 1) (Huang et al.: GPipe, 2019, section 2.3).
+    """
+    return (stages - 1) / (microbatches + stages - 1)

@@ -1,0 +1,23 @@
+"""GPipe: all forward passes of a step, then all backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.pipeline.base import Pass, PipelineSchedule
+
+
+@dataclass(frozen=True)
+class GPipe(PipelineSchedule):
+    """Stages run all forward passes of a step, then all backward passes.
+
+    Huang et al.: GPipe (2019), section 2.3, without recomputation: a stage holds the activations of all microbatches.
+    """
+
+    name: ClassVar[str] = "gpipe"
+
+    def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
+        """See PipelineSchedule.passes."""
+        return [Pass(number, back) for back in (False, True) for number in range(microbatches)]

@@ -1,0 +1,142 @@
+"""A model as a list of layers that is cut into stages, and the tensors of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardline.core.spec import TensorKind, TensorSpec
+from shardline.errors import JobError
+
+
+class Pipeline(nn.Sequential):
+    """Layers that run one after another, each on one tensor; `pipeline` of the job says how workers share them.
+
+        Pipeline([nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)], stages=[2])
+
+    stages: the layers that begin a new stage, ascending: [2] makes the stages of layers 0 and 1, and from 2 on. A whole
+    number makes that many stages of about equally many parameters. One process runs the model like a torch
+    nn.Sequential of the same layers, with the same names in its state_dict.
+
+    Raises JobError, naming the layer, for a cut that is no layer, a stage without parameters, more stages than layers,
+    and weights that layers of different stages share.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, stages: int | Sequence[int]) -> None:
+        super().__init__(*layers)
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, nn.Module):
+                raise JobError(f"Pipeline: layer {number} is a {type(layer).__name__}; it must be a torch.nn.Module")
+        cuts = self._balanced(stages) if isinstance(stages, int) else [int(cut) for cut in stages]
+        self.cuts = tuple(self._checked(cuts))
+        """First layer of each stage but stage 0."""
+        self._check_ties()
+        self._check_stages()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.cuts) + 1
+
+    def span(self, stage: int) -> range:
+        """Numbers of a stage's layers."""
+        ends = (0, *self.cuts, len(self))
+        return range(ends[stage], ends[stage + 1])
+
+    def stage_of(self, layer: int) -> int:
+        """The stage of a layer."""
+        return sum(cut <= layer for cut in self.cuts)
+
+    def run(self, stage: int, values: torch.Tensor) -> torch.Tensor:
+        """The output of one stage. Raises JobError, naming the layer, if its last layer returns no single tensor."""
+        for number in self.span(stage):
+            values = self[number](values)
+        if not isinstance(values, torch.Tensor):
+            raise JobError(
+                f"{self.name_of(self.span(stage)[-1])} returned {type(values).__name__}, but one tensor goes from "
+                f"stage {stage} to the next; cut the model elsewhere, or wrap the layer"
+            )
+        return values
+
+    def name_of(self, layer: int) -> str:
+        """A layer for messages: "layer 3 (Linear)"."""
+        return f"layer {layer} ({type(self[layer]).__name__})"
+
+    def staged(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """The model's tensors, each with its stage as TensorSpec.fragment.
+
+        Raises JobError for a stage in which nothing is trained.
+        """
+        found = tuple(replace(one, fragment=self.stage_of(int(one.name.partition(".")[0]))) for one in tensors)
+        trained = {one.fragment for one in found if one.kind is TensorKind.PARAM}
+        for stage in range(self.num_stages):
+            if stage not in trained:
+                raise JobError(f"nothing is trained in {self._where(stage)}; cut the model elsewhere")
+        return found
+
+    def _where(self, stage: int) -> str:
+        span = self.span(stage)
+        return f"stage {stage}, {self.name_of(span[0])} to {self.name_of(span[-1])}"
+
+    def _balanced(self, stages: int) -> list[int]:
+        """Cuts into this many stages, so that the largest has as few parameters as possible."""
+        if stages < 1:
+            raise JobError(f"Pipeline: stages is {stages}; give a whole number >= 1, or the layers that begin a stage")
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in self]
+        heavy = [number for number, size in enumerate(sizes) if size]
+        if stages > len(heavy):
+            raise JobError(
+                f"Pipeline: {stages} stages of {len(sizes)} layers, of which {len(heavy)} have parameters; each stage "
+                f"needs one, so give at most {max(1, len(heavy))} stages"
+            )
+        # best[k][j]: (largest stage, first layer of the last one) of the first j heavy layers in k + 1 stages.
+        total = [0]
+        for number in heavy:
+            total.append(total[-1] + sizes[number])
+        best = [[(total[j], 0) for j in range(len(heavy) + 1)]]
+        for _ in range(1, stages):
+            row = [(0, 0)] * (len(heavy) + 1)
+            for j in range(len(best), len(heavy) + 1):
+                starts = range(len(best), j) if j > len(best) else range(j, j)
+                row[j] = min(((max(best[-1][i][0], total[j] - total[i]), i) for i in starts), default=(total[-1], j))
+            best.append(row)
+        cuts, end = [], len(heavy)
+        for row in reversed(best[1:]):
+            end = row[end][1]
+            cuts.append(heavy[end])
+        return cuts[::-1]
+
+    def _checked(self, cuts: list[int]) -> list[int]:
+        if len(cuts) >= len(self):
+            raise JobError(f"Pipeline: {len(cuts) + 1} stages of {len(self)} layers; each stage needs a layer")
+        for before, cut in zip([0, *cuts], cuts, strict=False):
+            if not before < cut < len(self):
+                raise JobError(
+                    f"Pipeline: stages is {cuts}, but {cut} does not begin a stage: give layers from 1 to "
+                    f"{len(self) - 1}, ascending"
+                )
+        return cuts
+
+    def _check_ties(self) -> None:
+        """Refuse weights and modules that two stages share: each stage has its own worker."""
+        homes: dict[int, tuple[str, int]] = {}
+        for name, tensor in (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        ):
+            layer = int(name.partition(".")[0])
+            first, home = homes.setdefault(id(tensor), (name, layer))
+            if self.stage_of(home) != self.stage_of(layer):
+                raise JobError(
+                    f"Pipeline: {first!r} of {self.name_of(home)} is also {name!r} of {self.name_of(layer)}, but "
+                    f"stages {self.stage_of(home)} and {self.stage_of(layer)} can't share weights; cut the model so "
+                    "that both are in one stage, or give each its own"
+                )
+
+    def _check_stages(self) -> None:
+        for stage in range(self.num_stages):
+            if not any(True for number in self.span(stage) for _ in self[number].parameters()):
+                raise JobError(f"Pipeline: {self._where(stage)}, has no parameters; cut the model elsewhere")

@@ -1,0 +1,197 @@
+"""What every schedule of a pipeline must do: those in the table."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from shardline.data import BatchSource, replica_gradients
+from shardline.errors import JobError
+from shardline.job import Job
+from shardline.pipeline import PIPELINES, PipelineSchedule, bubble
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.seams import doc_line
+
+STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
+EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
+SIZES = [(stages, microbatches) for stages in (1, 2, 3, 5) for microbatches in (1, 2, 3, 8)]
+
+
+class Points(Dataset):  # type: ignore[type-arg]
+    """Points, augmented at random when they are read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((12,), index / 64) + torch.randn(12), index % 4
+
+
+def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0] * 2), batch[1])
+
+
+class Turned(nn.Module):
+    """Returns a view whose dimensions are not in the order of its memory."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(values.shape[0], 4, -1).transpose(1, 2)
+
+
+def plain_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 4)]
+
+
+def turned_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 32), Turned(), nn.Linear(4, 6), nn.Sequential(nn.Flatten(), nn.Linear(48, 4))]
+
+
+def frozen_layers() -> list[nn.Module]:
+    layers = plain_layers()
+    layers[0].weight.requires_grad_(False)
+    return layers
+
+
+def job_of(layers: Callable[[], list[nn.Module]], cuts: list[int], **fields: object) -> Job:
+    given = {"batch_size": 4, "accumulate": 3, "steps": 4, "optimizer": "SGD", "optimizer_args": {"lr": 0.1}, **fields}
+    return Job(model=lambda: Pipeline(layers(), stages=cuts), loss=loss, dataset=Points(), **given)  # type: ignore[arg-type]
+
+
+def play(schedule: PipelineSchedule, stages: int, microbatches: int) -> int:
+    """Ticks until all stages are done, if every pass takes one; each stage runs its next pass as soon as it can."""
+    todo = [deque(schedule.passes(stage, stages, microbatches)) for stage in range(stages)]
+    done: set[tuple[int, int, bool]] = set()
+    ticks = 0
+    while any(todo):
+        ran = []
+        for stage, passes in enumerate(todo):
+            if not passes:
+                continue
+            one = passes[0]
+            before = (stage + 1, one.microbatch, True) if one.back else (stage - 1, one.microbatch, False)
+            if before in done or before[0] in (-1, stages):
+                ran.append((stage, passes.popleft()))
+        assert ran, f"{schedule} of {stages} stages and {microbatches} microbatches hangs after {ticks} ticks"
+        done.update((stage, one.microbatch, one.back) for stage, one in ran)
+        ticks += 1
+    return ticks
+
+
+@EACH
+def test_it_is_written_as_it_is_read_and_says_what_it_is(schedule: PipelineSchedule) -> None:
+    assert PIPELINES.parse(str(schedule)) == schedule
+    assert doc_line(type(schedule)).endswith(".")
+
+
+@EACH
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_each_stage_runs_every_pass_once_and_in_ascending_order(
+    schedule: PipelineSchedule, stages: int, microbatches: int
+) -> None:
+    for stage in range(stages):
+        passes = schedule.passes(stage, stages, microbatches)
+        for back in (False, True):
+            assert [one.microbatch for one in passes if one.back is back] == list(range(microbatches))
+        for number in range(microbatches):
+            forward, backward = (
+                next(i for i, one in enumerate(passes) if one == type(one)(number, back)) for back in (False, True)
+            )
+            assert forward < backward
+
+
+@EACH
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_it_never_hangs_and_its_bubble_is_that_of_a_flush(
+    schedule: PipelineSchedule, stages: int, microbatches: int
+) -> None:
+    ticks = play(schedule, stages, microbatches)
+    assert ticks == 2 * (microbatches + stages - 1)
+    assert 1.0 - 2 * microbatches / ticks == pytest.approx(bubble(stages, microbatches))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
+    gpipe, flush = PIPELINES.parse("gpipe"), PIPELINES.parse("flush")
+    for stage in range(stages):
+        assert gpipe.held(stage, stages, microbatches) == microbatches
+        assert flush.held(stage, stages, microbatches) == min(microbatches, stages - stage)
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("layers", "cuts"),
+    [
+        pytest.param(plain_layers, [], id="one stage"),
+        pytest.param(plain_layers, [1, 4], id="dropout and batch norm"),
+        pytest.param(plain_layers, [1, 4, 5], id="four stages"),
+        pytest.param(turned_layers, [2, 3], id="an activation that is a view"),
+        pytest.param(frozen_layers, [1, 4], id="frozen weights"),
+    ],
+)
+def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
+    schedule: PipelineSchedule, layers: Callable[[], list[nn.Module]], cuts: list[int]
+) -> None:
+    job = job_of(layers, cuts)
+    whole, parts = job.build_model(), job.build_model()
+    assert isinstance(parts, Pipeline)
+    runner = StageRunner(parts, job, BatchSource(job), schedule, AtHome())
+    for step in range(3):
+        expected, _ = replica_gradients(whole, job, BatchSource(job), step, 0)
+        parts.zero_grad(set_to_none=True)
+        assert runner.run(Place(step=step, replica=0), range(parts.num_stages)) == expected
+        for (name, left), right in zip(whole.named_parameters(), parts.parameters(), strict=True):
+            assert (left.grad is None) == (right.grad is None), name
+            assert left.grad is None or torch.equal(left.grad, right.grad), name
+        for (name, ours), theirs in zip(whole.named_buffers(), parts.buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def calls_twice(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return loss(model, batch) + loss(model, batch)
+
+
+def looks_inside(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return loss(model, batch) + sum(value.norm() for value in model.parameters())
+
+
+def calls_nothing(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return batch[0].sum().requires_grad_()
+
+
+def calls_with_two(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return model(batch[0], batch[1]).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("used", "sentence"),
+    [
+        (calls_twice, "called the model of a pipeline twice"),
+        (looks_inside, "asks for model.parameters, but no worker of a pipeline has the whole model"),
+        (calls_nothing, "does not call the model"),
+        (calls_with_two, "with one tensor"),
+    ],
+)
+def test_a_loss_that_needs_the_whole_model_is_refused(used: Callable[..., torch.Tensor], sentence: str) -> None:
+    job = job_of(plain_layers, [4])
+    fields = {"batch_size": 4, "accumulate": 3, "steps": 4, "optimizer": "SGD"}
+    job = Job(model=job.model, loss=used, dataset=Points(), optimizer_args={"lr": 0.1}, **fields)  # type: ignore[arg-type]
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("gpipe"), AtHome())
+    with pytest.raises(JobError, match=sentence):
+        runner.run(Place(step=0, replica=0), [0, 1])
+
+
+def test_a_stage_that_nobody_computes_is_named() -> None:
+    job = job_of(plain_layers, [1, 4])
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
+    with pytest.raises(JobError, match="the gradient for stage 0 of replica 0, microbatch 0 of step 7"):
+        runner.run(Place(step=7, replica=0), [0])

@@ -1,0 +1,116 @@
+"""Jobs in stages on a real cluster: the bits of one process, also when a stage, a server or the chief is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardline.job import load_job
+from shardline.testing import reference
+from tests.e2e.support import (
+    PATIENCE_S,
+    assert_refused,
+    events,
+    mortal_cluster,
+    summary_of,
+    train,
+    wait_for_event,
+    wait_for_step,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline" / "job.py"
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardline
+
+
+def data():
+    return TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+
+
+def model():
+    layers = [
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(),
+        nn.Linear(32, 4),
+    ]
+    return shardline.Pipeline(layers, stages={stages})
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+job = shardline.Job(
+    model=model, loss=loss, dataset=data, optimizer="Adam", optimizer_args={{"lr": 0.01}}, batch_size=4,
+    accumulate={accumulate}, steps={steps}, replicas={replicas}, checkpoint_every=10, pipeline="{pipeline}",
+)
+"""
+
+
+def write_job(
+    folder: Path, *, pipeline: str = "flush", stages: str = "[1, 4]", steps: int = 60, replicas: int = 1
+) -> Path:
+    path = folder / "job.py"
+    text = JOB.format(pipeline=pipeline, stages=stages, steps=steps, replicas=replicas, accumulate=4)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def same_bits(out: Path, job: Path) -> bool:
+    return bool(summary_of(out)["sha256"] == reference(load_job(job)).sha256)
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "flush"])
+def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
+    job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
+    finished = train(job, out, "--ps", "2", "--workers", "3")
+    assert finished.code == 0, finished
+    assert any("3 workers, 2 replicas in 3 stages" in told for told in events(out, "running"))
+    assert same_bits(out, job)
+    # Other cuts, and none, go on from there.
+    job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
+    assert train(job, out, "--ps", "1", "--workers", "2", "--resume").code == 0
+    assert same_bits(out, job)
+    finished = train(job, out, "--workers", "2", "--resume", "--set", "pipeline=whole-model", "--steps", "24")
+    assert finished.code == 0, finished
+    assert summary_of(out)["sha256"] == reference(load_job(job, [("steps", "24")])).sha256
+
+
+def test_a_cut_that_is_no_layer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    job, out = write_job(tmp_path, stages="[9]"), tmp_path / "run"
+    assert_refused(
+        train(job, out, "--workers", "2"), 2, r"9 does not begin a stage: give layers from 1 to 6, ascending"
+    )
+    assert not events(out, "running")
+
+
+def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
+    finished = train(EXAMPLE, tmp_path / "run", "--ps", "2", "--workers", "4", "--evaluators", "1", "--steps", "100")
+    assert finished.code == 0, finished
+    assert summary_of(tmp_path / "run")["evaluation"]["last"]["metrics"]["accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("dying", "options"),
+    [
+        pytest.param("worker/1", {"restart": True}, id="a stage comes back"),
+        pytest.param("worker/0", {"restart": False}, id="a stage moves to another worker"),
+        pytest.param("ps/1", {"restart": True}, id="a server comes back"),
+        pytest.param("chief/0", {"restart": True}, id="the chief comes back"),
+    ],
+)
+def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, bool]) -> None:
+    job, out = write_job(tmp_path), tmp_path / "run"
+    with mortal_cluster(job, out, workers=3) as cluster:
+        wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
+        wait_for_step(out, 13)
+        cluster.kill(dying, **options)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
+    assert same_bits(out, job)
+    if dying == "worker/0":
+        assert any("stage 0 of replica 0 to worker/" in told for told in events(out)), events(out)

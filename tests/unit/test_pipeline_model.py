@@ -1,0 +1,158 @@
+"""Models in stages: cuts, and what can't be cut. And which methods work with stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shardline import pipeline
+from shardline.errors import JobError
+from shardline.job import Job
+from shardline.pipeline.model import Pipeline
+
+
+def layers(*sizes: int) -> list[nn.Module]:
+    """Layers of these numbers of parameters; 0 = an activation function."""
+    return [nn.Linear(size - 1, 1) if size else nn.ReLU() for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages", "cuts"),
+    [
+        ((8, 8, 8, 8), 2, (2,)),
+        ((8, 0, 8, 0, 8, 0, 8), 4, (2, 4, 6)),
+        ((30, 2, 2, 2), 2, (1,)),
+        ((2, 2, 2, 30), 2, (3,)),
+        ((9, 3, 3, 9), 3, (1, 3)),
+        ((5, 0), 1, ()),
+        ((0, 5, 0, 5, 0), 2, (3,)),
+    ],
+)
+def test_a_number_of_stages_makes_the_largest_one_as_small_as_it_can_be(
+    sizes: Sequence[int], stages: int, cuts: tuple[int, ...]
+) -> None:
+    assert Pipeline(layers(*sizes), stages=stages).cuts == cuts
+
+
+def shared() -> list[nn.Module]:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return [first, nn.ReLU(), second]
+
+
+@pytest.mark.parametrize(
+    ("made", "stages", "sentence"),
+    [
+        (layers(4, 4), 3, "3 stages of 2 layers, of which 2 have parameters"),
+        (layers(4, 4, 4), [1, 1], "1 does not begin a stage: give layers from 1 to 2, ascending"),
+        (layers(4, 4, 4), [3], "3 does not begin a stage"),
+        (layers(4, 4), [1, 2, 3], "4 stages of 2 layers"),
+        (layers(4, 4), 0, "stages is 0; give a whole number >= 1"),
+        (layers(4, 0, 4), [1, 2], r"stage 1, layer 1 \(ReLU\) to layer 1 \(ReLU\), has no parameters"),
+        (
+            shared(),
+            [2],
+            r"'0.weight' of layer 0 \(Linear\) is also '2.weight' of layer 2 \(Linear\), but stages 0 and 1",
+        ),
+    ],
+)
+def test_what_makes_no_stages_is_named(made: list[nn.Module], stages: int | list[int], sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        Pipeline(made, stages=stages)
+
+
+def test_weights_may_be_shared_within_a_stage() -> None:
+    assert Pipeline([*shared(), nn.Linear(4, 2)], stages=[3]).num_stages == 2
+
+
+def test_it_runs_and_is_stored_like_a_sequence_of_its_layers() -> None:
+    torch.manual_seed(0)
+    model = Pipeline([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], stages=2)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    plain.load_state_dict(model.state_dict())
+    values = torch.randn(3, 4)
+    assert torch.equal(model(values), plain(values))
+    assert torch.equal(model.run(1, model.run(0, values)), plain(values))
+
+
+class Pair(nn.Module):
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values, values
+
+
+def test_a_layer_that_returns_no_tensor_at_a_cut_is_named() -> None:
+    model = Pipeline([nn.Linear(4, 4), Pair(), nn.Linear(4, 4)], stages=[2])
+    with pytest.raises(
+        JobError, match=r"layer 1 \(Pair\) returned tuple, but one tensor goes from stage 0 to the next"
+    ):
+        model.run(0, torch.ones(1, 4))
+
+
+# Jobs
+
+
+def job_of(model: nn.Module | None = None, **fields: object) -> Job:
+    made = Pipeline([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], stages=2) if model is None else model
+    given = {
+        "batch_size": 4,
+        "steps": 4,
+        "optimizer": "SGD",
+        "optimizer_args": {"lr": 0.1},
+        "pipeline": "gpipe",
+        **fields,
+    }
+    return Job(
+        model=lambda: made,
+        loss=lambda model, batch: model(batch[0]).sum(),
+        dataset=TensorDataset(torch.ones(64, 4)),
+        **given,  # type: ignore[arg-type]
+    )
+
+
+def test_tensors_know_their_stage() -> None:
+    job = job_of(replicas=3)
+    spec = job.spec(job.build_model())
+    assert {one.name: one.fragment for one in spec.tensors} == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+    assert (pipeline.stages(spec), pipeline.units(spec)) == (2, 6)
+    assert pipeline.by_replica(spec, [1, 2, 4]) == {1: (0, 1), 2: (0,)}
+    assert pipeline.named(spec, [3, 4, 1]) == "stage 0 of replica 1, stage 1 of replicas 0, 1"
+
+
+def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
+    job = job_of(pipeline="whole-model", replicas=2)
+    spec = job.spec(job.build_model())
+    assert {one.fragment for one in spec.tensors} == {0}
+    assert (pipeline.stages(spec), pipeline.units(spec)) == (1, 2)
+    assert pipeline.named(spec, [0, 1]) == "replicas 0, 1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model": nn.Linear(4, 2)}, "pipeline gpipe needs a model in stages, but model.. returned a Linear"),
+        ({"consistency": "async"}, "takes every step with all stages of all replicas, but consistency async"),
+        ({"consistency": "sync:spares=1", "replicas": 3}, "but consistency sync:spares=1 does not"),
+        ({"cadence": "diloco"}, "cadence diloco needs workers that have the whole model"),
+        ({"apply": "worker"}, "apply 'worker' needs workers that have the whole model"),
+        ({"nan_policy": "skip"}, "nan_policy 'skip' is for workers that see all gradients"),
+        ({"codec_up": "topk"}, "codec topk remembers what it has sent"),
+        ({"codec_down": "delta:by=int8,refresh=2", "checkpoint_every": 2}, "codec delta.* remembers what it has sent"),
+        ({"codec": "auto"}, "codec auto measures workers that have the whole model"),
+    ],
+)
+def test_what_does_not_work_in_stages_is_refused_by_name(fields: dict[str, object], sentence: str) -> None:
+    job = job_of(**fields)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=sentence):
+        job.spec(job.build_model())
+
+
+def test_a_stage_in_which_nothing_is_trained_is_named() -> None:
+    model = Pipeline([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], stages=2)
+    model[0].requires_grad_(False)
+    job = job_of(model)
+    with pytest.raises(JobError, match=r"nothing is trained in stage 0, layer 0 \(Linear\) to layer 1 \(ReLU\)"):
+        job.spec(job.build_model())
