@@ -15,7 +15,14 @@ TOYS = Path(__file__).parents[1] / "conformance" / "toys"
 PLUGINS = [
     part for name in ("toy_codec", "toy_rule", "toy_consistency") for part in ("--plugin", str(TOYS / f"{name}.py"))
 ]
-DEFAULTS = {"consistency": "sync", "rule": "torch", "codec": "raw", "cadence": "every-step", "topology": "flat"}
+DEFAULTS = {
+    "consistency": "sync",
+    "rule": "torch",
+    "codec": "raw",
+    "cadence": "every-step",
+    "topology": "flat",
+    "pipeline": "whole-model",
+}
 
 
 def trained(tmp_path: Path, **chosen: str) -> dict[str, Any]:
