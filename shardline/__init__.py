@@ -49,8 +49,11 @@ if TYPE_CHECKING:
     from shardline.errors import RolledBackError as RolledBackError
     from shardline.errors import ShardlineError as ShardlineError
     from shardline.job import Job as Job
+    from shardline.pipeline import DoubleBuffer as DoubleBuffer
     from shardline.pipeline import Flush as Flush
     from shardline.pipeline import GPipe as GPipe
+    from shardline.pipeline import Stash as Stash
+    from shardline.pipeline import VerticalSync as VerticalSync
     from shardline.pipeline import WholeModel as WholeModel
     from shardline.pipeline.model import Pipeline as Pipeline
     from shardline.topology.flat import Flat as Flat
@@ -80,6 +83,7 @@ __all__ = [
     "Bf16",
     "Delta",
     "DiLoCo",
+    "DoubleBuffer",
     "EFSign",
     "EveryStep",
     "Flat",
@@ -109,12 +113,14 @@ __all__ = [
     "SoftSync",
     "Sparse",
     "StalenessAware",
+    "Stash",
     "StreamingDiLoCo",
     "Sync",
     "TernGrad",
     "TopK",
     "Torch",
     "TwoBit",
+    "VerticalSync",
     "WholeModel",
     "connect",
     "schedule",
@@ -162,6 +168,9 @@ _HOMES = {
     "WholeModel": "shardline.pipeline:WholeModel",
     "GPipe": "shardline.pipeline:GPipe",
     "Flush": "shardline.pipeline:Flush",
+    "DoubleBuffer": "shardline.pipeline:DoubleBuffer",
+    "Stash": "shardline.pipeline:Stash",
+    "VerticalSync": "shardline.pipeline:VerticalSync",
     "Fp16": "shardline.codecs.cast:Fp16",
     "GapAware": "shardline.update.gap_aware:GapAware",
     "LWP": "shardline.update.lwp:LWP",

@@ -189,7 +189,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     if adding is not None:
         _check_momentum(adding, job, mode, pace)
     _check_taken(job)
-    _check_pipeline(job, mode, pace)
+    _check_pipeline(job, mode, pace, standbys=standbys)
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
@@ -197,7 +197,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
         )
 
 
-def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
+def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int) -> None:
     """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
     chosen_pipeline = pipeline.of(job)
     if not chosen_pipeline.staged:
@@ -229,6 +229,23 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
         raise JobError(
             f"codec {job.codec} measures workers that have the whole model; with pipeline {chosen_pipeline} choose a "
             "codec, such as bf16"
+        )
+    chosen_pipeline.check(pipeline.stages(job), job.accumulate)
+    if not chosen_pipeline.flushes:
+        _check_unbroken(job, standbys=standbys)
+
+
+def _check_unbroken(job: JobSpec, *, standbys: int) -> None:
+    """Refuse what needs all stages at the same step."""
+    if job.consistency.clip_norm > 0.0:
+        raise JobError(
+            f"clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages, but those of "
+            f"pipeline {job.pipeline} are at different steps; leave it out, or choose pipeline='flush'"
+        )
+    if standbys:
+        raise JobError(
+            f"a standby goes on from the parameters of one step, but stages of pipeline {job.pipeline} are at "
+            "different ones; leave out --standbys, or choose pipeline='flush'"
         )
 
 

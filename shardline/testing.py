@@ -6,7 +6,8 @@
 Synchronous: the R logical replicas, or those chosen for the step, run one after another, their gradients are added
 along the canonical tree, and a torch.optim object steps on the model's own parameters. Asynchronous: one worker's
 batches, one after another. Under an update rule other than the optimizer's own, the rule itself updates the parameters,
-like one server with one worker.
+like one server with one worker. In a pipeline without a flush, each stage computes with parameters as old as there, and
+the pipeline is empty where the training begins, or goes on from `start`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline import cadence, consistency
+from shardline import cadence, consistency, pipeline
 from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, padded
 from shardline.core.push_context import PushContext
@@ -30,6 +31,8 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
+from shardline.pipeline.alone import Delayed
+from shardline.pipeline.model import Pipeline
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen
 
@@ -121,6 +124,8 @@ class _Run:
         self.at = 0
         self.version = 0
         self.skipped: list[int] = []
+        self._delayed: Delayed | None = None
+        """Set from the first step on if the job has a pipeline without a flush."""
 
     def step(self) -> float:
         """One step; returns the mean loss over its replicas."""
@@ -131,8 +136,7 @@ class _Run:
         losses = []
         for replica in replicas:
             _assign(self.buffers, before)
-            loss, _ = replica_gradients(self.model, self.job, self.source, self.at, replica)
-            losses.append(loss)
+            losses.append(self._compute(replica))
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
             if replica == replicas[0]:
@@ -152,6 +156,15 @@ class _Run:
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
+
+    def _compute(self, replica: int) -> float:
+        """One replica's gradients in .grad; returns its mean loss."""
+        schedule = pipeline.of(self.spec)
+        if schedule.flushes or not isinstance(self.model, Pipeline):
+            return replica_gradients(self.model, self.job, self.source, self.at, replica)[0]
+        if self._delayed is None:
+            self._delayed = Delayed(self.job, self.model, schedule, self.at)
+        return self._delayed.gradients(self.at, replica)
 
     def _combine(self, contributions: list[Gradients]) -> Gradients:
         """Canonical sum over the replicas, mean, clipping."""

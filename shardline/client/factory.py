@@ -74,7 +74,7 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     residence: Residence = PRIVATE
     if places.regions or wishes.zero_copy:
         residence = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
-    coding, apart = coding_of(job, plan), methods.cadence.copies
+    coding, apart = coding_of(job, plan), methods.copies
     weights = Weights(plan, layout, coding, residence, _gap(methods, layout), apart=apart)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 

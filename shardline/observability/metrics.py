@@ -218,6 +218,13 @@ TABLE: tuple[MetricSpec, ...] = (
         [],
         "Time in which the stages of this worker had nothing to compute with",
     ),
+    _gauge(
+        "shardline_stage_staleness_steps",
+        "steps",
+        ["worker"],
+        ["stage"],
+        "Updates that a stage's parameters had missed at most in its last step, in a pipeline without a flush",
+    ),
     _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
     _counter(
         "shardline_nonfinite_total",

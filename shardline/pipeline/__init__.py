@@ -11,13 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 from shardline.pipeline.base import Pass, PipelineSchedule, bubble
+from shardline.pipeline.double_buffer import DoubleBuffer
 from shardline.pipeline.flush import Flush
 from shardline.pipeline.gpipe import GPipe
 from shardline.pipeline.share import Share
+from shardline.pipeline.stash import Stash
+from shardline.pipeline.unbroken import Unbroken
+from shardline.pipeline.vertical_sync import VerticalSync
 from shardline.pipeline.whole import WholeModel
 from shardline.seams import Table
 
-PIPELINES: Table[PipelineSchedule] = Table("pipeline", WholeModel, GPipe, Flush)
+PIPELINES: Table[PipelineSchedule] = Table("pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync)
 
 
 def of(job: JobSpec) -> PipelineSchedule:
@@ -70,11 +74,15 @@ def _numbered(what: str, numbers: Sequence[int]) -> str:
 
 __all__ = [
     "PIPELINES",
+    "DoubleBuffer",
     "Flush",
     "GPipe",
     "Pass",
     "PipelineSchedule",
     "Share",
+    "Stash",
+    "Unbroken",
+    "VerticalSync",
     "WholeModel",
     "bubble",
     "by_replica",

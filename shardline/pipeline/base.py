@@ -28,9 +28,22 @@ class PipelineSchedule(Resident, abc.ABC):
         """Whether the model is cut into stages at all."""
         return True
 
+    @property
+    def flushes(self) -> bool:
+        """Whether a step begins when the one before has ended in all stages, so that no parameter is stale."""
+        return True
+
     @abc.abstractmethod
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
-        """The passes of one step in one stage, 0 <= stage < stages, in order."""
+        """The passes of one step in one stage, 0 <= stage < stages, in order, if the pipeline is empty before it."""
+
+    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """Version of the parameters with which a stage computes a microbatch, forward and backward.
+
+        A version is the number of updates that the stage has had. microbatch: counted from the job's first one, so that
+        it belongs to step `microbatch // microbatches`. first: the step at which the pipeline was empty last.
+        """
+        return microbatch // microbatches
 
     def held(self, stage: int, stages: int, microbatches: int) -> int:
         """Largest number of microbatches whose activations a stage holds at a time."""
@@ -39,6 +52,9 @@ class PipelineSchedule(Resident, abc.ABC):
             now += -1 if one.back else 1
             most = max(most, now)
         return most
+
+    def check(self, stages: int, microbatches: int) -> None:
+        """Raise JobError if so many microbatches can't go through so many stages."""
 
 
 def bubble(stages: int, microbatches: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,57 @@ def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, b
     assert same_bits(out, job)
     if dying == "worker/0":
         assert any("stage 0 of replica 0 to worker/" in told for told in events(out)), events(out)
+
+
+@pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer"])
+def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
+    job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
+    assert train(job, out, "--ps", "2", "--workers", "4").code == 0
+    assert same_bits(out, job)
+    # Going on begins with an empty pipeline, with other cuts too.
+    first = reference(load_job(job))
+    job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
+    assert train(job, out, "--ps", "1", "--workers", "3", "--resume").code == 0
+    assert summary_of(out)["sha256"] == reference(load_job(job), start=first).sha256
+
+
+@pytest.mark.parametrize(
+    ("dying", "options"),
+    [
+        pytest.param("worker/1", {"restart": True}, id="a stage comes back"),
+        pytest.param("worker/0", {"restart": False}, id="a stage moves to another worker"),
+        pytest.param("ps/1", {"restart": True}, id="a server comes back"),
+        pytest.param("chief/0", {"restart": True}, id="the chief comes back"),
+    ],
+)
+def test_without_a_flush_a_death_takes_the_job_back_to_a_checkpoint(
+    tmp_path: Path, dying: str, options: dict[str, bool]
+) -> None:
+    job, out = write_job(tmp_path, pipeline="stash"), tmp_path / "run"
+    with mortal_cluster(job, out, workers=3) as cluster:
+        wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
+        wait_for_step(out, 13)
+        cluster.kill(dying, **options)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
+    back = [
+        int(found[1]) for told in events(out) if (found := re.search(r"rolling back all shards to step (\d+)", told))
+    ]
+    assert back, events(out)
+    result = None
+    for step in back:
+        result = reference(load_job(job), step, start=result)
+    assert summary_of(out)["sha256"] == reference(load_job(job), start=result).sha256, events(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        pytest.param(["--standbys", "1"], "leave out --standbys, or choose pipeline='flush'", id="standbys"),
+        pytest.param(["--set", "clip_norm=1"], "clip_norm=1 is one decision about the gradients", id="clipping"),
+    ],
+)
+def test_what_needs_all_stages_at_one_step_is_refused_without_a_flush(
+    tmp_path: Path, options: list[str], told: str
+) -> None:
+    job, out = write_job(tmp_path, pipeline="stash"), tmp_path / "run"
+    assert_refused(train(job, out, "--workers", "2", "--ps", "2", *options), 2, re.escape(told))

@@ -72,6 +72,7 @@ def place() -> Iterator[Workplace]:
         wait_for=lambda numbers: None,
         still_ordered=lambda: True,
         still_open=lambda key: True,
+        settle=lambda: None,
     )
     made.furnish({"w": torch.zeros(64)}, from_file=False, overlap=False)
     yield made

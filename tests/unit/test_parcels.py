@@ -131,7 +131,9 @@ def orders(*addresses: str, timeline: int = 1) -> Orders:
 
 @pytest.fixture
 def office() -> Iterator[PostOffice]:
-    made = PostOffice("worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True)
+    made = PostOffice(
+        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
+    )
     made.begin(JOB, orders("127.0.0.1:1", "127.0.0.1:2"), 3)
     yield made
     made.close()
@@ -177,7 +179,9 @@ def test_a_parcel_for_a_stage_of_ones_own_is_there_at_once(office: PostOffice) -
 
 def test_orders_end_a_wait_and_so_does_a_step_that_others_have_closed() -> None:
     still: list[bool] = [True]
-    office = PostOffice("worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: still[0])
+    office = PostOffice(
+        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: still[0], settle=lambda: None
+    )
     office.begin(JOB, orders("127.0.0.1:1", "127.0.0.1:2"), 3)
     timer = threading.Timer(0.1, office.interrupt)
     timer.start()
@@ -210,7 +214,9 @@ def test_parcels_reach_another_worker_once_it_is_up_and_in_order() -> None:
     first = serve(lambda job, timeline, found: True)
     address = first.address
     first.close()
-    office = PostOffice("worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True)
+    office = PostOffice(
+        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
+    )
     office.begin(JOB, orders(address, "127.0.0.1:2"), 3)
     for number in range(3):
         office.send(parcel(key_of(stage=0, microbatch=number)))
@@ -239,7 +245,9 @@ def test_what_is_for_a_post_that_has_moved_is_not_sent_any_more() -> None:
     address = first.address
     first.close()
     other = serve(deliver)
-    office = PostOffice("worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True)
+    office = PostOffice(
+        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
+    )
     office.begin(JOB, orders(address, "127.0.0.1:2"), 3)
     office.send(parcel(key_of(stage=0)))
     office.begin(JOB, orders(other.address, "127.0.0.1:2"), 3)

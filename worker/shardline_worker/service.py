@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +17,7 @@ from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.runner import Place, StageRunner
+from shardline.pipeline.stream import StreamRunner
 
 log = logging.getLogger("shardline.worker")
 
@@ -46,8 +48,12 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)
-    if isinstance(model, Pipeline) and pipeline.of(spec).staged:
-        train_stages(session, optimizer, model, StageRunner(model, job, source, pipeline.of(spec), session.parcels))
+    schedule = pipeline.of(spec)
+    if isinstance(model, Pipeline) and isinstance(schedule, pipeline.Unbroken):
+        train_stream(session, optimizer, model, job, schedule)
+        return
+    if isinstance(model, Pipeline) and schedule.staged:
+        train_stages(session, optimizer, model, StageRunner(model, job, source, schedule, session.parcels))
         return
     for step in session.steps():
         with session.attempt():
@@ -71,6 +77,32 @@ def train_stages(session: Session, optimizer: ShardlineOptimizer, model: Pipelin
                 loss = runner.run(Place(step=step, replica=replica), stages)
                 samples = runner.samples if loss is not None else 0
                 session.contribute(replica, loss=loss, samples=samples, keep=True)
+            optimizer.step()
+    _log_end(session)
+
+
+def train_stream(
+    session: Session, optimizer: ShardlineOptimizer, model: Pipeline, job: Job, schedule: pipeline.Unbroken
+) -> None:
+    """The same without a flush: what is computed of later steps stays in the runner."""
+
+    def pulled() -> Mapping[str, torch.Tensor]:
+        return session.trainer.methods.held.pulled
+
+    runner = StreamRunner(
+        model, job, BatchSource(job), schedule, session.parcels, pulled=pulled, steps=session.job.steps
+    )
+    for step in session.steps():
+        with session.attempt():
+            runner.begin(step, session.parcels.timeline, session.parcels.all_stages())
+            for replica in session.replicas:
+                session.begin_replica(replica)
+                part = runner.run(replica)
+                with torch.no_grad():
+                    for name, values in part.buffers.items():
+                        pulled()[name].copy_(values)
+                samples = runner.samples if part.loss is not None else 0
+                session.contribute(replica, loss=part.loss, samples=samples, gradients=part.gradients, keep=True)
             optimizer.step()
     _log_end(session)
 

@@ -121,6 +121,15 @@ class InFlight:
         if not self._still_ordered():
             raise StepAgain
 
+    def settle_stages(self) -> None:
+        """Wait for the whole previous step, sent again if need be. Raises StepAgain if it has to be found again."""
+        if not self.settle():
+            raise StepAgain
+        self._place.trainer.exchange.arm()
+        # Check orders that came before arm(); later ones interrupt again.
+        if not self._still_ordered():
+            raise StepAgain
+
     # Between two steps
 
     @property

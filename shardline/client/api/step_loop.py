@@ -49,6 +49,7 @@ class StepLoop:
             wait_for=self.in_flight.wait_for,
             still_ordered=self._still_ordered,
             still_open=self._still_open,
+            settle=self.in_flight.settle_stages,
         )
         self.in_flight.place = self.place
         self.finder = StepFinder(config.timeouts, self.place, self.in_flight, leaving=termination.event.is_set)
@@ -215,7 +216,7 @@ class StepLoop:
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
-        goes_on = self.place.gate is not None or self.trainer.methods.cadence.overlap > 0
+        goes_on = self.place.gate is not None or self.trainer.methods.goes_on
         wait = not goes_on or self.trainer.open.first
         while True:
             try:
@@ -290,8 +291,9 @@ class StepLoop:
 
     def _still_open(self, key: ParcelKey) -> bool:
         """Whether a replica's step still has to be computed, by the orders that it began with."""
-        if not self._still_ordered():
-            return False
+        if not self._still_ordered() or self.trainer.methods.unbroken:
+            # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
+            return self._still_ordered()
         try:
             found = self.trainer.standings([key.replica]).values()
         except (Restart, Interrupted, UnreachableError) as error:

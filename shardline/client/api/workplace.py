@@ -71,7 +71,7 @@ class SessionObserver(Observer):
 class Workplace:
     """One worker's trainer, replaced when plan or timeline change.
 
-    wait_for, still_ordered, still_open: see Gate, Exchange and PostOffice.
+    wait_for, still_ordered, still_open, settle: see Gate, Exchange and PostOffice.
     """
 
     def __init__(
@@ -82,10 +82,13 @@ class Workplace:
         wait_for: Callable[[Iterable[int]], None],
         still_ordered: Callable[[], bool],
         still_open: Callable[[ParcelKey], bool],
+        settle: Callable[[], None],
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self.office = PostOffice(config.task, config.timeouts, config.security, metrics, still_open=still_open)
+        self.office = PostOffice(
+            config.task, config.timeouts, config.security, metrics, still_open=still_open, settle=settle
+        )
         """Activations and gradients from and to other workers, where there is a pipeline."""
         self._wait_for = wait_for
         self._still_ordered = still_ordered

@@ -28,13 +28,13 @@ LOOK_S = 1.0
 
 
 class PostOffice:
-    """Parcels of one worker; see shardline.pipeline.runner.Parcels.
+    """Parcels of one worker; see shardline.pipeline.stream.StageExchange.
 
-    Stages are never more than a step apart: the next step's first passes need what this step's last ones change. So
-    what is kept is bounded by the passes of two steps.
+    A stage is never further ahead of the next one than its passes allow, which depend on what comes back from there. So
+    what is kept is bounded: by the passes of two steps, or without a flush by one activation per stage and replica.
 
     Used by the session's thread, except deliver() and interrupt(). still_open(key): whether the step that a parcel is
-    for is still the one to compute; asked every LOOK_S of a wait.
+    for is still the one to compute; asked every LOOK_S of a wait. settle(): see StageExchange.settle().
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class PostOffice:
         security: Security,
         metrics: Metrics,
         still_open: Callable[[ParcelKey], bool],
+        settle: Callable[[], None],
     ) -> None:
+        self.settle = settle
         self._task = task
         self._timeouts = timeouts
         self._peers = Peers(timeouts, security)
@@ -79,10 +81,7 @@ class PostOffice:
 
     def stages(self, replica: int) -> tuple[int, ...]:
         """The stages of a replica that this worker computes in the open step."""
-        if self._job is None:
-            return ()
-        own = [unit for unit, post in enumerate(self._posts) if post.task == self._task]
-        return pipeline.by_replica(self._job, own).get(replica, ())
+        return self.all_stages().get(replica, ())
 
     def arm(self) -> None:
         """Forget earlier interruptions. Read the orders after this, so that none is missed."""
@@ -109,7 +108,23 @@ class PostOffice:
     def _fits(job: JobSpec, key: ParcelKey) -> bool:
         return key.replica < job.replicas and key.stage < pipeline.stages(job) and key.microbatch < job.accumulate
 
-    # See shardline.pipeline.runner.Parcels
+    @property
+    def timeline(self) -> int:
+        """Timeline of the open step."""
+        return self._timeline
+
+    def all_stages(self) -> dict[int, tuple[int, ...]]:
+        """The stages that this worker computes in the open step, by replica."""
+        if self._job is None:
+            return {}
+        own = [unit for unit, post in enumerate(self._posts) if post.task == self._task]
+        return dict(pipeline.by_replica(self._job, own))
+
+    def staleness(self, stage: int, steps: int) -> None:
+        """See shardline.pipeline.stream.StageExchange."""
+        self._metrics.gauge("shardline_stage_staleness_steps", stage=str(stage)).set(steps)
+
+    # See shardline.pipeline.stage_work.Parcels
 
     def send(self, parcel: Parcel) -> None:
         """Hand a parcel over; it is delivered in the background."""

@@ -22,7 +22,7 @@ from shardline.errors import ProtocolError
 class Weights:
     """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread.
 
-    apart: passes compute with other tensors, see Cadence.copies.
+    apart: passes compute with other tensors, see WorkerMethods.copies.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import torch
 
 from shardline import cadence as cadences
 from shardline import consistency
+from shardline import pipeline as pipelines
 from shardline import topology as topologies
 from shardline.cadence import Held, Ticks, Told
 from shardline.client.applied import AppliedHere
@@ -34,8 +35,14 @@ class WorkerMethods:
         applies = job.apply == WORKER
         self.streams = self.cadence.streams and topologies.of(job).streams and not applies
         """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
+        self.unbroken = not pipelines.of(job).flushes
+        """A pipeline without a flush: passes compute with several versions of the parameters."""
+        self.copies = self.cadence.copies or self.unbroken
+        """Passes compute with other tensors than those that pulls fill."""
+        self.goes_on = self.cadence.overlap > 0 or self.unbroken
+        """The next step begins while this one is exchanged."""
         pulled = tensors
-        if self.cadence.copies or applies:
+        if self.copies or applies:
             names = [spec.name for spec in job.tensors]
             pulled = {name: tensors[name].detach().clone() for name in names if name in tensors}
         inner = InnerOptimizers(job.inner, job.tensors, tensors) if job.inner is not None else None

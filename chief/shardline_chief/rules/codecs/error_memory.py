@@ -1,12 +1,14 @@
-"""What follows when what a worker keeps is lost with it: the error memory of a codec, or the optimizer's state.
+"""What follows when what a worker keeps is lost with it: a codec's error memory, the optimizer's state, a pipeline.
 
 With error_memory="exact", no replica has any at a checkpoint, so the job goes back to one and ends in the same bits. A
 replica that moves because of a join costs as much. With "reset" the job goes on without it, and this is counted
-(docs/codecs.md, error feedback). Where workers run the optimizer (apply="worker"), its state is in checkpoints.
+(docs/codecs.md, error feedback). Where workers run the optimizer (apply="worker"), its state is in checkpoints. Where a
+pipeline has no flush, stages are at different steps, which only a checkpoint brings together.
 """
 
 from __future__ import annotations
 
+from shardline import pipeline
 from shardline.core.settings import WORKER
 from shardline.errors import TaskLostError
 from shardline_chief.rules.events import Progressed, TrainerLost
@@ -19,9 +21,14 @@ def applied(state: State) -> bool:
     return state.job is not None and state.job.apply == WORKER
 
 
+def unbroken(state: State) -> bool:
+    """Whether the job has a pipeline without a flush."""
+    return state.job is not None and not pipeline.of(state.job).flushes
+
+
 def goes_back(state: State) -> bool:
     """Whether the job may have to go back to a checkpoint when replicas have moved."""
-    return applied(state) or state.exact_memory
+    return applied(state) or unbroken(state) or state.exact_memory
 
 
 def _named(replicas: list[int]) -> str:
@@ -47,6 +54,10 @@ class ErrorMemory:
         state.work.moved.clear()
         hopeless = self.recovery.hopeless()
         can = not hopeless and state.saves.checkpoint_step >= 0
+        if moved and unbroken(state):
+            assert state.job is not None
+            self._again_or_end(f"{pipeline.named(state.job, moved)} moved, and what was in the pipeline is lost", now_s)
+            return True
         if moved and state.exact_memory and can:
             self.recovery.again(f"the error memory of {_named(moved)} is lost (error_memory is 'exact')", now_s)
             return True
@@ -55,15 +66,20 @@ class ErrorMemory:
         if not unready or not applied(state):
             return False
         why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
-        if hopeless:
-            # It could not contribute, and the others would wait for it.
-            advice = state.saves.how_to_go_on()
-            state.end(TaskLostError.exit_code, f"{why}, so the job ends{hopeless}. {advice}", now_s)
-            return True
-        if can:
+        if not can and not hopeless:
+            # Without a checkpoint yet it waits for the first one.
+            return False
+        self._again_or_end(why, now_s)
+        return True
+
+    def _again_or_end(self, why: str, now_s: float) -> None:
+        """Go back; where that is not possible, end the job: the others would wait for ever."""
+        state, hopeless = self.state, self.recovery.hopeless()
+        if not hopeless:
             self.recovery.again(why, now_s)
-        # Without a checkpoint yet it waits for the first one.
-        return can
+            return
+        advice = state.saves.how_to_go_on()
+        state.end(TaskLostError.exit_code, f"{why}, so the job ends{hopeless}. {advice}", now_s)
 
     def _dropped(self, whose: str, count: int) -> None:
         self.state.figures.dropped_memories += count

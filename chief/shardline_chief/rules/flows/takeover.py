@@ -15,7 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
-from shardline_chief.rules.codecs.error_memory import applied, goes_back
+from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
 from shardline_chief.rules.continuations import (
     AdoptThenActivate,
     AdoptThenBound,
@@ -242,6 +242,7 @@ class Takeover:
         if not lost:
             exact = goes_back(state) and state.phase is Phase.RUNNING
             kept = "the optimizer's state" if applied(state) else "which error memory"
+            kept = "which stage, and at which step" if unbroken(state) else kept
             why = f"does not know who held {kept}" if exact else "died while filling the parameter servers"
             self.recovery.again(f"the {'new' if exact else 'last'} chief {why}", now_s)
 

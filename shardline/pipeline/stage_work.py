@@ -1,0 +1,246 @@
+"""What a worker does with a stage: one microbatch forward or backward, and the parcels that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardline.data import (
+    Batch,
+    BatchSource,
+    DataSource,
+    calling,
+    check_loss,
+    derive,
+    seed_everything,
+    staying,
+    to_device,
+)
+from shardline.errors import JobError
+from shardline.pipeline.parcel import Parcel, ParcelKey
+
+
+class Layers(Protocol):
+    """A model in stages; see shardline.pipeline.model.Pipeline."""
+
+    training: bool
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        ...
+
+    def run(self, stage: int, values: torch.Tensor) -> torch.Tensor:
+        """The output of one stage."""
+        ...
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters of all stages."""
+        ...
+
+
+class Parcels(Protocol):
+    """Takes parcels to the stages that they are for, and keeps those that have come."""
+
+    def send(self, parcel: Parcel) -> None:
+        """Hand a parcel over; it is delivered in the background."""
+        ...
+
+    def here(self, key: ParcelKey) -> bool:
+        """Whether a parcel has come."""
+        ...
+
+    def wait(self, keys: Sequence[ParcelKey]) -> None:
+        """Wait until one of these has come. Raises if none will."""
+        ...
+
+    def take(self, key: ParcelKey) -> Parcel:
+        """A parcel that has come; it is kept until its step is over."""
+        ...
+
+
+class _Taken(BaseException):
+    """Leaves the job's loss once the first stage has its input. Not an Exception, so that no user's code stops it."""
+
+
+class _Model:
+    """What the job's loss gets as its model: it may be called once, on one tensor, and nothing else."""
+
+    def __init__(self, training: bool, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.training = training
+        self._call = call
+        self._calls = 0
+
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        if len(inputs) != 1 or named or not isinstance(inputs[0], torch.Tensor):
+            raise JobError("loss(model, batch) must call the model of a pipeline with one tensor")
+        self._calls += 1
+        if self._calls > 1:
+            raise JobError("loss(model, batch) called the model of a pipeline twice; it may call it once per batch")
+        return self._call(inputs[0])
+
+    def __getattr__(self, name: str) -> Any:
+        raise JobError(
+            f"loss(model, batch) asks for model.{name}, but no worker of a pipeline has the whole model; it may only "
+            "call it"
+        )
+
+
+@dataclass
+class _Held:
+    """A forward pass that waits for its backward pass."""
+
+    inputs: torch.Tensor | None
+    """What came from the stage before, with the gradient to send back; None in stage 0."""
+    output: torch.Tensor
+
+
+@dataclass(frozen=True, order=True)
+class At:
+    """One microbatch in one stage."""
+
+    step: int
+    replica: int
+    stage: int
+    microbatch: int
+
+    def key(self, *, back: bool, towards: int = 0) -> ParcelKey:
+        """The parcel for this stage, or for one `towards` stages later."""
+        return ParcelKey(self.step, self.replica, self.stage + towards, self.microbatch, back)
+
+    def __str__(self) -> str:
+        return f"in step {self.step} of replica {self.replica}, stage {self.stage},"
+
+
+class StageWork:
+    """Computes passes of a worker's stages. Used by one thread.
+
+    model: on the device to compute on. Gradients are added to the parameters' .grad, each divided by the number of
+    microbatches of a step.
+    """
+
+    def __init__(self, model: Layers, job: DataSource, source: BatchSource, parcels: Parcels) -> None:
+        self._model = model
+        self._job = job
+        self._source = source
+        self._parcels = parcels
+        self._device = next(iter(model.parameters())).device
+        self.last = model.num_stages - 1
+        """The last stage."""
+        self._batches: dict[tuple[int, int, int], Batch] = {}
+        """Of a worker that has both the first and the last stage: batches read for the first."""
+        self._held: dict[At, _Held] = {}
+
+    def clear(self) -> None:
+        """Forget forward passes whose backward passes will not come."""
+        self._batches.clear()
+        self._held.clear()
+
+    def needs(self, at: At, *, back: bool) -> ParcelKey | None:
+        """The parcel that a pass needs."""
+        needed = at.stage < self.last and self._held[at].output.requires_grad if back else at.stage > 0
+        return at.key(back=back) if needed else None
+
+    def ready(self, at: At, *, back: bool) -> bool:
+        """Whether a pass has what it needs."""
+        key = self.needs(at, back=back)
+        return key is None or self._parcels.here(key)
+
+    def _batch(self, at: At, *, keep: bool) -> Batch:
+        place = (at.step, at.replica, at.microbatch)
+        if place in self._batches:
+            return self._batches.pop(place)
+        batch = self._source.batch(*place)
+        with calling(f"moving a batch to {self._device}"):
+            batch = to_device(batch, self._device)
+        if keep:
+            self._batches[place] = batch
+        return batch
+
+    def forward(self, at: At, *, keep_batch: bool) -> float:
+        """One forward pass; returns the loss of the last stage, 0.0 of others. keep_batch: the last stage is here too.
+
+        Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters, or a stage returns
+        something else than one tensor.
+        """
+        inputs = None
+        if at.stage > 0:
+            parcel = self._parcels.take(at.key(back=False))
+            inputs = parcel.values.to(self._device).detach().requires_grad_(parcel.needs_grad)
+        ends = at.stage in (0, self.last)
+        batch = self._batch(at, keep=keep_batch and at.stage == 0 < self.last) if ends else None
+        # After reading the batch, which uses the same generators.
+        seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
+        if at.stage > 0:
+            _restore(parcel.random_state, self._device)
+        output = self._output(at, inputs, batch)
+        self._held[at] = _Held(inputs, output)
+        if at.stage == self.last:
+            return float(output.detach())
+        state = _random_state(self._device)
+        self._parcels.send(Parcel(at.key(back=False, towards=1), output.detach(), output.requires_grad, state))
+        return 0.0
+
+    def _output(self, at: At, inputs: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """A stage's output: the loss, of the last one."""
+        stage = at.stage
+        if 0 < stage < self.last:
+            assert inputs is not None
+            with calling(f"the model, {at}"):
+                return _differentiable(self._model.run(stage, inputs), stage)
+        made: list[torch.Tensor] = []
+
+        def call(given: torch.Tensor) -> torch.Tensor:
+            made.append(self._model.run(stage, given if inputs is None else inputs))
+            if stage < self.last:
+                raise _Taken
+            return made[0]
+
+        with calling(f"loss(model, batch), {at}"):
+            try:
+                loss = self._job.loss(_Model(self._model.training, call), batch)  # type: ignore[arg-type]
+            except _Taken:
+                return _differentiable(made[0], stage)
+        if not made:
+            raise JobError(f"loss(model, batch) does not call the model, {at} so nothing can be trained")
+        check_loss(loss)
+        return loss
+
+    def backward(self, at: At) -> None:
+        """One backward pass."""
+        held = self._held.pop(at)
+        with staying(f"backward(), {at}"):
+            if at.stage == self.last:
+                (held.output / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
+            elif held.output.requires_grad:
+                gradient = self._parcels.take(at.key(back=True)).values
+                torch.autograd.backward(held.output, gradient.to(self._device))
+        if held.inputs is not None and held.inputs.requires_grad:
+            found = held.inputs.grad
+            values = torch.zeros_like(held.inputs) if found is None else found
+            self._parcels.send(Parcel(at.key(back=True, towards=-1), values))
+
+
+def _differentiable(output: torch.Tensor, stage: int) -> torch.Tensor:
+    if not output.is_floating_point():
+        raise JobError(
+            f"stage {stage} of the pipeline returned a tensor of {output.dtype}, which has no gradient; cut the model "
+            "elsewhere"
+        )
+    return output
+
+
+def _random_state(device: torch.device) -> bytes:
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return state.numpy().tobytes()
+
+
+def _restore(state: bytes, device: torch.device) -> None:
+    values = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if device.type == "cpu":
+        torch.set_rng_state(values)
+    else:
+        torch.cuda.set_rng_state(values, device)

@@ -1,0 +1,45 @@
+"""Pipelines without a flush: stages begin the next steps while this one is on its way back. Pure."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from shardline.pipeline.base import Pass, PipelineSchedule
+from shardline.pipeline.flush import Flush
+
+
+def ahead(stage: int, stages: int) -> int:
+    """Microbatches by which a stage's forward passes are ahead of its backward passes.
+
+    Narayanan et al.: PipeDream (2019), section 3.2: 1F1B fills the pipeline and keeps it full.
+    """
+    return stages - 1 - stage
+
+
+class Unbroken(PipelineSchedule, abc.ABC):
+    """1F1B that never drains, so that no stage idles once the pipeline is full; parameters are stale instead.
+
+    A backward pass uses the very parameters of its forward pass, so a worker keeps several versions of its stages.
+    """
+
+    @property
+    def flushes(self) -> bool:
+        """See PipelineSchedule.flushes."""
+        return False
+
+    def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
+        """See PipelineSchedule.passes: a step with none after it drains."""
+        return Flush().passes(stage, stages, microbatches)
+
+    @abc.abstractmethod
+    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """See PipelineSchedule.version."""
+
+    def versions(self, stage: int, stages: int, microbatches: int) -> int:
+        """Largest number of versions of its parameters that a stage uses at a time, in a full pipeline."""
+        most = 0
+        for oldest in range(stages * microbatches, (stages + 1) * microbatches):
+            span = range(oldest, oldest + ahead(stage, stages) + 1)
+            most = max(most, len({self.version(one, stage, stages, microbatches) for one in span}))
+        return most

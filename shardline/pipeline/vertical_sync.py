@@ -1,0 +1,23 @@
+"""PipeDream with vertical sync: all stages use the parameters of the same step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.pipeline.unbroken import Unbroken
+
+
+@dataclass(frozen=True)
+class VerticalSync(Unbroken):
+    """No flush; all stages compute a microbatch with parameters of the same step, the newest that all have.
+
+    Narayanan et al.: PipeDream (2019), section 3.3, vertical sync. With one microbatch per step this is SGD with
+    gradients n - 1 steps old: w(t+1) = w(t) - lr * grad f(w(t-n+1)).
+    """
+
+    name: ClassVar[str] = "vertical-sync"
+
+    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """See PipelineSchedule.version."""
+        return max(first, (microbatch - (stages - 1)) // microbatches)

@@ -1,0 +1,236 @@
+"""What every pipeline without a flush must do: those in the table."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from shardline.data import BatchSource
+from shardline.errors import JobError
+from shardline.job import Job
+from shardline.pipeline import PIPELINES, Unbroken
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.pipeline.runner import AtHome
+from shardline.pipeline.stream import StreamRunner
+from shardline.pipeline.unbroken import ahead
+from shardline.testing import reference
+from tests.conformance.test_pipeline import job_of, plain_layers, turned_layers
+
+UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
+EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
+
+
+class Server(AtHome):
+    """Parcels at home, and one torch optimizer in the place of the servers."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.build_model()
+        self.optimizer = job.build_optimizer(self.model)
+        self.pulled = dict(self.model.state_dict(keep_vars=True))
+        self.stale: list[tuple[int, int]] = []
+
+    def settle(self) -> None:
+        pass
+
+    def staleness(self, stage: int, steps: int) -> None:
+        self.stale.append((stage, steps))
+
+    def step(self, gradients: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients.get(name)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, values in buffers.items():
+                self.pulled[name].copy_(values)
+
+
+def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda step: 0) -> tuple[Server, list[float]]:
+    """Train with all stages in one runner. history(step): the timeline of a step."""
+    server, model = Server(job), job.build_model()
+    assert isinstance(model, Pipeline)
+    runner = StreamRunner(model, job, BatchSource(job), schedule, server, pulled=lambda: server.pulled, steps=job.steps)
+    losses = []
+    for step in range(job.steps):
+        if step and history(step) != history(step - 1):
+            # Parcels of another timeline are not for this one.
+            server.clear()
+        runner.begin(step, history(step), {0: tuple(range(model.num_stages))})
+        part = runner.run(0)
+        assert part.loss is not None
+        losses.append(part.loss)
+        server.step(dict(part.gradients), dict(part.buffers))
+    return server, losses
+
+
+def table(schedule: Unbroken, stages: int, microbatches: int, steps: int) -> dict[tuple[int, int], int]:
+    """Updates that each stage has had when each microbatch goes forward, if backward passes take twice as long."""
+    order = [deque[tuple[int, bool]]() for _ in range(stages)]
+    total = steps * microbatches
+    for stage, todo in enumerate(order):
+        lead = ahead(stage, stages)
+        todo.extend((number, False) for number in range(min(lead, total)))
+        for number in range(total):
+            if number + lead < total:
+                todo.append((number + lead, False))
+            todo.append((number, True))
+    ended: dict[tuple[int, int, bool], int] = {}
+    free = [0] * stages
+    found: dict[tuple[int, int], int] = {}
+    updates = [0] * stages
+    while any(order):
+        ready = []
+        for stage, todo in enumerate(order):
+            if not todo:
+                continue
+            number, back = todo[0]
+            near = stage + 1 if back else stage - 1
+            own = ended.get((stage, number, False), 0) if back else 0
+            if near in (-1, stages) or (near, number, back) in ended:
+                ready.append((max(free[stage], own, ended.get((near, number, back), 0)), stage))
+        start, stage = min(ready)
+        number, back = order[stage].popleft()
+        if not back:
+            found[stage, number] = updates[stage]
+        elif (number + 1) % microbatches == 0:
+            updates[stage] += 1
+        free[stage] = ended[stage, number, back] = start + (2 if back else 1)
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_stashed_versions_are_those_that_the_passes_order_leads_to(stages: int, microbatches: int) -> None:
+    schedule = PIPELINES.parse("stash")
+    for (stage, number), updates in table(schedule, stages, microbatches, 12).items():
+        assert schedule.version(number, stage, stages, microbatches) == updates
+
+
+@EACH
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("microbatches", [4, 5, 8])
+def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(
+    schedule: Unbroken, stages: int, microbatches: int
+) -> None:
+    for (stage, number), updates in table(schedule, stages, microbatches, 6).items():
+        assert schedule.version(number, stage, stages, microbatches) <= updates
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> None:
+    """PipeDream, section 3.3; minibatches counted from 1 there."""
+    stash, vertical, double = (PIPELINES.parse(name) for name in ("stash", "vertical-sync", "double-buffer"))
+    assert isinstance(stash, Unbroken) and isinstance(vertical, Unbroken) and isinstance(double, Unbroken)
+    for stage in range(stages):
+        for minibatch in range(1, 41):
+            version = stash.version(minibatch - 1, stage, stages, 1)
+            assert version == max(0, minibatch - stages + stage)
+            assert minibatch - 1 - version == min(minibatch - 1, stages - 1 - stage)
+            assert vertical.version(minibatch - 1, stage, stages, 1) == max(0, minibatch - stages)
+            assert double.version(minibatch * 8, stage, stages, 8) == minibatch - 1
+        assert stash.versions(stage, stages, 1) == stages - stage
+        assert double.versions(stage, stages, max(1, stages - 1)) <= 2
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("layers", "cuts", "fields"),
+    [
+        pytest.param(plain_layers, [], {}, id="one stage"),
+        pytest.param(plain_layers, [1, 4], {}, id="dropout and batch norm"),
+        pytest.param(plain_layers, [1, 4, 5], {"optimizer": "Adam", "optimizer_args": {"lr": 0.01}}, id="four stages"),
+        pytest.param(turned_layers, [2, 3], {"accumulate": 2}, id="an activation that is a view"),
+    ],
+)
+def test_training_has_the_bits_of_one_process_with_that_delay(
+    schedule: Unbroken, layers: Callable[[], list[nn.Module]], cuts: list[int], fields: dict[str, object]
+) -> None:
+    job = job_of(layers, cuts, steps=9, pipeline=schedule, **fields)
+    expected = reference(job)
+    server, losses = run(schedule, job)
+    assert losses == list(expected.losses)
+    for name, values in {**expected.params, **expected.buffers}.items():
+        assert torch.equal(server.pulled[name], values), name
+    if len(cuts) > 1:
+        assert expected.sha256 != reference(job_of(layers, cuts, steps=9, **fields)).sha256
+
+
+@EACH
+def test_one_stage_is_plain_training_unless_steps_are_delayed(schedule: Unbroken) -> None:
+    job, plain = (job_of(plain_layers, [], steps=6, pipeline=name) for name in (schedule, "whole-model"))
+    assert (reference(job).sha256 == reference(plain).sha256) is (schedule.name != "double-buffer")
+
+
+@EACH
+def test_a_new_timeline_begins_with_an_empty_pipeline(schedule: Unbroken) -> None:
+    job = job_of(plain_layers, [1, 4], steps=10, pipeline=schedule)
+    server, _ = run(schedule, job, lambda step: step // 5)
+    expected = reference(job, start=reference(job, 5))
+    for name, values in expected.params.items():
+        assert torch.equal(server.pulled[name], values), name
+
+
+class Interrupting(Server):
+    """Raises once, in the middle of a step."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.left = 8
+
+    def take(self, key: ParcelKey) -> Parcel:
+        self.left -= 1
+        if not self.left:
+            raise JobError("interrupted")
+        return super().take(key)
+
+
+@EACH
+@pytest.mark.parametrize("after", [3, 8, 13, 20])
+def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Unbroken, after: int) -> None:
+    job = job_of(plain_layers, [1, 4], steps=6, pipeline=schedule)
+    server, model = Interrupting(job), job.build_model()
+    server.left = after
+    assert isinstance(model, Pipeline)
+    runner = StreamRunner(model, job, BatchSource(job), schedule, server, pulled=lambda: server.pulled, steps=job.steps)
+    runner.begin(0, 0, {0: (0, 1, 2)})
+
+    def some_steps() -> None:
+        for step in range(3):
+            runner.begin(step, 0, {0: (0, 1, 2)})
+            runner.run(0)
+
+    with pytest.raises(JobError, match="interrupted"):
+        some_steps()
+    server.clear()
+    for step in range(6):
+        runner.begin(step, 1, {0: (0, 1, 2)})
+        part = runner.run(0)
+        server.step(dict(part.gradients), dict(part.buffers))
+    expected = reference(job)
+    for name, values in {**expected.params, **expected.buffers}.items():
+        assert torch.equal(server.pulled[name], values), name
+
+
+@EACH
+def test_the_staleness_that_it_tells_is_the_schedule_s(schedule: Unbroken) -> None:
+    job = job_of(plain_layers, [1, 4], steps=8, pipeline=schedule)
+    server, _ = run(schedule, job)
+    last = dict(server.stale[-3:])
+    expected: Sequence[int] = {"stash": [1, 1, 0], "vertical-sync": [1, 1, 1], "double-buffer": [1, 1, 1]}[
+        schedule.name
+    ]
+    assert [last[stage] for stage in range(3)] == list(expected)
+    single = job_of(plain_layers, [1, 4], steps=8, pipeline=schedule, accumulate=2)
+    server, _ = run(schedule, single)
+    assert max(steps for _, steps in server.stale) == 1
+
+
+def test_too_few_microbatches_for_two_versions_are_refused() -> None:
+    job = job_of(plain_layers, [1, 4, 5], pipeline="double-buffer", accumulate=2)
+    with pytest.raises(JobError, match="at least 3 microbatches per step for 4 stages, but accumulate is 2"):
+        job.spec(job.build_model())
