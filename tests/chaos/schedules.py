@@ -19,6 +19,11 @@ PLAIN = 50
 """Seeds from this one on have one event more, of those that came later: earlier seeds stay what they were."""
 
 
+UNBROKEN = ("stash", "double-buffer", "vertical-sync")
+"""Pipelines without a flush."""
+STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", UNBROKEN[2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One thing that happens.
@@ -108,7 +113,10 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     networks = networks and seed % 3 == 1
     standbys = standbys and seed % 4 == 2
     synchronous = mode in ("sync", SPARE)
+    pipeline = STAGED[seed // 10 % len(STAGED)] if seed >= PLAIN and seed % 10 == 3 else "whole-model"
     clip = 0.5 if synchronous and dice.random() < 0.25 else 0.0
+    if pipeline in UNBROKEN:
+        clip = 0.0
     counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}
     replicas = dice.choice([workers, workers + 1]) if synchronous else 1
     every = dice.choice([7, 10, 15]) * (1 if synchronous else 3)
@@ -125,7 +133,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         codec=up,
         codec_down=down,
         apply="worker" if seed >= PLAIN and seed % 10 == 7 else "server",
-        pipeline=("gpipe" if seed % 20 == 3 else "flush") if seed >= PLAIN and seed % 10 == 3 else "whole-model",
+        pipeline=pipeline,
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
