@@ -120,6 +120,11 @@ class Child:
             raise ContenderError(f"{self.what} ended with code {code} without figures{self.last_words()}")
         self._line += data
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process.poll() is not None
+
     def terminate(self) -> None:
         """Ask the process to end; what it still prints can be read."""
         self._process.terminate()

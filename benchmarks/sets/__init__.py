@@ -17,6 +17,7 @@ from benchmarks.sets import (
     modes,
     overhead,
     overlap,
+    pipelines,
     scaling,
     sizes,
     small_tensors,
@@ -59,5 +60,6 @@ ALL: dict[str, ModuleType] = {
         codecs,
         auto,
         hooks,
+        pipelines,
     )
 }

@@ -70,8 +70,13 @@ def ours(work: Work, up: str, down: str, hosts: Lab) -> dict[str, Any]:
 
 
 def ddp(work: Work, hook: str, hosts: Lab) -> dict[str, Any]:
-    """One run of DistributedDataParallel with a rank on each host; a step takes as long as its slowest rank's."""
-    command = [str(python_of("torch")), str(PEERS / "ddp_hooks.py"), "--hook", hook, "--ranks", str(HOSTS)]
+    """One run of DistributedDataParallel with a rank on each of two hosts."""
+    return ddp_on(work, hook, hosts, HOSTS)
+
+
+def ddp_on(work: Work, hook: str, hosts: Lab, count: int) -> dict[str, Any]:
+    """One run with a rank on each of the first `count` hosts; a step takes as long as its slowest rank's."""
+    command = [str(python_of("torch")), str(PEERS / "ddp_hooks.py"), "--hook", hook, "--ranks", str(count)]
     command += ["--init", f"tcp://{hosts.address(1)}:{RANK_PORT}", "--interface", INTERFACE]
     command += ["--megabytes", str(work.megabytes), "--steps", str(work.steps), "--warmup", str(work.warmup)]
     with ExitStack() as stack:
@@ -84,7 +89,7 @@ def ddp(work: Work, hook: str, hosts: Lab) -> dict[str, Any]:
                     env=environment(),
                 )
             )
-            for rank in range(HOSTS)
+            for rank in range(count)
         ]
         return max(read_all(ranks, RUN_S), key=lambda found: float(found["median_s"]))
 
