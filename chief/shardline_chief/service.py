@@ -216,7 +216,8 @@ class ChiefProcess:
         timeouts = config.timeouts
         self.metrics = Metrics("chief", config.task)
         self._page = page
-        self._reporter = Reporter(out / "logs", self.metrics, page.history if page is not None else None)
+        shown = (page.history, page.passes) if page is not None else (None, None)
+        self._reporter = Reporter(out / "logs", self.metrics, *shown)
         keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
         store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
         for step in store.list():

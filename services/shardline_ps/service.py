@@ -20,6 +20,7 @@ from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
+from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
@@ -191,7 +192,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         Applicant(role="ps", index=config.index, address=address, metrics_address=metrics_address),
         on_orders=obey,
         cancelled=termination.event,
-        ps_status=process.meter.observed(process.servicer.status),
+        facts=BeatFacts(ps=process.meter.observed(process.servicer.status)),
         security=config.security,
     )
     try:

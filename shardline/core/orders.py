@@ -107,6 +107,24 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassReport:
+    """A pass of a pipeline that was computed: one microbatch through one stage, forward or backward."""
+
+    step: int
+    replica: int
+    stage: int
+    microbatch: int
+    back: bool
+    start_s: float
+    """On a clock of the process that computed it."""
+    end_s: float
+    version: int
+    """Updates that the parameters had had that it was computed with."""
+    held: int
+    """Microbatches whose activations the stage held for this replica meanwhile, its own included."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobView:
     """The chief's description of the job for a task."""
 

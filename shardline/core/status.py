@@ -137,6 +137,25 @@ class TaskStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageStatus:
+    """One stage of a pipeline, over its recent steps and all its replicas."""
+
+    stage: int
+    tasks: tuple[str, ...] = ()
+    """Who computes it."""
+    bubble: float = 0.0
+    """Share of the time from the first pass of a step to its last, in any stage, in which this stage computed nothing,
+    0 to 1. What lies between two steps does not count."""
+    forward_s: float = 0.0
+    """Mean seconds of a forward pass of one microbatch."""
+    backward_s: float = 0.0
+    held: int = 0
+    """Most microbatches of a replica whose activations it held."""
+    behind: int = 0
+    """Updates that its parameters had missed at most; 0 with a flush."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EventStatus:
     """One event message of the chief."""
 
@@ -217,3 +236,5 @@ class ChiefStatus:
     """Bytes of the values in each shard, by its number."""
     faults: tuple[str, ...] = ()
     """Current faults that do not stop the job (checkpoints, logs, the journal), a sentence each."""
+    stages: tuple[StageStatus, ...] = ()
+    """Of a pipeline whose first step is done."""

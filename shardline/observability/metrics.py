@@ -225,6 +225,21 @@ TABLE: tuple[MetricSpec, ...] = (
         ["stage"],
         "Updates that a stage's parameters had missed at most in its last step, in a pipeline without a flush",
     ),
+    _gauge(
+        "shardline_pipeline_bubble_ratio",
+        "ratio",
+        ["chief"],
+        ["stage"],
+        "Share of the time from a step's first pass in any stage to its last in which a stage computed nothing",
+    ),
+    _gauge("shardline_stage_pass_seconds", "seconds", ["chief"], ["stage", "way"], "Mean pass of one microbatch"),
+    _gauge(
+        "shardline_stage_held_microbatches",
+        "microbatches",
+        ["chief"],
+        ["stage"],
+        "Most microbatches of a replica whose activations a stage held in its recent steps",
+    ),
     _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
     _counter(
         "shardline_nonfinite_total",

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardline.core.orders import PassReport
 from shardline.data import BatchSource, DataSource
 from shardline.errors import JobError
 from shardline.pipeline.base import PipelineSchedule
@@ -47,6 +48,7 @@ class StageRunner:
         """
         work, count, total = self._work, self._job.accumulate, 0.0
         work.clear()
+        work.version = place.step
         both = {0, work.last} <= set(stages)
         todo = {
             stage: deque(self._pipeline.passes(stage, work.last + 1, count)) for stage in sorted(stages, reverse=True)
@@ -75,6 +77,8 @@ class AtHome:
 
     def __init__(self) -> None:
         self._here: dict[ParcelKey, Parcel] = {}
+        self.passes: list[PassReport] = []
+        """Those that were computed, in order."""
 
     def send(self, parcel: Parcel) -> None:
         """See Parcels.send."""
@@ -91,6 +95,10 @@ class AtHome:
     def take(self, key: ParcelKey) -> Parcel:
         """See Parcels.take."""
         return self._here.pop(key)
+
+    def passed(self, report: PassReport) -> None:
+        """See Parcels.passed."""
+        self.passes.append(report)
 
     def clear(self) -> None:
         """Forget all parcels."""

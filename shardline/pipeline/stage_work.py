@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from shardline.core.orders import PassReport
 from shardline.data import (
     Batch,
     BatchSource,
@@ -59,6 +61,10 @@ class Parcels(Protocol):
 
     def take(self, key: ParcelKey) -> Parcel:
         """A parcel that has come; it is kept until its step is over."""
+        ...
+
+    def passed(self, report: PassReport) -> None:
+        """Note a pass that was computed."""
         ...
 
 
@@ -130,6 +136,8 @@ class StageWork:
         self._device = next(iter(model.parameters())).device
         self.last = model.num_stages - 1
         """The last stage."""
+        self.version = 0
+        """Of the parameters in the model, for reports; whoever puts others there sets it."""
         self._batches: dict[tuple[int, int, int], Batch] = {}
         """Of a worker that has both the first and the last stage: batches read for the first."""
         self._held: dict[At, _Held] = {}
@@ -166,7 +174,7 @@ class StageWork:
         Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters, or a stage returns
         something else than one tensor.
         """
-        inputs = None
+        start_s, inputs = time.monotonic(), None
         if at.stage > 0:
             parcel = self._parcels.take(at.key(back=False))
             inputs = parcel.values.to(self._device).detach().requires_grad_(parcel.needs_grad)
@@ -178,11 +186,14 @@ class StageWork:
             _restore(parcel.random_state, self._device)
         output = self._output(at, inputs, batch)
         self._held[at] = _Held(inputs, output)
+        loss = 0.0
         if at.stage == self.last:
-            return float(output.detach())
-        state = _random_state(self._device)
-        self._parcels.send(Parcel(at.key(back=False, towards=1), output.detach(), output.requires_grad, state))
-        return 0.0
+            loss = float(output.detach())
+        else:
+            state = _random_state(self._device)
+            self._parcels.send(Parcel(at.key(back=False, towards=1), output.detach(), output.requires_grad, state))
+        self._passed(at, start_s, self._holds(at))
+        return loss
 
     def _output(self, at: At, inputs: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """A stage's output: the loss, of the last one."""
@@ -211,6 +222,7 @@ class StageWork:
 
     def backward(self, at: At) -> None:
         """One backward pass."""
+        start_s, holds = time.monotonic(), self._holds(at)
         held = self._held.pop(at)
         with staying(f"backward(), {at}"):
             if at.stage == self.last:
@@ -222,6 +234,25 @@ class StageWork:
             found = held.inputs.grad
             values = torch.zeros_like(held.inputs) if found is None else found
             self._parcels.send(Parcel(at.key(back=True, towards=-1), values))
+        self._passed(at, start_s, holds, back=True)
+
+    def _holds(self, at: At) -> int:
+        return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)
+
+    def _passed(self, at: At, start_s: float, held: int, *, back: bool = False) -> None:
+        self._parcels.passed(
+            PassReport(
+                step=at.step,
+                replica=at.replica,
+                stage=at.stage,
+                microbatch=at.microbatch,
+                back=back,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                version=self.version,
+                held=held,
+            )
+        )
 
 
 def _differentiable(output: torch.Tensor, stage: int) -> torch.Tensor:

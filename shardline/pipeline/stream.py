@@ -225,6 +225,7 @@ class StreamRunner:
         values = self._versions.get(version)
         if values is None:
             raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions)}")
+        self._work.version = version
         for name, parameter in self._parameters[stage].items():
             parameter.data = values[name]
 

@@ -14,18 +14,17 @@ import grpc
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
 from shardline.core.placement import Post
-from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
+from shardline.rpc.beat_facts import NOTHING, BeatFacts
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
-from shardline.rpc.messages.status import traffic_to_proto
 from shardline.rpc.report_queue import ReportQueue
-from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
+from shardline.rpc.v1 import chief_pb2
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.link")
@@ -50,8 +49,7 @@ class ChiefLink:
         applicant: Applicant,
         *,
         on_orders: Callable[[Orders], None] | None = None,
-        ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
-        traffic: Callable[[], Traffic] | None = None,
+        facts: BeatFacts = NOTHING,
         cancelled: threading.Event | None = None,
         security: Security = PLAIN,
     ) -> None:
@@ -62,8 +60,7 @@ class ChiefLink:
         self.term = 0
         self.secret = b""
         self._on_orders = on_orders
-        self._ps_status = ps_status
-        self._traffic = traffic
+        self._facts = facts
         self._lock = threading.Condition()
         self._orders = Orders()
         self._waiting: Waiting | None = None
@@ -219,7 +216,7 @@ class ChiefLink:
                 self._failure_sent.set()
             self._wake.wait(self.timeouts.heartbeat_s)
             self._wake.clear()
-        if self._reports and not ended.is_set():
+        if (self._reports or self._facts.waiting) and not ended.is_set():
             # Steps that finished after the previous heartbeat; without this one they would be missing from the logs.
             yield self._beat(ended)
 
@@ -241,10 +238,7 @@ class ChiefLink:
             beat.barrier.CopyFrom(barrier_place_to_proto(self._barrier))
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
-        if self._ps_status is not None:
-            beat.ps.CopyFrom(self._ps_status())
-        if self._traffic is not None:
-            beat.traffic.CopyFrom(traffic_to_proto(self._traffic()))
+        self._facts.write(beat)
         return beat
 
     def _tell_awaited(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from shardline.core.orders import StepReport
+from shardline.core.orders import PassReport, StepReport
 
 MAX_REPORTS = 4096
 """Most finished steps waiting to be sent; beyond that the oldest are dropped."""
 BEAT_REPORTS = 1024
 """Most steps in one heartbeat."""
+MAX_PASSES = 2048
+"""Most passes of a pipeline in one heartbeat, and most that wait for it: 80 kB. Beyond that the oldest are dropped."""
 
 
 class ReportQueue:
@@ -51,3 +53,29 @@ class ReportQueue:
             again = [report for beat in self._sent for report in beat]
             self._sent.clear()
             self._waiting.extendleft(reversed(again[: MAX_REPORTS - len(self._waiting)]))
+
+
+class PassQueue:
+    """Passes of a pipeline for a worker's heartbeats. Thread-safe.
+
+    They are for show: what a broken connection loses is not sent again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[PassReport] = deque(maxlen=MAX_PASSES)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, report: PassReport) -> None:
+        """Add a pass."""
+        with self._lock:
+            self._waiting.append(report)
+
+    def take(self) -> list[PassReport]:
+        """Passes since the last call, in order."""
+        with self._lock:
+            taken = list(self._waiting)
+            self._waiting.clear()
+            return taken

@@ -140,8 +140,10 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
     job = job_of(layers, cuts)
     whole, parts = job.build_model(), job.build_model()
     assert isinstance(parts, Pipeline)
-    runner = StageRunner(parts, job, BatchSource(job), schedule, AtHome())
+    home = AtHome()
+    runner = StageRunner(parts, job, BatchSource(job), schedule, home)
     for step in range(3):
+        home.passes.clear()
         expected, _ = replica_gradients(whole, job, BatchSource(job), step, 0)
         parts.zero_grad(set_to_none=True)
         assert runner.run(Place(step=step, replica=0), range(parts.num_stages)) == expected
@@ -150,6 +152,12 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
             assert left.grad is None or torch.equal(left.grad, right.grad), name
         for (name, ours), theirs in zip(whole.named_buffers(), parts.buffers(), strict=True):
             assert torch.equal(ours, theirs), name
+        for stage in range(parts.num_stages):
+            told = [one for one in home.passes if one.stage == stage]
+            order = schedule.passes(stage, parts.num_stages, job.accumulate)
+            assert [(one.microbatch, one.back) for one in told] == [(one.microbatch, one.back) for one in order]
+            assert max(one.held for one in told) == schedule.held(stage, parts.num_stages, job.accumulate)
+            assert {one.version for one in told} == {step}
 
 
 def calls_twice(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -156,6 +156,10 @@ def test_training_has_the_bits_of_one_process_with_that_delay(
     assert losses == list(expected.losses)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(server.pulled[name], values), name
+    for one in server.passes:
+        number = one.step * job.accumulate + one.microbatch
+        assert one.version == schedule.version(number, one.stage, len(cuts) + 1, job.accumulate)
+        assert one.held <= ahead(one.stage, len(cuts) + 1) + 1
     if len(cuts) > 1:
         assert expected.sha256 != reference(job_of(layers, cuts, steps=9, **fields)).sha256
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from shardline.job import load_job
+from shardline.pipeline import PIPELINES
 from shardline.testing import reference
 from tests.e2e.support import (
     PATIENCE_S,
@@ -66,6 +68,31 @@ def same_bits(out: Path, job: Path) -> bool:
     return bool(summary_of(out)["sha256"] == reference(load_job(job)).sha256)
 
 
+def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None:
+    """The trace has every pass of every step, in the schedule's order, on its worker's row and after its sender's."""
+    events_of = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    passes = sorted((one for one in events_of if one["ph"] == "X"), key=lambda one: one["ts"])
+    schedule, found = PIPELINES.parse(pipeline), summary_of(out)
+    for replica in range(replicas):
+        for stage in range(stages):
+            rows = [one for one in passes if (one["args"]["replica"], one["args"]["stage"]) == (replica, stage)]
+            assert len({(one["pid"], one["tid"]) for one in rows}) == 1
+            expected = [
+                (step, one.microbatch, "backward" if one.back else "forward")
+                for step in range(found["steps"])
+                for one in schedule.passes(stage, stages, 4)
+            ]
+            assert [(one["args"]["step"], one["args"]["microbatch"], one["cat"]) for one in rows] == expected
+    arrows = {(one["id"], one["ph"]): one["ts"] for one in events_of if one["ph"] in "sf"}
+    # Between neighbours, each way; clocks are aligned to the time that a heartbeat takes.
+    assert len(arrows) == 2 * (found["steps"] * replicas * 2 * 4 * (stages - 1))
+    assert all(arrows[number, "f"] >= ts - 20_000 for (number, phase), ts in arrows.items() if phase == "s")
+    assert [one["stage"] for one in found["stages"]] == list(range(stages))
+    for one in found["stages"]:
+        assert 0.0 < one["bubble"] < 1.0
+        assert (one["held"], one["behind"]) == (schedule.held(one["stage"], stages, 4), 0)
+
+
 @pytest.mark.parametrize("pipeline", ["gpipe", "flush"])
 def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
@@ -73,6 +100,7 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
     assert finished.code == 0, finished
     assert any("3 workers, 2 replicas in 3 stages" in told for told in events(out, "running"))
     assert same_bits(out, job)
+    assert_seen(out, pipeline, stages=3, replicas=2)
     # Other cuts, and none, go on from there.
     job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
     assert train(job, out, "--ps", "1", "--workers", "2", "--resume").code == 0

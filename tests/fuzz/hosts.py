@@ -25,6 +25,7 @@ from shardline.core.orders import Phase
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
+from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.convert import job_to_proto
@@ -352,7 +353,7 @@ class ChiefHost(Host):
         wait_until(lambda: bool(self.server.address) or not self._thread.is_alive(), "the chief serves")
         self.address = self.server.address
         self._ps = _ps(0)
-        self._ps_link = self._join("ps", address=self._ps.server.address, ps_status=self._ps.servicer.status)
+        self._ps_link = self._join("ps", address=self._ps.server.address, facts=BeatFacts(ps=self._ps.servicer.status))
         self._worker_link = self._join("worker", job=make_job_spec())
         wait_until(lambda: self._worker_link.orders.init, "the worker is told to send the first values")
         self._initialize()

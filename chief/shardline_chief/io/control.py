@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from shardline import pipeline
 from shardline.checkpoint import CheckpointStore
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
@@ -275,6 +276,11 @@ class Control:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
         if steps := self.program.heartbeats.reported(beat):
             self._reporter.report(beat.task, steps)
+        job = self.program.state.job
+        if beat.passes and job is not None and pipeline.of(job).staged and self.program.heartbeats.trains(beat):
+            shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
+            self._reporter.passes.begin(job.name, **shape)
+            self._reporter.passes.told(*key, beat.passes, sent_s=beat.clock_s, now_s=now_s)
         if not self._streams.heard(key, channel, alive=alive):
             self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
 

@@ -24,6 +24,7 @@ from shardline.core.status import CheckpointStatus, EventStatus
 from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
+from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import add_rates, recall
 
 log = logging.getLogger("shardline_chief")
@@ -39,6 +40,7 @@ OPEN_STEPS = 64
 WINDOW_S = 5.0
 RATES_EVERY_S = 2.0
 """Seconds between two lines of rates.jsonl: 6 MB a day."""
+TRACE = "pipeline-trace.json"
 LAST_STEPS = 50
 """Steps that a task's current means are taken over."""
 
@@ -204,7 +206,9 @@ class Shelf:
 class Reporter:
     """Files under out/logs, metrics, and the figures of `shardline status`. Used by the control thread."""
 
-    def __init__(self, folder: Path, metrics: Metrics, history: History | None = None) -> None:
+    def __init__(
+        self, folder: Path, metrics: Metrics, history: History | None = None, passes: PassBoard | None = None
+    ) -> None:
         """history: curves to fill; they start with what the files in the folder contain of this run."""
         self._folder = folder
         self._metrics = metrics
@@ -219,6 +223,8 @@ class Reporter:
         self._drawn = recall(history, folder) if history is not None else None
         """Timeline of the curves; None before the first."""
         self.history = history or History()
+        self.passes = passes or PassBoard()
+        """Of a pipeline."""
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
         self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
@@ -376,6 +382,14 @@ class Reporter:
         self._scalar("train/steps_per_second", self.step_rate.per_second, step)
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
 
+    def stages(self) -> None:
+        """Note how busy the stages of a pipeline are."""
+        for one in self.passes.figures():
+            self._metrics.gauge("shardline_pipeline_bubble_ratio", stage=str(one.stage)).set(one.bubble)
+            self._metrics.gauge("shardline_stage_held_microbatches", stage=str(one.stage)).set(one.held)
+            for way, seconds in (("forward", one.forward_s), ("backward", one.backward_s)):
+                self._metrics.gauge("shardline_stage_pass_seconds", stage=str(one.stage), way=way).set(seconds)
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a checkpoint."""
         for name, value in metrics.items():
@@ -440,12 +454,23 @@ class Reporter:
             except OSError as error:
                 self._fail(error)
         self._files.clear()
+        self._write_trace()
         if self._board is not None:
             try:
                 self._board.close()
             except OSError as error:
                 self._fail(error)
             self._board = None
+
+    def _write_trace(self) -> None:
+        """A pipeline's passes in the run's folder. A chief that took over and saw none leaves what is there."""
+        found = self.passes.trace()
+        if found is None or not found["traceEvents"]:
+            return
+        try:
+            files.replace(self._folder.parent / TRACE, json.dumps(found, separators=(",", ":")).encode())
+        except OSError as error:
+            self._fail(error)
 
 
 def _append(path: Path) -> TextIO:

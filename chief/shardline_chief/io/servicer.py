@@ -15,7 +15,7 @@ import grpc
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
-from shardline.core.orders import Orders, StepReport
+from shardline.core.orders import Orders, PassReport, StepReport
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
@@ -35,7 +35,9 @@ from shardline.rpc.limits import (
 from shardline.rpc.messages.barrier import barrier_place_from_proto, barrier_state_to_proto
 from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
+from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
+from shardline.rpc.report_queue import MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.rules.messages import Beat, Join
@@ -291,6 +293,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
     short(message.failure, f"{where}: failure", MAX_SENTENCE)
     at_most(len(message.suspects), MAX_MEMBERS, f"{where}: suspects")
     at_most(len(message.figures), MAX_FIGURES, f"{where}: figures")
+    at_most(len(message.passes), MAX_PASSES, f"{where}: passes")
     for word in (*message.suspects, *message.figures):
         short(word, f"{where}: a suspect or the name of a figure")
     if message.HasField("ps"):
@@ -324,6 +327,8 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
         barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,
+        passes=tuple(from_message(PassReport, one) for one in message.passes),
+        clock_s=message.clock_s,
         secret=message.secret,
     )
 

@@ -32,6 +32,11 @@ def trainers(reporter: Reporter) -> dict[str, dict[str, Any]]:
     return {task: pace.whole() for task, pace in sorted(reporter.paces.items())}
 
 
+def stages(reporter: Reporter) -> list[dict[str, Any]]:
+    """Figures of each stage of a pipeline over its last steps; [] without one."""
+    return [dataclasses.asdict(one) | {"tasks": list(one.tasks)} for one in reporter.passes.figures()]
+
+
 def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
     """The run's result, for summary.json. sha256: digest of the last checkpoint's parameters, "" if there is none."""
     state = program.state
@@ -66,6 +71,7 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
             "max": max((shard.staleness_max for shard in shards), default=0),
         },
         "trainers": trainers(reporter),
+        "stages": stages(reporter),
         "versions": [shard.version for shard in shards],
         "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
         "contributions": {
@@ -116,9 +122,9 @@ class SummaryFile:
 
     def complete(self) -> None:
         """Add what tasks told when they left."""
-        found = trainers(self._reporter)
-        if found != self._value.get("trainers"):
-            self.write({**self._value, "trainers": found})
+        found = {"trainers": trainers(self._reporter), "stages": stages(self._reporter)}
+        if found != {name: self._value.get(name) for name in found}:
+            self.write({**self._value, **found})
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -170,6 +176,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         dead_s=state.timeouts.dead_s,
         shard_bytes=tuple(shard.nbytes for shard in state.layout.plan.shards) if state.layout.plan is not None else (),
         page=page,
+        stages=reporter.passes.figures(),
         faults=tuple(fault for fault in (*state.figures.faults.values(), reporter.failure) if fault),
     )
 

@@ -57,6 +57,7 @@ class Telemetry:
             self._targets = Targets(self._out, chief=chief, chief_metrics=self._metrics.address)
         self._targets.show(state.tasks.members)
         self._count(state)
+        self._reporter.stages()
         self._show_codecs(state)
         return True
 

@@ -6,6 +6,7 @@ import asyncio
 import html
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -60,6 +61,8 @@ class Page:
             Route("/api/view", self._view),
             Route("/api/history", self._history),
             Route("/api/stream", self._stream),
+            Route("/api/passes", self._passes),
+            Route("/pipeline-trace.json", self._trace),
             Route("/login", self._login, methods=["POST"]),
         ]
         routes += [Route(path, self._static(file)) for path, file in self._files.items()]
@@ -80,6 +83,16 @@ class Page:
 
     async def _history(self, request: Request) -> Response:
         return _json(json.dumps(self._board.changes(_cursor(request)), separators=(",", ":")))
+
+    async def _passes(self, request: Request) -> Response:
+        return _json(self._board.passes.recent())
+
+    async def _trace(self, request: Request) -> Response:
+        # Some megabytes of JSON: the other readers of the page must not wait for it.
+        found = await asyncio.to_thread(self._board.passes.trace)
+        if found is None:
+            raise HTTPException(404, "this job has no pipeline, so there is no trace of one")
+        return _json(await asyncio.to_thread(json.dumps, found, separators=(",", ":")))
 
     async def _stream(self, request: Request) -> Response:
         if request.method == "HEAD":
@@ -222,6 +235,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 404:
         sentence = f"there is no {path[:SHOWN]!r}; the page is at /, its data at /api/view and /api/history"
+        if error.detail != HTTPStatus.NOT_FOUND.phrase:
+            sentence = error.detail
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "GET")
         sentence = f"{path} allows {allowed}, not {request.method[:SHOWN]}"

@@ -44,6 +44,7 @@ class PageServer:
         exposed = check_exposure(address, security)
         self.history = history
         self._board = Board(history)
+        self.passes = self._board.passes
         self._page = Page(self._board, PageAccess(security, exposed))
         self._socket = _bind(address)
         host, _ = parse_address(address)

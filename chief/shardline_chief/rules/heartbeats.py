@@ -70,10 +70,14 @@ class Heartbeats:
         """Whether this life has reported why it fails."""
         return (member.task, member.incarnation) in self._told_failures
 
+    def trains(self, beat: Beat) -> bool:
+        """Whether the sender is the living task of that name, and one that trains."""
+        return self.state.tasks.members.current(beat.task, beat.incarnation, TRAINERS)
+
     def reported(self, beat: Beat) -> tuple[StepReport, ...]:
         """The step reports in a beat, without those for replicas and batches that its sender was never given."""
         state = self.state
-        if not state.tasks.members.current(beat.task, beat.incarnation, TRAINERS):
+        if not self.trains(beat):
             return ()
         # A restarted chief does not yet know who was given what.
         if state.returning or state.chooses_batches:

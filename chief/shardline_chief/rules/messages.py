@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
-from shardline.core.orders import BarrierPlace, StepReport
+from shardline.core.orders import BarrierPlace, PassReport, StepReport
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, Traffic
 
@@ -76,6 +76,10 @@ class Beat:
     figures: Mapping[str, float] = field(default_factory=dict)
     barrier: BarrierPlace | None = None
     """The last barrier that this worker reached; None if it reached none."""
+    passes: tuple[PassReport, ...] = ()
+    """Passes of a pipeline since the last heartbeat."""
+    clock_s: float = 0.0
+    """When it was sent, on the clock of its passes."""
     secret: bytes = field(default=b"", repr=False)
 
     @property

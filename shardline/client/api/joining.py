@@ -15,6 +15,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
 from shardline.errors import TaskLostError, UnreachableError
 from shardline.host.fingerprint import machine_fingerprint
+from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 
@@ -44,7 +45,7 @@ def link_of(
             machine=machine_fingerprint(spec.threads, str(device)),
         ),
         on_orders=loop.finder.ordered,
-        traffic=loop.place.traffic,
+        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.office.passes),
         cancelled=cancelled,
         security=config.security,
     )

@@ -11,7 +11,7 @@ from shardline import pipeline
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.parcels.sender import ParcelSender
 from shardline.config import RoleConfig
-from shardline.core.orders import Orders
+from shardline.core.orders import Orders, PassReport
 from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
@@ -19,6 +19,7 @@ from shardline.lanes.parcels import WORKER, register_worker
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.rpc.channel import Peers
+from shardline.rpc.report_queue import PassQueue
 from shardline.rpc.server import RpcServer
 from shardline.security import Security
 
@@ -61,6 +62,8 @@ class PostOffice:
         self._step = 0
         self._interrupted = False
         self._senders: dict[str, ParcelSender] = {}
+        self.passes = PassQueue()
+        """Those that were computed, for the chief."""
 
     def begin(self, job: JobSpec, orders: Orders, step: int) -> None:
         """Compute this step with these posts: what was for earlier ones, and what others are no longer asked for, goes.
@@ -156,6 +159,10 @@ class PostOffice:
         """A parcel that has come."""
         with self._changed:
             return self._here.pop((self._timeline, key))
+
+    def passed(self, report: PassReport) -> None:
+        """Note a pass that was computed."""
+        self.passes.add(report)
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
         """Wait until one of these has come. Raises StepAgain if the step has to be found again."""

@@ -11,6 +11,7 @@ from shardline.core.status import (
     HeldCut,
     PsStatus,
     ShardStatus,
+    StageStatus,
     StandbyStatus,
     TaskStatus,
     Traffic,
@@ -133,6 +134,7 @@ def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
         tasks=tuple(task_status_from_proto(task) for task in message.tasks),
         said=tuple(from_message(EventStatus, event) for event in message.said),
         checkpoints=tuple(from_message(CheckpointStatus, checkpoint) for checkpoint in message.checkpoints),
+        stages=tuple(from_message(StageStatus, stage) for stage in message.stages),
     )
 
 
@@ -145,4 +147,5 @@ def chief_status_to_proto(value: ChiefStatus) -> chief_pb2.ChiefStatusReply:
         tasks=[task_status_to_proto(task) for task in value.tasks],
         said=[to_message(chief_pb2.EventStatus, event) for event in value.said],
         checkpoints=[to_message(chief_pb2.CheckpointStatus, checkpoint) for checkpoint in value.checkpoints],
+        stages=[to_message(chief_pb2.StageStatus, stage) for stage in value.stages],
     )

@@ -250,6 +250,8 @@ class Beat(_message.Message):
     FIGURES_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     BARRIER_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
@@ -264,6 +266,8 @@ class Beat(_message.Message):
     """Exit code that goes with it."""
     secret: _builtins.bytes
     """Secret of the sending life: see JoinReply."""
+    clock_s: _builtins.float
+    """The sender's clock when it sent this, in seconds; passes are on the same clock."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepReport]: ...
     @_builtins.property
@@ -282,6 +286,10 @@ class Beat(_message.Message):
     def barrier(self) -> Global___BarrierPlace:
         """The last barrier that this worker reached; absent = none."""
 
+    @_builtins.property
+    def passes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassReport]:
+        """Passes of a pipeline since the last heartbeat, the newest 2048 at most; not repeated if they get lost."""
+
     def __init__(
         self,
         *,
@@ -299,14 +307,64 @@ class Beat(_message.Message):
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         secret: _builtins.bytes = ...,
         barrier: Global___BarrierPlace | None = ...,
+        passes: _abc.Iterable[Global___PassReport] | None = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "clock_s", b"clock_s", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "passes", b"passes", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class PassReport(_message.Message):
+    """One microbatch through one stage of a pipeline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    BACK_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    replica: _builtins.int
+    stage: _builtins.int
+    microbatch: _builtins.int
+    back: _builtins.bool
+    """Backward."""
+    start_s: _builtins.float
+    end_s: _builtins.float
+    version: _builtins.int
+    """Updates that the parameters had had that it was computed with."""
+    held: _builtins.int
+    """Microbatches whose activations the stage held for this replica meanwhile, this one included."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        replica: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        microbatch: _builtins.int = ...,
+        back: _builtins.bool = ...,
+        start_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        version: _builtins.int = ...,
+        held: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "end_s", b"end_s", "held", b"held", "microbatch", b"microbatch", "replica", b"replica", "stage", b"stage", "start_s", b"start_s", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PassReport: _TypeAlias = PassReport  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
@@ -927,6 +985,52 @@ class CheckpointStatus(_message.Message):
 Global___CheckpointStatus: _TypeAlias = CheckpointStatus  # noqa: Y015
 
 @_typing.final
+class StageStatus(_message.Message):
+    """One stage of a pipeline, over its recent steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    BUBBLE_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
+    BACKWARD_S_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    bubble: _builtins.float
+    """Share of a step in which it computed nothing, 0 to 1."""
+    forward_s: _builtins.float
+    """Mean seconds of a pass of one microbatch."""
+    backward_s: _builtins.float
+    held: _builtins.int
+    """Most microbatches of a replica whose activations it held."""
+    behind: _builtins.int
+    """Updates that its parameters had missed at most."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who computes it."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        bubble: _builtins.float = ...,
+        forward_s: _builtins.float = ...,
+        backward_s: _builtins.float = ...,
+        held: _builtins.int = ...,
+        behind: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "behind", b"behind", "bubble", b"bubble", "forward_s", b"forward_s", "held", b"held", "stage", b"stage", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
+
+@_typing.final
 class ChiefStatusReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1007,6 +1111,7 @@ class ChiefStatusReply(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     CODEC_UP_FIELD_NUMBER: _builtins.int
     CODEC_DOWN_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -1070,6 +1175,10 @@ class ChiefStatusReply(_message.Message):
     def faults(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Current faults that do not stop the job (checkpoints, logs, the journal), one sentence each."""
 
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]:
+        """Of a pipeline whose first step is done."""
+
     def __init__(
         self,
         *,
@@ -1110,10 +1219,11 @@ class ChiefStatusReply(_message.Message):
         faults: _abc.Iterable[_builtins.str] | None = ...,
         codec_up: _builtins.str = ...,
         codec_down: _builtins.str = ...,
+        stages: _abc.Iterable[Global___StageStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

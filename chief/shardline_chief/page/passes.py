@@ -1,0 +1,93 @@
+"""The passes of a pipeline that workers have told of: for the page, the status and the trace file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardline.core.orders import PassReport
+from shardline.core.status import StageStatus
+from shardline.pipeline.timeline import ClockOffsets, Timeline, trace
+
+DRAWN = 1500
+"""Most passes that the page draws: as many of the newest steps as have no more."""
+
+
+class PassBoard:
+    """Passes on this chief's clock. Thread-safe: the control thread writes, the page's thread reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clocks = ClockOffsets()
+        self._timeline: Timeline | None = None
+        self._figures: tuple[StageStatus, ...] | None = ()
+        """None: they have to be taken again."""
+        self._job = ""
+
+    def begin(self, job: str, *, stages: int, replicas: int, microbatches: int) -> None:
+        """The job has a pipeline of this shape. Call it as often as you like."""
+        with self._lock:
+            known = self._timeline
+            if known is None or (known.stages, known.replicas, known.microbatches) != (stages, replicas, microbatches):
+                self._job, self._figures = job, ()
+                self._timeline = Timeline(stages, replicas, microbatches)
+
+    def told(self, task: str, incarnation: int, passes: Sequence[PassReport], *, sent_s: float, now_s: float) -> None:
+        """Take in what one heartbeat says. sent_s: when it was sent, on the clock of its passes; now_s: on this one."""
+        with self._lock:
+            if self._timeline is None:
+                return
+            offset_s = self._clocks.heard((task, incarnation), sent_s, now_s)
+            moved = [_later(one, offset_s) for one in passes]
+            self._timeline.add(task, moved)
+            self._figures = None
+
+    def figures(self) -> tuple[StageStatus, ...]:
+        """Each stage over the recent steps; none without a pipeline, and before its first step is done."""
+        with self._lock:
+            if self._figures is None and self._timeline is not None:
+                self._figures = self._timeline.figures()
+            return self._figures or ()
+
+    def recent(self) -> str:
+        """The newest whole steps, and what was computed between their passes, as JSON for the page."""
+        with self._lock:
+            timeline = self._timeline
+            if timeline is None:
+                return json.dumps({"rows": [], "passes": []})
+            each = 2 * timeline.stages * timeline.replicas * timeline.microbatches
+            steps = timeline.whole(max(1, DRAWN // each))
+            found = timeline.of(steps)
+        begin_s = min((one.report.start_s for one in found), default=0.0)
+        rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})
+        number = {row: place for place, row in enumerate(rows)}
+        passes = [
+            [
+                number[one.report.stage, one.report.replica, one.task],
+                one.report.step,
+                one.report.microbatch,
+                int(one.report.back),
+                round(1000 * (one.report.start_s - begin_s), 3),
+                round(1000 * (one.report.end_s - begin_s), 3),
+                one.report.version,
+                one.report.held,
+            ]
+            for one in found
+        ]
+        names = [{"stage": stage, "replica": replica, "task": task} for stage, replica, task in rows]
+        return json.dumps({"rows": names, "passes": passes}, separators=(",", ":"))
+
+    def trace(self) -> dict[str, Any] | None:
+        """All passes that are kept, as a trace; None without a pipeline."""
+        with self._lock:
+            if self._timeline is None:
+                return None
+            passes = list(self._timeline.passes)
+        return trace(passes, self._job)
+
+
+def _later(report: PassReport, offset_s: float) -> PassReport:
+    return replace(report, start_s=report.start_s + offset_s, end_s=report.end_s + offset_s)

@@ -1,0 +1,9 @@
+"""What happened in a pipeline: passes on a common clock, figures of its stages, and trace files. Pure."""
+
+from __future__ import annotations
+
+from shardline.pipeline.timeline.clocks import ClockOffsets
+from shardline.pipeline.timeline.passes import TaskPass, Timeline
+from shardline.pipeline.timeline.trace import trace
+
+__all__ = ["ClockOffsets", "TaskPass", "Timeline", "trace"]
