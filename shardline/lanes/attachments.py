@@ -18,7 +18,7 @@ from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.call_server import Answer
+from shardline.lanes.call_server import Answers
 from shardline.storage.publication import Publication
 from shardline.storage.writes import Intact
 
@@ -136,10 +136,10 @@ class LaneOffer(Protocol):
     keeps_replies: bool
     """Whether each attachment has memory for replies to one worker; else they are sent as they are made."""
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable.
 
-        answer: serves the calls that come over them, on the loop.
+        answers: serves the calls that come over them, on the loop.
         """
         ...
 
@@ -178,7 +178,7 @@ class Attachments:
         return counts
 
     def open(
-        self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer
+        self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers
     ) -> tuple[int, Opening]:
         """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
         offer = self._offers.get(lane)
@@ -189,7 +189,7 @@ class Attachments:
                 self._drop(number, "its worker opened another lane")
         if len(self._held) >= MAX_ATTACHMENTS:
             raise LaneUnavailable(f"this ps already has {len(self._held)} attachments, its limit")
-        opening = offer.open(holder, hosted, loop, answer)
+        opening = offer.open(holder, hosted, loop, answers)
         number = next(self._numbers)
         self._held[number] = opening.attachment
         return number, opening

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardline.errors import ProtocolError
 from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind, failure, frame
@@ -40,8 +41,23 @@ class ReplyWriter(Protocol):
         ...
 
 
-Answer = Callable[[AsyncIterator[RequestView], ReplyWriter], Awaitable[None]]
-"""The handler of a call: takes its requests and writes its replies. An error that it raises ends the call."""
+class Answered(NamedTuple):
+    """A call that was answered at once: its replies so far, and what writes the others; None = these are all."""
+
+    replies: list[bytes]
+    rest: Callable[[ReplyWriter], Awaitable[None]] | None
+
+
+class Answers(Protocol):
+    """The handlers of calls. An error that one raises ends its call."""
+
+    async def answer(self, request: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        """Take the requests of a call and write its replies."""
+        ...
+
+    def answer_at_once(self, request: RequestView) -> Answered | None:
+        """Answer a call that is one request, without waiting; None = nothing was done, it needs answer()."""
+        ...
 
 
 class _Call:
@@ -65,11 +81,11 @@ class _Call:
         """Number of requests that the handler has not taken."""
         return len(self._requests)
 
-    def put(self, body: bytes, *, last: bool) -> None:
+    def put(self, request: RequestView | None, nbytes: int, *, last: bool) -> None:
         """Add a request; the last one may be none."""
-        if body or not last:
-            self._requests.append((read_request(body), len(body)))
-            self._bytes += len(body)
+        if request is not None:
+            self._requests.append((request, nbytes))
+            self._bytes += nbytes
         self.last = last
         self._more.set()
 
@@ -95,10 +111,10 @@ class CallServer:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, answer: Answer, *, who: str, broke: Callable[[str], None]
+        self, loop: asyncio.AbstractEventLoop, answers: Answers, *, who: str, broke: Callable[[str], None]
     ) -> None:
         self._loop = loop
-        self._answer = answer
+        self._answers = answers
         self._who = who
         self._broke = broke
         self._sock: socket.socket | None = None
@@ -201,6 +217,8 @@ class CallServer:
                     return
                 for kind, body in self._reader.feed(data):
                     self._take(kind, body)
+                    if self._sock is None:
+                        return
                 if self._full or not _pending(sock):
                     break
         except NOT_READY:
@@ -216,26 +234,52 @@ class CallServer:
         if self._skipping:
             self._skipping = kind is not Kind.LAST
             return
+        request, last = read_request(body) if body or kind is not Kind.LAST else None, kind is Kind.LAST
         if self._call is None:
+            if request is not None and last and self._answer_at_once(request):
+                return
             self._call = _Call(self)
-            self._task = self._loop.create_task(self._serve(self._call))
+            self._task = self._loop.create_task(self._serve(functools.partial(self._answers.answer, self._call, self)))
         elif self._call.last:
             raise ProtocolError("a call began before the previous one ended")
-        self._call.put(body, last=kind is Kind.LAST)
+        self._call.put(request, len(body), last=last)
 
     # A call
 
-    async def _serve(self, call: _Call) -> None:
+    def _answer_at_once(self, request: RequestView) -> bool:
+        """Answer a call that is one request, if it is one that need not wait; its replies are sent together."""
         try:
-            await self._answer(call, self)
+            answered = self._answers.answer_at_once(request)
+        except Exception as error:
+            self._finish(self._failure(error))
+            return True
+        if answered is None:
+            return False
+        for reply in answered.replies:
+            self._out += frame(Kind.REPLY, reply)
+        if answered.rest is None:
+            self._finish(frame(Kind.DONE))
+            return True
+        self._flush()
+        self._call = _Call(self)
+        self._call.put(None, 0, last=True)
+        self._task = self._loop.create_task(self._serve(functools.partial(answered.rest, self)))
+        return True
+
+    def _failure(self, error: Exception) -> bytes:
+        code, sentence = status_of(error, self._who)
+        drop_frames(error)
+        return failure(code, sentence)
+
+    async def _serve(self, answer: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await answer()
         except asyncio.CancelledError:
             # The socket is closed, or the server ends. Raised again, the error would keep this frame, and so the call.
             self._call = self._task = None
             self._end()
         except Exception as error:
-            code, sentence = status_of(error, self._who)
-            drop_frames(error)
-            self._finish(failure(code, sentence))
+            self._finish(self._failure(error))
         else:
             self._finish(frame(Kind.DONE))
 

@@ -13,18 +13,19 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Hosted
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.call_server import ReplyWriter
+from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.messages.data import lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.admission import admit_data, holder_of, outcome_to_proto
+from shardline.server.at_once import SmallSteps
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import PushPullTalk, Replies, readable
 from shardline.server.incoming_push import PushResult
 from shardline.server.pull_sender import pull
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.wire.protobuf import ReplyView, read_request, write_reply
+from shardline.wire.protobuf import ReplyView, RequestView, read_request, write_reply
 
 
 class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
@@ -40,6 +41,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         self._attachments = attachments
         self._on_push = on_push
         self.calls = OpenCalls()
+        self._small = SmallSteps(backend, attachments, self.calls, on_push)
 
     @rpc_errors.unary
     async def OpenLane(
@@ -57,7 +59,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
             number, opening = self._attachments.open(
-                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop(), self.answer
+                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop(), self
             )
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
@@ -114,6 +116,14 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         """The same for a call over the socket of a lane. Raises the error that ends the call."""
         try:
             await self._push_pull(request, writer)
+        except Exception as error:
+            rpc_errors.count_refusal(self, "PushPull", error)
+            raise
+
+    def answer_at_once(self, request: RequestView) -> Answered | None:
+        """The same for a small step, as far as it need not wait; None = it is none. Raises like answer()."""
+        try:
+            return self._small.answer(request)
         except Exception as error:
             rpc_errors.count_refusal(self, "PushPull", error)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardline.server.backend import HostedShard
 from shardline.server.slots import Slot
@@ -11,16 +11,18 @@ QUICK_BYTES = 64 << 10
 """Total size of buckets that are counted on the loop: about ten microseconds of arithmetic."""
 
 
-def applies_inline(shard: HostedShard, slots: Sequence[Slot]) -> bool:
+def applies_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
     """Whether to count these buckets on the loop, because handing them to the pool would take longer.
 
     Excludes everything that may take long: many bytes, a locked bucket, or a shard that has to wait.
     """
-    return (
-        sum(slot.spec.nbytes for slot in slots) <= QUICK_BYTES
-        and shard.counts_inline
-        and not any(shard.buckets[slot.number].lock.locked() for slot in slots)
-    )
+    nbytes = 0
+    for number in numbers:
+        bucket = shard.buckets[number]
+        nbytes += bucket.spec.nbytes
+        if nbytes > QUICK_BYTES or bucket.lock.locked():
+            return False
+    return shard.counts_inline
 
 
 def release_all(slots: Sequence[Slot]) -> None:

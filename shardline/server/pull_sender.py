@@ -236,6 +236,33 @@ async def pull(
         yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
 
 
+def ready_reply(
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
+) -> bytes | None:
+    """The whole answer of a pull as one message, if all that it asks for can be referred to now; None = see pull().
+
+    Raises ProtocolError, UnreachableError.
+    """
+    if admit_data(backend, request.data, init=False).outcome is not Outcome.SERVED:
+        return None
+    shard, want, started_s = backend.shard(request.data.shard), parse_step_wanted(request), time.monotonic()
+    _wait_s(request)
+    attachment, coding = attachment_of(attachments, request.data), backend.coding.pull
+    wanted = wanted_buckets(shard, request)
+    if attachment is None or not attachment.borrowed or not wanted or not may_refer(shard, want, coding):
+        return None
+    states, raw_bytes = [], 0
+    for number in wanted:
+        found = refer_bucket(shard, want, coding, attachment, number)
+        if isinstance(found, Outcome) or len(found.payload):
+            return None
+        states.append(found.state)
+        raw_bytes += found.raw_bytes
+    backend.count(pull_raw=raw_bytes)
+    backend.pulled(request.data.task, coding.name, attachment.lane, raw_bytes, 0, time.monotonic() - started_s)
+    return write_pull(PullFrameView(buckets=states, end=pull_end(backend, shard, Outcome.SERVED)), outer=outer)
+
+
 class _UnservedError(Exception):
     """Ends a pull before all requested buckets are sent."""
 

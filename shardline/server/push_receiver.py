@@ -350,7 +350,7 @@ class PushReceiver:
         if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
-        if applies_inline(push.shard, slots):
+        if applies_inline(push.shard, [slot.number for slot in slots]):
             self._count_all(push, slots)
             return
         threads = min(len(slots), self._backend.pool_threads)

@@ -7,7 +7,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from shardline.core.tensor_bytes import Buffer, digest
 from shardline.core.timeouts import Timeouts
 from shardline.host import segments
 from shardline.lanes.base import Lane
+from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.shm.server import ShmOffer
 from shardline.lanes.tcp import frames as bulk
@@ -31,6 +32,7 @@ from shardline.lanes.tcp.server import TcpOffer
 from shardline.native import library
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
+from shardline.wire.protobuf import RequestView
 from tests.support.cluster import Ps
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
 
@@ -230,6 +232,25 @@ def a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench[Any]) ->
     assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE and pulled.acks == ()
 
 
-async def no_calls(requests: Any, writer: Any) -> None:
-    """Answers calls over a lane's socket where a test makes none."""
+Handler = Callable[[AsyncIterator[RequestView], ReplyWriter], Coroutine[Any, Any, None]]
+
+
+class Handled:
+    """Answers calls over a lane's socket with these handlers."""
+
+    def __init__(
+        self, handler: Handler, at_once: Callable[[RequestView], Answered | None] = lambda request: None
+    ) -> None:
+        self.answer_at_once = at_once
+        self._handler = handler
+
+    async def answer(self, request: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        await self._handler(request, writer)
+
+
+async def _no_call(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
     raise AssertionError("a call came over a lane's socket")
+
+
+no_calls = Handled(_no_call)
+"""Where a test makes no calls."""

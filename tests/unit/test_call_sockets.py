@@ -10,9 +10,8 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import pytest
@@ -22,12 +21,12 @@ from hypothesis import strategies as st
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import call_server, call_socket
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
-from shardline.lanes.call_server import CallServer, ReplyWriter
+from shardline.lanes.call_server import Answered, CallServer, ReplyWriter
 from shardline.lanes.call_socket import CallSocket, Request
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ReplyView, RequestView, write_reply
-from tests.support.lanes import contexts, natively
+from tests.support.lanes import Handled, Handler, contexts, natively
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 20.0
@@ -94,9 +93,6 @@ class Caller:
         self.ended.set()
 
 
-Handler = Callable[[AsyncIterator[RequestView], ReplyWriter], Coroutine[Any, Any, None]]
-
-
 class Waits:
     """A handler that never ends by itself."""
 
@@ -128,7 +124,7 @@ def secured(worker: socket.socket, server: socket.socket, tls: Contexts) -> tupl
 class Pair:
     """Both halves of a socket, the server's with a handler."""
 
-    def __init__(self, handler: Handler, tls: Contexts | None = None) -> None:
+    def __init__(self, handler: Handler | Handled, tls: Contexts | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -137,7 +133,8 @@ class Pair:
         if tls is not None:
             self.worker, there = secured(self.worker, there, tls)
         there.setblocking(False)
-        self.server = CallServer(self.loop, handler, who="worker/0", broke=self.reasons.append)
+        answers = handler if isinstance(handler, Handled) else Handled(handler)
+        self.server = CallServer(self.loop, answers, who="worker/0", broke=self.reasons.append)
         self.server.attach(there)
         self.client = CallSocket(self.worker)
 
@@ -172,17 +169,20 @@ class Pair:
         self.loop.close()
 
 
+Make = Callable[[Handler | Handled], Pair]
+
+
 @pytest.fixture(scope="module")
 def tls() -> Contexts:
     return contexts()
 
 
 @pytest.fixture(params=["plain", "tls", "tls in python"])
-def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Callable[[Handler], Pair]]:
+def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Make]:
     pairs: list[Pair] = []
     plain = request.param == "plain"
 
-    def make(handler: Handler) -> Pair:
+    def make(handler: Handler | Handled) -> Pair:
         pairs.append(Pair(handler, None if plain else tls))
         return pairs[-1]
 
@@ -192,6 +192,33 @@ def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Callable[[Ha
             pair.close()
 
 
+def at_once(request: RequestView) -> Answered | None:
+    """Step 1: all that there is to say. 2: the rest comes from a task. 3: an error. Else: not small."""
+    assert request.pull is not None
+    step = request.pull.exact_step
+
+    async def rest(writer: ReplyWriter) -> None:
+        await asyncio.sleep(0)
+        await writer.write(reply(20))
+
+    if step == 3:
+        raise UnreachableError("the ps is ending")
+    return {1: Answered([reply(1), reply(10)], None), 2: Answered([reply(2)], rest)}.get(step)
+
+
+def test_a_call_that_is_answered_at_once_ends_like_others_and_others_follow(made: Make) -> None:
+    pair = made(Handled(echo, at_once))
+    assert pair.call(pull(1), single=True) == [1, 10]
+    assert pair.call(pull(2), single=True) == [2, 20]
+    assert pair.call(pull(4), single=True) == [4], "one that is not small has a handler of its own"
+    assert pair.call(pull(1), pull(2)) == [1, 2], "only a call that is one request is answered at once"
+    with pytest.raises(CallError, match="the ps is ending") as raised:
+        pair.call(pull(3), single=True)
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+    assert pair.call(pull(1), single=True) == [1, 10]
+    assert not pair.reasons
+
+
 async def echo(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
     async for request in requests:
         assert request.pull is not None
@@ -199,13 +226,13 @@ async def echo(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> Non
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_one_call_follows_another(made: Callable[[Handler], Pair], single: bool) -> None:
+def test_one_call_follows_another(made: Make, single: bool) -> None:
     pair = made(echo)
     for step in range(50):
         assert pair.call(pull(step), single=single) == [step]
 
 
-def test_a_call_has_many_requests_and_many_replies(made: Callable[[Handler], Pair]) -> None:
+def test_a_call_has_many_requests_and_many_replies(made: Make) -> None:
     pair = made(echo)
     assert pair.call(*map(pull, range(500))) == list(range(500))
     assert pair.call() == []
@@ -224,7 +251,7 @@ def test_a_call_has_many_requests_and_many_replies(made: Callable[[Handler], Pai
     ],
 )
 def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
-    made: Callable[[Handler], Pair], error: Exception, code: grpc.StatusCode, sentence: str
+    made: Make, error: Exception, code: grpc.StatusCode, sentence: str
 ) -> None:
     errors = [error]
 
@@ -245,7 +272,7 @@ def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
 
 @pytest.mark.parametrize(("count", "padding", "most"), [(5_000, 0, call_server.MAX_REQUESTS + 64), (30, 300_000, 5)])
 def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
-    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch, count: int, padding: int, most: int
+    made: Make, monkeypatch: pytest.MonkeyPatch, count: int, padding: int, most: int
 ) -> None:
     monkeypatch.setattr(call_server, "RECEIVE_BYTES", 64 if not padding else 64 << 10)
     held: list[int] = []
@@ -280,7 +307,7 @@ def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
     assert 0 < held[0] <= most
 
 
-def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Callable[[Handler], Pair]) -> None:
+def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Make) -> None:
     calls: list[int] = []
 
     async def refuses(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
@@ -306,7 +333,7 @@ def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Callable[[
 
 
 def test_a_call_that_does_not_end_is_not_waited_for_when_its_socket_is_closed(
-    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
+    made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_server, "LAST_WORD_S", 0.1)
     waits = Waits()
@@ -319,7 +346,7 @@ def test_a_call_that_does_not_end_is_not_waited_for_when_its_socket_is_closed(
     assert worker.recv(1) == b""
 
 
-def test_what_a_call_holds_goes_with_its_socket(made: Callable[[Handler], Pair]) -> None:
+def test_what_a_call_holds_goes_with_its_socket(made: Make) -> None:
     class Held:
         """Something large."""
 
@@ -341,7 +368,7 @@ def test_what_a_call_holds_goes_with_its_socket(made: Callable[[Handler], Pair])
         gc.enable()
 
 
-def test_a_socket_that_was_cancelled_after_the_last_reply_is_not_used_again(made: Callable[[Handler], Pair]) -> None:
+def test_a_socket_that_was_cancelled_after_the_last_reply_is_not_used_again(made: Make) -> None:
     pair = made(echo)
     views = pair.client.call(Caller(), [pull(1)], PATIENCE_S, single=True)
     assert next(views).ack is not None
@@ -351,7 +378,7 @@ def test_a_socket_that_was_cancelled_after_the_last_reply_is_not_used_again(made
 
 
 def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
-    made: Callable[[Handler], Pair],
+    made: Make,
 ) -> None:
     written: list[int] = []
 
@@ -372,7 +399,7 @@ def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
     assert len([view for view in views if view.ack is not None]) == 99
 
 
-def test_a_caller_that_goes_away_cancels_its_handler(made: Callable[[Handler], Pair]) -> None:
+def test_a_caller_that_goes_away_cancels_its_handler(made: Make) -> None:
     waits = Waits()
     pair = made(waits)
     pair.worker.sendall(frame(Kind.REQUEST))
@@ -392,7 +419,7 @@ def test_a_caller_that_goes_away_cancels_its_handler(made: Callable[[Handler], P
         frame(Kind.LAST) + frame(Kind.REQUEST),
     ],
 )
-def test_a_worker_that_sends_something_else_loses_its_socket(made: Callable[[Handler], Pair], data: bytes) -> None:
+def test_a_worker_that_sends_something_else_loses_its_socket(made: Make, data: bytes) -> None:
     pair = made(Waits())
     worker = pair.bare()
     worker.sendall(data)
@@ -400,7 +427,7 @@ def test_a_worker_that_sends_something_else_loses_its_socket(made: Callable[[Han
     wait_for(lambda: len(pair.reasons) == 1, "the reason")
 
 
-def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made: Callable[[Handler], Pair]) -> None:
+def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made: Make) -> None:
     for end, code in (
         (lambda pair: pair.client.cancel(), grpc.StatusCode.CANCELLED),
         (lambda pair: pair.loop.call_soon_threadsafe(pair.server._end), grpc.StatusCode.UNAVAILABLE),
@@ -415,9 +442,7 @@ def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made:
         assert raised.value.code is code
 
 
-def test_a_request_that_can_not_be_written_ends_its_call_at_once(
-    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_can_not_be_written_ends_its_call_at_once(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(request: RequestView) -> bytes:
         raise ValueError("too large")
 
@@ -429,13 +454,13 @@ def test_a_request_that_can_not_be_written_ends_its_call_at_once(
     assert str(caller.error) == "too large"
 
 
-def test_a_call_without_an_answer_ends_at_its_deadline(made: Callable[[Handler], Pair]) -> None:
+def test_a_call_without_an_answer_ends_at_its_deadline(made: Make) -> None:
     with pytest.raises(CallError) as raised:
         made(Waits()).call(pull(0), single=True, timeout_s=0.1)
     assert raised.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_server_that_closes_lets_the_running_call_end(made: Callable[[Handler], Pair]) -> None:
+def test_a_server_that_closes_lets_the_running_call_end(made: Make) -> None:
     async def closes(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
         pair.server.close()
         await asyncio.sleep(0)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Histogram
 
 from shardline.errors import NonFiniteError
 from shardline.observability.metrics import Metrics
+from shardline.rpc.v1 import common_pb2
 from shardline.server.admission import outcome_name
 from shardline.server.incoming_push import PushResult
 from shardline_ps.store import ParameterStore
+
+
+class _Traffic(NamedTuple):
+    """What is told of a push or a pull of one peer, by one codec and lane."""
+
+    raw: Counter
+    wire: Counter
+    seconds: Histogram
 
 
 class Meter:
@@ -22,6 +34,12 @@ class Meter:
         self._held_standbys: set[int] = set()
         self._followed: set[int] = set()
         """Shards whose standbys have gauges, here and elsewhere."""
+        # Looked up once: this is part of every small step's price.
+        self._traffic = functools.cache(self._find_traffic)
+        self._outcomes = functools.cache(
+            lambda peer, outcome: metrics.counter("shardline_pushes_total", peer=peer, outcome=outcome_name(outcome))
+        )
+        self._of_shard = functools.cache(lambda name, shard: metrics.histogram(name, shard=shard))
         store.on_pulled = self._pulled
         store.on_barrier = self._waited
         store.on_applied = self._applied
@@ -29,28 +47,32 @@ class Meter:
 
     def pushed(self, result: PushResult) -> None:
         """Count a finished push."""
-        metrics, lane = self._metrics, result.lane
-        outcome = outcome_name(result.ack.outcome)
-        metrics.counter("shardline_pushes_total", peer=result.task or "not admitted", outcome=outcome).inc()
-        if outcome == "fenced":
-            metrics.counter("shardline_fenced_messages_total", peer=result.task or "not admitted").inc()
+        peer, outcome = result.task or "not admitted", result.ack.outcome
+        self._outcomes(peer, outcome).inc()
+        if outcome == common_pb2.OUTCOME_FENCED:
+            self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
         if not result.task:
             return
-        metrics.counter("shardline_push_raw_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
-            result.raw_bytes
+        traffic = self._traffic("push", result.task, result.codec, result.lane)
+        traffic.raw.inc(result.raw_bytes)
+        traffic.wire.inc(result.wire_bytes)
+        traffic.seconds.observe(result.seconds)
+        if outcome == common_pb2.OUTCOME_APPLIED:
+            self._of_shard("shardline_staleness_updates", result.shard).observe(result.ack.staleness)
+
+    def _find_traffic(self, direction: str, peer: str, codec: str, lane: str) -> _Traffic:
+        metrics, name = self._metrics, f"shardline_{direction}"
+        return _Traffic(
+            metrics.counter(f"{name}_raw_bytes_total", peer=peer, codec=codec, lane=lane),
+            metrics.counter(f"{name}_wire_bytes_total", peer=peer, codec=codec, lane=lane),
+            metrics.histogram(f"{name}_seconds", peer=peer),
         )
-        metrics.counter("shardline_push_wire_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
-            result.wire_bytes
-        )
-        metrics.histogram("shardline_push_seconds", peer=result.task).observe(result.seconds)
-        if outcome == "applied":
-            metrics.histogram("shardline_staleness_updates", shard=result.shard).observe(result.ack.staleness)
 
     def _pulled(self, peer: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
-        metrics = self._metrics
-        metrics.counter("shardline_pull_raw_bytes_total", peer=peer, codec=codec, lane=lane).inc(raw_bytes)
-        metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane=lane).inc(wire_bytes)
-        metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
+        traffic = self._traffic("pull", peer, codec, lane)
+        traffic.raw.inc(raw_bytes)
+        traffic.wire.inc(wire_bytes)
+        traffic.seconds.observe(seconds)
 
     def refused(self, method: str, error: Exception) -> None:
         """Count a message that was answered with an error."""
@@ -59,10 +81,10 @@ class Meter:
             self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()
 
     def _waited(self, shard: int, wait_s: float) -> None:
-        self._metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
+        self._of_shard("shardline_barrier_wait_seconds", shard).observe(wait_s)
 
     def _applied(self, shard: int, seconds: float) -> None:
-        self._metrics.histogram("shardline_apply_seconds", shard=shard).observe(seconds)
+        self._of_shard("shardline_apply_seconds", shard).observe(seconds)
 
     def _kept_waiting(self, wait_s: float) -> None:
         self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)

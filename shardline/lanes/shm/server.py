@@ -25,7 +25,7 @@ from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.call_server import Answer, CallServer
+from shardline.lanes.call_server import Answers, CallServer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
@@ -257,7 +257,7 @@ class ShmOffer:
         self._closed = False
         self.acceptor.open()
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """An attachment, still without the worker's segment, and the token with which the worker brings it."""
         if not isinstance(hosted.publication, SegmentPublication):
             raise LaneUnavailable(f"shard {hosted.shard} is not in shared memory on this ps")
@@ -265,7 +265,7 @@ class ShmOffer:
             attachment = ShmAttachment(
                 holder,
                 hosted.publication,
-                lambda broke: CallServer(loop, answer, who=holder.task, broke=broke),
+                lambda broke: CallServer(loop, answers, who=holder.task, broke=broke),
                 by_reference=hosted.by_reference,
                 pushes=hosted.pushes,
                 forget=lambda: self.acceptor.revoke(token),

@@ -21,7 +21,7 @@ from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host.loop_posts import post
 from shardline.lanes.attachments import Holder
-from shardline.lanes.call_server import Answer, CallServer
+from shardline.lanes.call_server import Answers, CallServer
 from shardline.lanes.socket_thread import NOT_READY, READ, WRITE, SocketThread, shut
 from shardline.lanes.tcp.frames import WHOLE
 from shardline.lanes.tcp.lines import EngineReceive, EngineSend
@@ -331,8 +331,8 @@ class TcpAttachment:
 
     ends: makes both ends of the bytes, given the loop and what to call when a bucket has come, when one has left, and
     with the reason when an end broke.
-    answer: serves the calls. take: memory for an incoming bucket. forget: called once when the attachment can't be used
-    any more.
+    answers: serves the calls. take: memory for an incoming bucket. forget: called once when the attachment can't be
+    used any more.
     """
 
     lane = "tcp"
@@ -343,7 +343,7 @@ class TcpAttachment:
         self,
         holder: Holder,
         loop: asyncio.AbstractEventLoop,
-        answer: Answer,
+        answers: Answers,
         *,
         ends: MakeEnds,
         take: Callable[[int], memoryview],
@@ -359,7 +359,7 @@ class TcpAttachment:
         self.incoming: ReceiveSocket | EngineReceive
         self.outgoing: SendSocket | EngineSend
         self.incoming, self.outgoing = ends(loop, self.arrivals.happened, self._room.happened, self._fail)
-        self.calls = CallServer(loop, answer, who=holder.task, broke=self._fail)
+        self.calls = CallServer(loop, answers, who=holder.task, broke=self._fail)
 
     def expect(self, offset: int, nbytes: int, digest: int) -> TcpTicket:
         """The next referred bucket of a push."""

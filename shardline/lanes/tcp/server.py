@@ -10,7 +10,7 @@ from collections.abc import Callable
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
 from shardline.lanes.attachments import Holder, Hosted, Opening
-from shardline.lanes.call_server import Answer
+from shardline.lanes.call_server import Answers
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.attachment import Ends, ReceiveSocket, SendSocket, TcpAttachment
@@ -108,12 +108,12 @@ class TcpOffer:
         self._closed = False
         self.acceptor.open()
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """An attachment, still without sockets, and the tokens with which the worker opens them."""
         attachment = TcpAttachment(
             holder,
             loop,
-            answer,
+            answers,
             ends=self._ends,
             take=self._take,
             forget=lambda: self.acceptor.revoke(up, down, call),
