@@ -192,6 +192,41 @@ PANELS: tuple[Row | Panel, ...] = (
         unit="ops",
         queries=[("{{outcome}}", f"sum by (outcome) ({rate('shardline_pushes_total', PS)})")],
     ),
+    Row("Pipeline"),
+    Panel(
+        title="Bubble, by stage",
+        unit="percentunit",
+        text="Share of a step, from its first pass in any stage to its last, in which a stage computed nothing: with a "
+        "flush at least (n - 1) / (m + n - 1) of n stages and m microbatches.",
+        queries=[("{{run}} stage {{stage}}", one("shardline_pipeline_bubble_ratio", tasks=CHIEF))],
+    ),
+    Panel(
+        title="A pass, by stage",
+        unit="s",
+        text="Of one microbatch. The longest stage limits all others.",
+        queries=[("{{run}} stage {{stage}} {{way}}", one("shardline_stage_pass_seconds", tasks=CHIEF))],
+    ),
+    Panel(
+        title="Microbatches held, by stage",
+        text="Whose activations are in memory, of one replica.",
+        queries=[("{{run}} stage {{stage}}", one("shardline_stage_held_microbatches", tasks=CHIEF))],
+    ),
+    Panel(
+        title="Activations and their gradients sent",
+        unit="Bps",
+        queries=[("{{task}} to {{peer}}", rate("shardline_parcel_bytes_total"))],
+    ),
+    Panel(
+        title="Waiting for activations and gradients",
+        unit="percentunit",
+        text="Share of a worker's time in which its stages had nothing to compute with.",
+        queries=[("{{task}}", rate("shardline_parcel_wait_seconds_total"))],
+    ),
+    Panel(
+        title="Updates that parameters had missed",
+        text="At most, in the last step of a stage: 0 with a flush.",
+        queries=[("{{task}} stage {{stage}}", one("shardline_stage_staleness_steps"))],
+    ),
     Row("Traffic"),
     Panel(
         title="On the wire, by task",

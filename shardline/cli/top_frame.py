@@ -167,7 +167,7 @@ def frame(
 ) -> RenderableType:
     """The cluster view for a terminal of `width` columns and `height` lines (None: no limit)."""
     width = max(MIN_WIDTH, width)
-    head = [*_head(view, curves, width, glyphs)]
+    head = [*_head(view, curves, width, glyphs), *_stages(view, width)]
     if silence is not None:
         head = [Text(printable(silence_text(silence, address)), style="bold red", overflow="fold"), *head]
     tail = [_events(view.events[-EVENTS:], width, glyphs)] if view.events else []
@@ -240,6 +240,16 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
         yield Text(printable(fault), style="bold red", overflow="fold")
     if view.reason and view.phase in ("stopping", "ended"):
         yield Text(printable(view.reason), style="bold" if view.exit_code == 0 else "bold red", overflow="fold")
+
+
+def _stages(view: ClusterView, width: int) -> Iterable[Text]:
+    """A pipeline's stages, one line each."""
+    for stage in view.stages:
+        told = f"stage {stage.stage}: {stage.bubble:.0%} idle within steps, holds {stage.held}"
+        told += f", {stage.behind} updates behind" if stage.behind else ""
+        if width >= 80:
+            told += f", forward {1000 * stage.forward_s:.1f} ms, backward {1000 * stage.backward_s:.1f} ms"
+        yield _one_line(f"{told}, on {', '.join(map(printable, stage.tasks))}")
 
 
 def _one_line(text: str, style: str = "") -> Text:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.core.status import ChiefStatus, TaskStatus, Traffic
+from shardline.core.status import ChiefStatus, StageStatus, TaskStatus, Traffic
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
@@ -209,6 +209,8 @@ class ClusterView:
     """Newest last."""
     faults: tuple[str, ...]
     """Current faults that do not stop the job, one sentence each."""
+    stages: tuple[StageStatus, ...]
+    """Of a pipeline whose first step is done."""
     out_dir: str
     dead_s: float
     """Seconds of silence after which a task is dead."""
@@ -253,6 +255,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         ),
         events=tuple(EventView(time=e.time, level=e.level, sentence=e.sentence) for e in status.said),
         faults=status.faults,
+        stages=status.stages,
         out_dir=status.out_dir,
         dead_s=status.dead_s,
     )

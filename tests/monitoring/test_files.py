@@ -112,7 +112,7 @@ def test_dashboard_is_one_to_grafanas_own_library() -> None:
     numbers = [panel.id_val for panel in panels]
     assert len(set(numbers)) == len(numbers) and all(numbers)
     titles = {panel.title for panel in panels if panel.type_val == "row"}
-    assert titles == {"Job", "Training", "A step", "Traffic", "Staleness and shards", "Checkpoints"}
+    assert titles == {"Job", "Training", "A step", "Pipeline", "Traffic", "Staleness and shards", "Checkpoints"}
     for panel in panels:
         if panel.type_val != "row":
             assert panel.targets and all(isinstance(target, Dataquery) for target in panel.targets), panel.title

@@ -32,6 +32,29 @@ pytestmark = [
 ALERTS_AT_ONCE = {rule["alert"] for rule in rules() if "alert" in rule and "for" not in rule}
 """Those that tell of a fault however short; there is none here."""
 
+RUNS = ("sync", "async", "staged")
+STAGED = """
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardline
+
+
+def loss(model, batch):
+    time.sleep(0.01)
+    return model(batch[0]).square().mean()
+
+
+job = shardline.Job(
+    model=lambda: shardline.Pipeline([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], stages=[2]),
+    loss=loss, dataset=lambda: TensorDataset(torch.randn(64, 8)), optimizer="SGD", optimizer_args={"lr": 0.01},
+    batch_size=4, accumulate=2, steps=1_000_000, checkpoint_every=50, pipeline="stash",
+)
+"""
+
 
 @dataclass(frozen=True)
 class Prometheus:
@@ -75,7 +98,7 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
     (lookup,) = config["scrape_configs"][0]["file_sd_configs"]
-    lookup["files"] = [str(tmp_path / run / Path(lookup["files"][0]).name) for run in ("sync", "async")]
+    lookup["files"] = [str(tmp_path / run / Path(lookup["files"][0]).name) for run in RUNS]
     lookup["refresh_interval"] = "1s"
     path = tmp_path / "prometheus.yml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -104,8 +127,10 @@ def test_every_expression_has_data_of_real_clusters(tmp_path: Path, prometheus: 
     # Wide enough that tensors are encoded.
     codecs = {"codec_up": "onebit", "codec_down": "fp16"}
     other = write_job(tmp_path / "async.py", width=400, consistency="async", **codecs, **pace)
-    outs = [tmp_path / "sync", tmp_path / "async"]
-    # Eight processes start at once; on a busy machine that takes longer than other tests have.
+    staged = tmp_path / "staged.py"
+    staged.write_text(STAGED, encoding="utf-8")
+    outs = [tmp_path / run for run in RUNS]
+    # Twelve processes start at once; on a busy machine that takes longer than other tests have.
     flags = ["--no-page", "--timeout", "60"]
     commands = [
         Command(*train_command(sync, outs[0], *flags, "--evaluators", "1")),
@@ -114,6 +139,7 @@ def test_every_expression_has_data_of_real_clusters(tmp_path: Path, prometheus: 
             *train_command(other, outs[1], *flags, "--workers", "2", "--lane", "tcp"),
             env={"SHARDLINE_LINK_MBIT": "0.001"},
         ),
+        Command(*train_command(staged, outs[2], *flags, "--workers", "2")),
     ]
     try:
         for command, out in zip(commands, outs, strict=True):
@@ -133,14 +159,26 @@ def test_every_expression_has_data_of_real_clusters(tmp_path: Path, prometheus: 
         check_parts_of_a_step(prometheus)
         assert prometheus.total('shardline:staleness:p95{run="async"}') > 0.0
         assert prometheus.total('shardline:staleness:p95{run="sync"}') == 0.0
+        check_stages(prometheus)
         check_alerts(prometheus)
     finally:
         for command in commands:
             command.signal(signal.SIGINT)
         ends = [command.finish() for command in commands]
-    assert [end.code for end in ends] == [130, 130], ends
+    assert [end.code for end in ends] == [130] * len(RUNS), ends
     for out in outs:
         assert json.loads((out / "prometheus-targets.json").read_text()) == []
+
+
+def check_stages(prometheus: Prometheus) -> None:
+    """A job without a pipeline has no stages; those of the other idle for a share, and the first is a step behind."""
+    for metric in ("pipeline_bubble_ratio", "stage_held_microbatches"):
+        assert len(prometheus.values(f'shardline_{metric}{{run="staged"}}')) == 2
+        assert not prometheus.values(f'shardline_{metric}{{run!="staged"}}')
+    assert all(0.0 <= value < 1.0 for value in prometheus.values('shardline_pipeline_bubble_ratio{run="staged"}'))
+    # Two passes at a time in the first stage, one in the second.
+    assert prometheus.values('shardline_stage_held_microbatches{stage="0"}') == [2.0]
+    assert prometheus.values('shardline_stage_held_microbatches{stage="1"}') == [1.0]
 
 
 def check_rules(prometheus: Prometheus) -> None:
@@ -170,7 +208,7 @@ def check_variables(prometheus: Prometheus) -> None:
 
     tasks = ["chief/0", "evaluator/0", "ps/0", "worker/0", "worker/1"]
     # Namespaces are Kubernetes' own: here there is none to choose.
-    there = {"job": ["shardline"], "namespace": [], "run": ["async", "sync"], "task": tasks}
+    there = {"job": ["shardline"], "namespace": [], "run": sorted(RUNS), "task": tasks}
     # A second worker may take its time.
     wait_until(lambda: offered() == there, f"{there}", limit_s=60.0, seen=offered)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.orders import PassReport
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.errors import UsageError
 from shardline.security import PLAIN, Security
@@ -287,6 +288,62 @@ def test_what_fails_stands_on_the_page_for_as_long_as_it_does(browser: Browser) 
         assert browser.text("#faults") == "no checkpoint at step 40: the disk is full · no logs"
         server.show(ChiefStatus(phase="running"))
         browser.wait("document.querySelector('#faults').hidden", "the end of the faults")
+        assert browser.console == []
+    finally:
+        server.close()
+
+
+def passes_of(stage: int, step: int) -> list[PassReport]:
+    """Two stages, two microbatches, passes of 10 ms: each stage is idle for a third of a step."""
+    ticks = ((0, 0, False), (1, 1, False), (4, 0, True), (5, 1, True))
+    if stage:
+        ticks = ((1, 0, False), (2, 1, False), (3, 0, True), (4, 1, True))
+    return [
+        PassReport(
+            step=step,
+            replica=0,
+            stage=stage,
+            microbatch=microbatch,
+            back=back,
+            start_s=step + tick / 100,
+            end_s=step + (tick + 1) / 100,
+            version=step,
+            held=2,
+        )
+        for tick, microbatch, back in ticks
+    ]
+
+
+def test_a_pipeline_is_drawn_with_its_passes_stash_and_versions(browser: Browser) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        server.show(ChiefStatus(phase="running"))
+        browser.open(url)
+        browser.wait("document.querySelector('#contact').innerText === 'live'", "the chief's word")
+        assert browser.ask("document.querySelector('#pipeline').hidden")
+        server.passes.begin("digits", stages=2, replicas=1, microbatches=2)
+        for stage in (0, 1):
+            passes = [one for step in (7, 8) for one in passes_of(stage, step)]
+            server.passes.told(f"worker/{stage}", 1, passes, sent_s=10.0, now_s=20.0)
+        server.show(ChiefStatus(phase="running", stages=server.passes.figures()))
+        browser.wait("document.querySelectorAll('#pipeline svg rect title').length === 16", "every pass")
+        told = browser.ask("document.querySelector('#pipeline svg rect title').textContent")
+        assert told == "step 7, microbatch 0, forward\n10 ms\nversion 7\nholds 2 microbatches"
+        names = browser.ask(
+            "[...document.querySelectorAll('#pipeline svg .name, #pipeline svg .version')].map((e) => e.textContent)"
+        )
+        assert names == ["stage 0", "v7", "v8", "stage 1", "v7", "v8"]
+        assert "33 %" in browser.text("#pipeline tbody")
+        # A pass of the second stage begins to the right of the one that it waits for.
+        places = browser.ask(
+            "[...document.querySelectorAll('#pipeline svg rect.forward')].map((e) => Number(e.getAttribute('x')))"
+        )
+        assert places[0] < places[4] and places[1] == places[4]
+        trace = browser.ask(
+            "fetch('pipeline-trace.json').then((answer) => answer.json()).then((t) => t.traceEvents.length)"
+        )
+        assert trace > 16
         assert browser.console == []
     finally:
         server.close()

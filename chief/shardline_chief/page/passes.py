@@ -12,8 +12,8 @@ from shardline.core.orders import PassReport
 from shardline.core.status import StageStatus
 from shardline.pipeline.timeline import ClockOffsets, Timeline, trace
 
-DRAWN = 1500
-"""Most passes that the page draws: as many of the newest steps as have no more."""
+DRAWN, DRAWN_EACH = 1500, 40
+"""Most passes that the page draws, and of each stage of a replica: as many of the newest steps as have no more."""
 
 
 class PassBoard:
@@ -58,8 +58,9 @@ class PassBoard:
             timeline = self._timeline
             if timeline is None:
                 return json.dumps({"rows": [], "passes": []})
-            each = 2 * timeline.stages * timeline.replicas * timeline.microbatches
-            steps = timeline.whole(max(1, DRAWN // each))
+            each = 2 * timeline.microbatches
+            most = min(DRAWN_EACH // each, DRAWN // (each * timeline.stages * timeline.replicas))
+            steps = timeline.whole(max(1, most))
             found = timeline.of(steps)
         begin_s = min((one.report.start_s for one in found), default=0.0)
         rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})

@@ -2,6 +2,7 @@
 import { Curves } from "./curves.js";
 import { Feed } from "./feed.js";
 import { NONE, bytes, clock, count, figure, plural, rate, seconds } from "./format.js";
+import { Pipeline } from "./pipeline.js";
 import { fill } from "./tables.js";
 
 const at = (id) => document.getElementById(id);
@@ -14,6 +15,7 @@ function show(view) {
   head(view);
   progress(view);
   figures(view);
+  pipeline.show(view);
   tasks(view);
   shards(view);
   checkpoints(view);
@@ -230,5 +232,6 @@ function contact(state, since) {
 }
 
 put(at("contact"), "connecting …");
+const pipeline = new Pipeline(at("pipeline"));
 const curves = new Curves(at("curves"));
 new Feed({ onView: show, onHistory: (news) => curves.take(news), onContact: contact });
