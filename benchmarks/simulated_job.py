@@ -1,9 +1,10 @@
 """A job whose passes take gamma distributed times by sleeping, so that many workers share few cores unhindered.
 
     shardline train benchmarks/simulated_job.py -- --mean 0.1 --cv 0.3 --width 512
+    shardline train benchmarks/simulated_job.py --workers 4 --set pipeline=flush --set accumulate=4 -- --stages 4
 
 A third of a pass is its forward part, the rest its backward part; each layer takes its share of both. The times follow
-from the job's seed, the step and the replica.
+from the job's seed, the step and the replica. With --stages, the mean is that of a microbatch in one stage.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--mean", type=float, default=0.1)
     parser.add_argument("--cv", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--stages", type=int, default=0, help="a model in so many stages of a layer each")
+    parser.add_argument("--slow", type=float, default=1.0, help="the last stage takes so many times as long")
     parser.add_argument("--pauses", type=float, default=1.0, help="one pass of ten takes so many times as long")
     return parser.parse_args(arguments)
 
@@ -73,9 +76,37 @@ class Sleepy(nn.Module):
         return values
 
 
+class SleepyStage(nn.Module):
+    """A layer that takes its time, drawn from torch's generator, which goes along with the microbatch."""
+
+    def __init__(self, width: int, mean_s: float, cv: float) -> None:
+        super().__init__()
+        self.mean_s = mean_s
+        self.shape = 1 / cv**2 if cv else 0.0
+        self.layer = nn.Linear(width, width, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The layer's output, after the forward part of the time."""
+        seconds = self.mean_s
+        if self.shape:
+            drawn = torch._standard_gamma(torch.tensor(self.shape, dtype=torch.float64))
+            seconds *= float(drawn) / self.shape
+        values = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
+        return self.layer(_Sleep.apply(values, seconds))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def make_model() -> nn.Module:
+    """The model, in stages if there are to be some."""
+    if not options.stages:
+        return Sleepy(options)
+    means = [options.mean] * (options.stages - 1) + [options.mean * options.slow]
+    layers = [SleepyStage(options.width, mean_s, options.cv) for mean_s in means]
+    return shardline.Pipeline(layers, stages=list(range(1, options.stages)))
+
+
 options = parse(shlex.split(os.environ.get("SHARDLINE_JOB_ARGS", "")))
 job = shardline.Job(
-    model=lambda: Sleepy(options),
+    model=make_model,
     loss=lambda model, batch: model(batch[0]).square().mean(),
     dataset=TensorDataset(torch.zeros(64, options.width)),
     optimizer="SGD",

@@ -74,6 +74,8 @@ def test_passes_of_other_steps_fill_the_bubble_of_a_step() -> None:
     timeline.add("worker/0", [report(0, 0, at=0.0), report(1, 0, at=1.0), report(0, 0, back=True, at=3.0)])
     timeline.add("worker/1", [report(0, 1, at=1.0), report(0, 1, back=True, at=2.0)])
     assert [one.bubble for one in timeline.figures()] == [0.25, 0.5]
+    assert [one.report.step for one in timeline.of([0])] == [0] * 4
+    assert [one.report.step for one in timeline.around([0])] == [0, 1, 0, 0, 0]
 
 
 def test_a_step_counts_when_all_its_passes_are_known_and_again_when_it_was_begun_again() -> None:

@@ -61,7 +61,7 @@ class PassBoard:
             each = 2 * timeline.microbatches
             most = min(DRAWN_EACH // each, DRAWN // (each * timeline.stages * timeline.replicas))
             steps = timeline.whole(max(1, most))
-            found = timeline.of(steps)
+            found = timeline.around(steps)
         begin_s = min((one.report.start_s for one in found), default=0.0)
         rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})
         number = {row: place for place, row in enumerate(rows)}

@@ -74,6 +74,16 @@ class Timeline:
         found = [one for number in steps for one in self._steps.get(number, {}).values()]
         return sorted(found, key=lambda one: one.report.start_s)
 
+    def around(self, steps: Sequence[int]) -> list[TaskPass]:
+        """Passes of some steps, and those of others that lie between them: without a flush there are many."""
+        own = self.of(steps)
+        if not own:
+            return []
+        start_s, end_s = _span(own)
+        return [
+            one for one in self.of(list(self._steps)) if start_s <= one.report.start_s and one.report.end_s <= end_s
+        ]
+
     def figures(self) -> tuple[StageStatus, ...]:
         """Every stage's figures over the newest whole steps; none before the first of them."""
         steps = self.whole()
