@@ -135,10 +135,10 @@ def _with_server_rule(job: JobSpec) -> JobSpec:
     return found
 
 
-def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
+def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) -> None:
     """Raise JobError if two methods of a job can't work together, naming both and the remedy.
 
-    standbys: planned number per shard.
+    standbys: planned number per shard. workers: planned number; None = unknown yet.
     """
     rule, mode, pace = chosen(job.rule), consistency.of(job.consistency), cadence.of(job)
     mode.needed(job.replicas)  # Raises if too few are left to make a step.
@@ -189,7 +189,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
     if adding is not None:
         _check_momentum(adding, job, mode, pace)
     _check_taken(job)
-    _check_pipeline(job, mode, pace, standbys=standbys)
+    _check_pipeline(job, mode, pace, standbys=standbys, workers=workers)
     if standbys and Need.PULLS in rule.needs:
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
@@ -197,7 +197,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
         )
 
 
-def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int) -> None:
+def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int, workers: int | None) -> None:
     """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
     chosen_pipeline = pipeline.of(job)
     if not chosen_pipeline.staged:
@@ -231,6 +231,7 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             "codec, such as bf16"
         )
     chosen_pipeline.check(pipeline.stages(job), job.accumulate)
+    pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=workers)
     if not chosen_pipeline.flushes:
         _check_unbroken(job, standbys=standbys)
 

@@ -259,6 +259,7 @@ class Job(Settings):
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
+            hosts=model.hosts if isinstance(model, Pipeline) and PIPELINES.parse(self.pipeline).staged else (),
         )
         spec = divide(spec)
         check_fit(spec)

@@ -185,6 +185,8 @@ class JobSpec(Settings):
     """Length of a map-style data set; 0 if it is iterable or a script's own."""
     script: bool = False
     """Whether the user's own script drives the steps."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See shardline.pipeline.hosts."""
 
 
 def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:

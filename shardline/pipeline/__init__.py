@@ -11,14 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 from shardline.pipeline.base import Pass, PipelineSchedule, bubble
-from shardline.pipeline.double_buffer import DoubleBuffer
-from shardline.pipeline.flush import Flush
-from shardline.pipeline.gpipe import GPipe
+from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
+from shardline.pipeline.schedules.double_buffer import DoubleBuffer
+from shardline.pipeline.schedules.flush import Flush
+from shardline.pipeline.schedules.gpipe import GPipe
+from shardline.pipeline.schedules.stash import Stash
+from shardline.pipeline.schedules.unbroken import Unbroken
+from shardline.pipeline.schedules.vertical_sync import VerticalSync
+from shardline.pipeline.schedules.whole import WholeModel
 from shardline.pipeline.share import Share
-from shardline.pipeline.stash import Stash
-from shardline.pipeline.unbroken import Unbroken
-from shardline.pipeline.vertical_sync import VerticalSync
-from shardline.pipeline.whole import WholeModel
 from shardline.seams import Table
 
 PIPELINES: Table[PipelineSchedule] = Table("pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync)
@@ -50,6 +51,11 @@ def by_replica(job: JobSpec, owned: Iterable[int]) -> Mapping[int, tuple[int, ..
     for unit in sorted(owned):
         found.setdefault(unit % job.replicas, []).append(unit // job.replicas)
     return {replica: tuple(found[replica]) for replica in sorted(found)}
+
+
+def planned(job: JobSpec) -> dict[int, str]:
+    """Task by unit, where the model names its workers; else {}."""
+    return planned_hosts(job.hosts, job.replicas) if of(job).staged else {}
 
 
 def share_of(job: JobSpec, plan: Plan, owned: Iterable[int]) -> Share:
@@ -84,10 +90,13 @@ __all__ = [
     "Unbroken",
     "VerticalSync",
     "WholeModel",
+    "assign_hosts",
     "bubble",
     "by_replica",
+    "check_hosts",
     "named",
     "of",
+    "planned",
     "share_of",
     "stages",
     "unit_of",

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import JobError
+from shardline.pipeline.hosts import hosts_of
 
 
 class Pipeline(nn.Sequential):
@@ -18,14 +19,21 @@ class Pipeline(nn.Sequential):
         Pipeline([nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)], stages=[2])
 
     stages: the layers that begin a new stage, ascending: [2] makes the stages of layers 0 and 1, and from 2 on. A whole
-    number makes that many stages of about equally many parameters. One process runs the model like a torch
+    number makes that many stages of about equally many parameters. workers: how many workers each stage has, [2, 1, 1],
+    or which, by number, [[0], [1], [0]]; () lets the chief choose. One process runs the model like a torch
     nn.Sequential of the same layers, with the same names in its state_dict.
 
     Raises JobError, naming the layer, for a cut that is no layer, a stage without parameters, more stages than layers,
     and weights that layers of different stages share.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, stages: int | Sequence[int]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        stages: int | Sequence[int],
+        workers: Sequence[int | Sequence[int]] = (),
+    ) -> None:
         super().__init__(*layers)
         for number, layer in enumerate(layers):
             if not isinstance(layer, nn.Module):
@@ -33,6 +41,8 @@ class Pipeline(nn.Sequential):
         cuts = self._balanced(stages) if isinstance(stages, int) else [int(cut) for cut in stages]
         self.cuts = tuple(self._checked(cuts))
         """First layer of each stage but stage 0."""
+        self.hosts = hosts_of(workers, self.num_stages)
+        """Numbers of the workers of each stage; () = the chief chooses."""
         self._check_ties()
         self._check_stages()
 

@@ -12,8 +12,8 @@ from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import ParcelKey
+from shardline.pipeline.schedules.unbroken import Unbroken, ahead
 from shardline.pipeline.stage_work import At, Parcels, StageWork
-from shardline.pipeline.unbroken import Unbroken, ahead
 
 Values = Mapping[str, torch.Tensor]
 

@@ -16,8 +16,8 @@ from shardline.pipeline import PIPELINES, Unbroken
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.runner import AtHome
+from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.stream import StreamRunner
-from shardline.pipeline.unbroken import ahead
 from shardline.testing import reference
 from tests.conformance.test_pipeline import job_of, plain_layers, turned_layers
 

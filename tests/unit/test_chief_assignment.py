@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.consistency.assignment import assign, replicas_of
+from shardline.core.spec import JobSpec, TensorSpec
+from shardline.core.spec_json import job_from_json, job_to_json
+from shardline.errors import JobError
+from shardline.fit import check_fit
+from shardline.pipeline.hosts import hosts_of
+from shardline.rpc.messages.convert import job_from_proto, job_to_proto
+from shardline.update import rule
+from shardline_chief.rules.state.work import assigned
 
 WORKERS = [f"worker/{i}" for i in range(8)]
 
@@ -62,3 +74,85 @@ def test_every_replica_has_one_living_worker_and_counts_differ_by_one(replicas: 
         assert sizes[-1] - sizes[0] <= 1
         assert len(sizes) == min(replicas, len(living))
         assert assign(assignment, living, replicas) == assignment
+
+
+# Workers that a model in stages names
+
+
+def job_in_stages(workers: Sequence[int | Sequence[int]], *, replicas: int, stages: int = 3) -> JobSpec:
+    tensors = [TensorSpec(name=f"{stage}.w", shape=(4,), dtype="float32", fragment=stage) for stage in range(stages)]
+    return JobSpec(
+        name="j",
+        tensors=tuple(tensors),
+        rule=rule("SGD", ({"lr": 0.5},)),
+        pipeline="flush",
+        replicas=replicas,
+        hosts=hosts_of(workers, stages),
+    )
+
+
+def test_replicated_stages_and_stages_that_are_not_neighbours_are_where_the_model_says() -> None:
+    two_one_one = assigned(job_in_stages([2, 1, 1], replicas=2), {}, WORKERS)
+    assert [two_one_one[unit] for unit in range(6)] == [f"worker/{number}" for number in (0, 1, 2, 2, 3, 3)]
+    mixed = assigned(job_in_stages([[0], [1], [2], [0]], replicas=1, stages=4), {}, WORKERS)
+    assert mixed == {0: "worker/0", 1: "worker/1", 2: "worker/2", 3: "worker/0"}
+
+
+def test_units_of_a_worker_that_is_away_are_with_another_until_it_is_back() -> None:
+    job = job_in_stages([2, 1, 1], replicas=2)
+    before = assigned(job, {}, WORKERS[:4])
+    away = assigned(job, before, ["worker/0", "worker/1", "worker/3"])
+    assert {unit for unit in range(6) if away[unit] != before[unit]} == {2, 3}
+    assert [away[2], away[3]] == ["worker/0", "worker/1"]
+    # A spare worker comes: who stands in goes on, since a stage that moves costs a step.
+    assert assigned(job, away, ["worker/0", "worker/1", "worker/3", "worker/4"]) == away
+    assert assigned(job, away, WORKERS[:4]) == before
+    assert assigned(job, before, []) == {}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True), min_size=1, max_size=5),
+    st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=6),
+)
+def test_every_unit_has_one_living_worker_and_the_planned_one_if_that_lives(
+    hosts: list[list[int]], history: list[set[str]]
+) -> None:
+    job = job_in_stages(hosts, replicas=2, stages=len(hosts))
+    assignment: dict[int, str] = {}
+    for alive in history:
+        assignment = assigned(job, assignment, sorted(alive))
+        assert sorted(assignment) == list(range(2 * len(hosts))) and set(assignment.values()) <= alive
+        for unit, task in assignment.items():
+            named = f"worker/{hosts[unit // 2][unit % 2 % len(hosts[unit // 2])]}"
+            assert task == named or named not in alive
+        assert assigned(job, assignment, sorted(alive)) == assignment
+
+
+@pytest.mark.parametrize(
+    ("workers", "sentence"),
+    [
+        ([2, 1], r"workers is \[2, 1\], which is 2 entries for 3 stages"),
+        ([2, [2], [3]], "give a number of workers for every stage, or a list"),
+        ([2, 0, 1], "stage 1 needs at least one worker"),
+        ([[0], [1, 1], [2]], "stage 1 needs at least one worker, each named once"),
+        ([[0], [-1], [2]], "stage 1 needs at least one worker, each named once by its number, from 0 on"),
+    ],
+)
+def test_workers_that_are_no_assignment_are_refused(workers: list[int | list[int]], sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        hosts_of(workers, 3)
+
+
+def test_workers_that_do_not_fit_the_job_or_the_cluster_are_refused_before_training() -> None:
+    check_fit(job_in_stages([2, 1, 1], replicas=4), workers=4)
+    with pytest.raises(JobError, match="stage 0 of the pipeline has 2 workers for the job's 3 replicas"):
+        check_fit(job_in_stages([2, 1, 1], replicas=3))
+    with pytest.raises(JobError, match="stage 2 of the pipeline is for worker/3, but there are 3 workers; start 4"):
+        check_fit(job_in_stages([2, 1, 1], replicas=2), workers=3)
+    with pytest.raises(JobError, match="are not those of 3 stages"):
+        check_fit(replace(job_in_stages([], replicas=1), hosts=((0,), ())))
+
+
+def test_the_workers_of_stages_come_through_the_wire() -> None:
+    job = job_in_stages([[0, 4], [1], [0, 2]], replicas=2)
+    assert job_from_proto(job_to_proto(job)) == job and job_from_json(job_to_json(job)) == job

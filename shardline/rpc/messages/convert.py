@@ -283,6 +283,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         best_is_lowest=job.best_is_lowest,
         samples=job.samples,
         script=job.script,
+        hosts=[plan_pb2.StageHosts(workers=numbers) for numbers in job.hosts],
     )
 
 
@@ -300,6 +301,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         best_is_lowest=message.best_is_lowest,
         samples=message.samples,
         script=message.script,
+        hosts=tuple(tuple(stage.workers) for stage in message.hosts),
     )
 
 

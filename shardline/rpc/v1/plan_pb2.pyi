@@ -478,6 +478,7 @@ class JobSpec(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SCRIPT_FIELD_NUMBER: _builtins.int
     INNER_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     best_metric: _builtins.str
     """Name of the evaluation metric that decides `best`, and whether lower is better."""
@@ -504,6 +505,10 @@ class JobSpec(_message.Message):
     def inner(self) -> Global___InnerSpec:
         """Absent unless the cadence trains locally; `rule` and `schedule` are the servers' then."""
 
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageHosts]:
+        """In a pipeline whose model names them: the workers of each stage, by stage. Else the chief chooses."""
+
     def __init__(
         self,
         *,
@@ -518,11 +523,34 @@ class JobSpec(_message.Message):
         samples: _builtins.int = ...,
         script: _builtins.bool = ...,
         inner: Global___InnerSpec | None = ...,
+        hosts: _abc.Iterable[Global___StageHosts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "inner", b"inner", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "inner", b"inner", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "hosts", b"hosts", "inner", b"inner", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class StageHosts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of workers. The replicas of the stage go to them in turn."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageHosts: _TypeAlias = StageHosts  # noqa: Y015

@@ -57,7 +57,7 @@ class Start:
             if state.settings.replayed is not None:
                 state.settings.replayed.check(job)
             plan = make_plan(job.tensors, len(state.settings.ps))
-            check_fit(job, standbys=state.settings.standbys)
+            check_fit(job, standbys=state.settings.standbys, workers=state.settings.workers)
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
         except ShardlineError as error:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardline import pipeline
 from shardline.consistency.assignment import assign
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
 from shardline_chief.rules.state.leases import Leases
+
+
+def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -> dict[int, str]:
+    """Task by unit: the one that the job's model names, or where it names none, about equally many for each.
+
+    living: tasks in order of index. {} if nobody is.
+    """
+    named = pipeline.planned(job)
+    if named:
+        return pipeline.assign_hosts(named, previous, living)
+    return assign(previous, living, pipeline.units(job))
 
 
 class Work:
@@ -51,7 +62,7 @@ class Work:
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
         else:
-            self.assignment = assign(before, tasks, pipeline.units(job))
+            self.assignment = assigned(job, before, tasks)
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
         ready = {life for life, had in self.given.items() if had}
         gained: dict[str, list[int]] = {}

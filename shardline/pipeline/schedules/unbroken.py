@@ -6,7 +6,7 @@ import abc
 from collections.abc import Sequence
 
 from shardline.pipeline.base import Pass, PipelineSchedule
-from shardline.pipeline.flush import Flush
+from shardline.pipeline.schedules.flush import Flush
 
 
 def ahead(stage: int, stages: int) -> int:

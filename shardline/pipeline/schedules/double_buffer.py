@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.errors import JobError
-from shardline.pipeline.unbroken import Unbroken
+from shardline.pipeline.schedules.unbroken import Unbroken
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.unbroken import Unbroken
+from shardline.pipeline.schedules.unbroken import Unbroken
 
 
 @dataclass(frozen=True)

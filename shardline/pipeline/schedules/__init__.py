@@ -1,0 +1,1 @@
+"""Schedules of pipelines, one file each; shardline.pipeline lists them. Pure."""
