@@ -61,7 +61,7 @@ class Delayed:
 
     def _enter(self, number: int) -> None:
         for name, parameter in self._model.named_parameters():
-            stage = self._model.stage_of(int(name.partition(".")[0]))
+            stage = self._model.stage_of_tensor(name)
             _assign({name: parameter}, self._history[self._version(number, stage)])
 
 

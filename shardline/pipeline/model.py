@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 
 from shardline.core.spec import TensorKind, TensorSpec
@@ -14,14 +14,15 @@ from shardline.pipeline.hosts import hosts_of
 
 
 class Pipeline(nn.Sequential):
-    """Layers that run one after another, each on one tensor; `pipeline` of the job says how workers share them.
+    """Layers that run one after another; `pipeline` of the job says how workers share them.
 
         Pipeline([nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)], stages=[2])
 
     stages: the layers that begin a new stage, ascending: [2] makes the stages of layers 0 and 1, and from 2 on. A whole
-    number makes that many stages of about equally many parameters. workers: how many workers each stage has, [2, 1, 1],
-    or which, by number, [[0], [1], [0]]; () lets the chief choose. One process runs the model like a torch
-    nn.Sequential of the same layers, with the same names in its state_dict.
+    number makes that many stages of about equally many parameters. A layer gets what the one before has returned: a
+    tensor, or a tuple of tensors as one argument. workers: how many workers each stage has, [2, 1, 1], or which, by
+    number, [[0], [1], [0]]; () lets the chief choose. One process runs the model like a torch nn.Sequential of the same
+    layers, with the same names in its state_dict.
 
     Raises JobError, naming the layer, for a cut that is no layer, a stage without parameters, more stages than layers,
     and weights that layers of different stages share.
@@ -60,16 +61,25 @@ class Pipeline(nn.Sequential):
         """The stage of a layer."""
         return sum(cut <= layer for cut in self.cuts)
 
-    def run(self, stage: int, values: torch.Tensor) -> torch.Tensor:
-        """The output of one stage. Raises JobError, naming the layer, if its last layer returns no single tensor."""
+    def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
+        """The output of one stage. Raises JobError for inputs that no sequence of layers takes."""
+        if len(inputs) != 1 or named:
+            raise JobError(
+                f"a shardline.Pipeline takes one input, a tensor or a tuple of tensors, but was called with "
+                f"{len(inputs)}{''.join(f', and {name}' for name in named)}"
+            )
+        (values,) = inputs
         for number in self.span(stage):
             values = self[number](values)
-        if not isinstance(values, torch.Tensor):
-            raise JobError(
-                f"{self.name_of(self.span(stage)[-1])} returned {type(values).__name__}, but one tensor goes from "
-                f"stage {stage} to the next; cut the model elsewhere, or wrap the layer"
-            )
         return values
+
+    def end_of(self, stage: int) -> str:
+        """The layer that a stage ends with, for messages."""
+        return self.name_of(self.span(stage)[-1])
+
+    def stage_of_tensor(self, name: str) -> int:
+        """The stage that has a tensor of the state_dict."""
+        return self.stage_of(int(name.partition(".")[0]))
 
     def name_of(self, layer: int) -> str:
         """A layer for messages: "layer 3 (Linear)"."""
@@ -80,7 +90,7 @@ class Pipeline(nn.Sequential):
 
         Raises JobError for a stage in which nothing is trained.
         """
-        found = tuple(replace(one, fragment=self.stage_of(int(one.name.partition(".")[0]))) for one in tensors)
+        found = tuple(replace(one, fragment=self.stage_of_tensor(one.name)) for one in tensors)
         trained = {one.fragment for one in found if one.kind is TensorKind.PARAM}
         for stage in range(self.num_stages):
             if stage not in trained:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from shardline.errors import JobError
+
+Values = torch.Tensor | tuple[torch.Tensor, ...]
+"""What one stage hands to the next."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,11 +36,50 @@ class ParcelKey:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor for one pass of one stage."""
+    """The tensors for one pass of one stage."""
 
     key: ParcelKey
-    values: torch.Tensor
-    needs_grad: bool = False
-    """An activation whose stage waits for its gradient."""
+    values: tuple[torch.Tensor, ...]
+    """Any number, of any dtypes and shapes. An activation has each tensor once, also if a tuple has it twice."""
+    needs_grad: tuple[bool, ...] = ()
+    """Of an activation, by tensor: whether its stage takes a gradient for it."""
+    places: tuple[int, ...] = ()
+    """Of an activation: which of `values` each element of the tuple is that a stage has returned; empty: it returned
+    one tensor. Of a gradient: which tensor of the activation each of `values` is for; the others have had no part in
+    the loss."""
     random_state: bytes = b""
     """State of torch's generator after the forward pass, with which the next stage goes on; empty in gradients."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(value.nbytes for value in self.values)
+
+
+def pack(returned: Any, stage: int, end: str) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """What a stage has returned as Parcel.values and Parcel.places.
+
+    end: the layer that returned it, for messages. Raises JobError for anything but tensors, one of which can have a
+    gradient.
+    """
+    elements = returned if isinstance(returned, tuple) else (returned,)
+    for element in elements:
+        if not isinstance(element, torch.Tensor):
+            what = f"a tuple with a {type(element).__name__}" if isinstance(returned, tuple) else type(element).__name__
+            raise JobError(
+                f"{end} returned {what}, but what goes from stage {stage} to the next is a tensor or a tuple of "
+                "tensors; cut the model elsewhere, or wrap the layer"
+            )
+    values = tuple({id(element): element for element in elements}.values())
+    if not any(value.is_floating_point() or value.is_complex() for value in values):
+        raise JobError(
+            f"{end} returned {', '.join(str(value.dtype) for value in values) or 'an empty tuple'}, which has no "
+            f"gradient, at the end of stage {stage}; cut the model elsewhere"
+        )
+    numbers = {id(value): number for number, value in enumerate(values)}
+    return values, tuple(numbers[id(element)] for element in elements) if isinstance(returned, tuple) else ()
+
+
+def unpack(values: Sequence[torch.Tensor], places: Sequence[int]) -> Values:
+    """What the stage before has returned: see pack()."""
+    return tuple(values[number] for number in places) if places else values[0]

@@ -22,7 +22,7 @@ from shardline.data import (
     to_device,
 )
 from shardline.errors import JobError
-from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
 
 
 class Layers(Protocol):
@@ -35,8 +35,12 @@ class Layers(Protocol):
         """Number of stages."""
         ...
 
-    def run(self, stage: int, values: torch.Tensor) -> torch.Tensor:
-        """The output of one stage."""
+    def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
+        """The output of one stage: of the model's inputs for stage 0, of what the stage before returned for others."""
+        ...
+
+    def end_of(self, stage: int) -> str:
+        """The layer that a stage ends with, for messages."""
         ...
 
     def parameters(self) -> Iterable[torch.Tensor]:
@@ -73,20 +77,18 @@ class _Taken(BaseException):
 
 
 class _Model:
-    """What the job's loss gets as its model: it may be called once, on one tensor, and nothing else."""
+    """What the job's loss gets as its model: it may be called once, and nothing else."""
 
-    def __init__(self, training: bool, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, training: bool, call: Callable[..., Any]) -> None:
         self.training = training
         self._call = call
         self._calls = 0
 
-    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        if len(inputs) != 1 or named or not isinstance(inputs[0], torch.Tensor):
-            raise JobError("loss(model, batch) must call the model of a pipeline with one tensor")
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         self._calls += 1
         if self._calls > 1:
             raise JobError("loss(model, batch) called the model of a pipeline twice; it may call it once per batch")
-        return self._call(inputs[0])
+        return self._call(*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
         raise JobError(
@@ -99,9 +101,15 @@ class _Model:
 class _Held:
     """A forward pass that waits for its backward pass."""
 
-    inputs: torch.Tensor | None
-    """What came from the stage before, with the gradient to send back; None in stage 0."""
-    output: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    """What came from the stage before, with the gradients to send back; none in stage 0."""
+    outputs: tuple[torch.Tensor, ...]
+    """What went to the next stage; the loss of the last one."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next stage sends gradients."""
+        return any(output.requires_grad for output in self.outputs)
 
 
 @dataclass(frozen=True, order=True)
@@ -149,7 +157,7 @@ class StageWork:
 
     def needs(self, at: At, *, back: bool) -> ParcelKey | None:
         """The parcel that a pass needs."""
-        needed = at.stage < self.last and self._held[at].output.requires_grad if back else at.stage > 0
+        needed = at.stage < self.last and self._held[at].waits if back else at.stage > 0
         return at.key(back=back) if needed else None
 
     def ready(self, at: At, *, back: bool) -> bool:
@@ -172,40 +180,52 @@ class StageWork:
         """One forward pass; returns the loss of the last stage, 0.0 of others. keep_batch: the last stage is here too.
 
         Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters, or a stage returns
-        something else than one tensor.
+        something else than tensors.
         """
-        start_s, inputs = time.monotonic(), None
-        if at.stage > 0:
-            parcel = self._parcels.take(at.key(back=False))
-            inputs = parcel.values.to(self._device).detach().requires_grad_(parcel.needs_grad)
+        start_s = time.monotonic()
+        parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
+        inputs = () if parcel is None else self._leaves(parcel)
         ends = at.stage in (0, self.last)
         batch = self._batch(at, keep=keep_batch and at.stage == 0 < self.last) if ends else None
         # After reading the batch, which uses the same generators.
         seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
-        if at.stage > 0:
+
+        def run(*given: Any, **named: Any) -> Any:
+            if parcel is None:
+                return self._model.run(at.stage, *given, **named)
             _restore(parcel.random_state, self._device)
-        output = self._output(at, inputs, batch)
-        self._held[at] = _Held(inputs, output)
+            return self._model.run(at.stage, unpack(inputs, parcel.places))
+
+        output = self._output(at, run, batch)
         loss = 0.0
         if at.stage == self.last:
+            self._held[at] = _Held(inputs, (output,))
             loss = float(output.detach())
         else:
+            outputs, places = pack(output, at.stage, self._model.end_of(at.stage))
+            self._held[at] = _Held(inputs, outputs)
+            values = tuple(one.detach() for one in outputs)
+            needs_grad = tuple(one.requires_grad for one in outputs)
             state = _random_state(self._device)
-            self._parcels.send(Parcel(at.key(back=False, towards=1), output.detach(), output.requires_grad, state))
+            self._parcels.send(Parcel(at.key(back=False, towards=1), values, needs_grad, places, state))
         self._passed(at, start_s, self._holds(at))
         return loss
 
-    def _output(self, at: At, inputs: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """A stage's output: the loss, of the last one."""
+    def _leaves(self, parcel: Parcel) -> tuple[torch.Tensor, ...]:
+        """What came, as tensors that collect gradients."""
+        moved = [value.to(self._device).detach() for value in parcel.values]
+        return tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
+
+    def _output(self, at: At, run: Callable[..., Any], batch: Batch) -> Any:
+        """What a stage returns: the loss, of the last one. run(): the model's part of it."""
         stage = at.stage
         if 0 < stage < self.last:
-            assert inputs is not None
             with calling(f"the model, {at}"):
-                return _differentiable(self._model.run(stage, inputs), stage)
-        made: list[torch.Tensor] = []
+                return run()
+        made: list[Any] = []
 
-        def call(given: torch.Tensor) -> torch.Tensor:
-            made.append(self._model.run(stage, given if inputs is None else inputs))
+        def call(*inputs: Any, **named: Any) -> Any:
+            made.append(run(*inputs, **named))
             if stage < self.last:
                 raise _Taken
             return made[0]
@@ -214,7 +234,7 @@ class StageWork:
             try:
                 loss = self._job.loss(_Model(self._model.training, call), batch)  # type: ignore[arg-type]
             except _Taken:
-                return _differentiable(made[0], stage)
+                return made[0]
         if not made:
             raise JobError(f"loss(model, batch) does not call the model, {at} so nothing can be trained")
         check_loss(loss)
@@ -226,14 +246,15 @@ class StageWork:
         held = self._held.pop(at)
         with staying(f"backward(), {at}"):
             if at.stage == self.last:
-                (held.output / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
-            elif held.output.requires_grad:
-                gradient = self._parcels.take(at.key(back=True)).values
-                torch.autograd.backward(held.output, gradient.to(self._device))
-        if held.inputs is not None and held.inputs.requires_grad:
-            found = held.inputs.grad
-            values = torch.zeros_like(held.inputs) if found is None else found
-            self._parcels.send(Parcel(at.key(back=True, towards=-1), values))
+                (held.outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
+            elif held.waits:
+                parcel = self._parcels.take(at.key(back=True))
+                outputs = [held.outputs[number] for number in parcel.places]
+                if outputs:
+                    torch.autograd.backward(outputs, [gradient.to(self._device) for gradient in parcel.values])
+        if any(value.requires_grad for value in held.inputs):
+            found = {n: value.grad for n, value in enumerate(held.inputs) if value.grad is not None}
+            self._parcels.send(Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found)))
         self._passed(at, start_s, holds, back=True)
 
     def _holds(self, at: At) -> int:
@@ -253,15 +274,6 @@ class StageWork:
                 held=held,
             )
         )
-
-
-def _differentiable(output: torch.Tensor, stage: int) -> torch.Tensor:
-    if not output.is_floating_point():
-        raise JobError(
-            f"stage {stage} of the pipeline returned a tensor of {output.dtype}, which has no gradient; cut the model "
-            "elsewhere"
-        )
-    return output
 
 
 def _random_state(device: torch.device) -> bytes:

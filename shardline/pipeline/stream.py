@@ -86,9 +86,9 @@ class StreamRunner:
         self._parameters: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(self._stages)]
         self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(self._stages)]
         for name, parameter in model.named_parameters():
-            self._parameters[self._stage_of(model, name)][name] = parameter
+            self._parameters[model.stage_of_tensor(name)][name] = parameter
         for name, buffer in model.named_buffers():
-            self._buffers[self._stage_of(model, name)][name] = buffer
+            self._buffers[model.stage_of_tensor(name)][name] = buffer
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
         """Timeline, and stages by replica."""
@@ -99,10 +99,6 @@ class StreamRunner:
         """Of the open step, by replica."""
         self._inside: int | None = None
         """The replica whose buffers are in the model."""
-
-    @staticmethod
-    def _stage_of(model: Pipeline, name: str) -> int:
-        return model.stage_of(int(name.partition(".")[0]))
 
     @property
     def samples(self) -> int:

@@ -67,6 +67,8 @@ OWN_READING = ("ParameterServer/Push", "ParameterServer/PushPull")
 
 MAX_PARCEL_BYTES = 1 << 32
 """Bytes of an activation, or of its gradient."""
+MAX_PARCEL_TENSORS = 4096
+"""Tensors that one stage hands to the next."""
 MAX_NAME = 1024
 """Characters of the name of a task, tensor or job."""
 MAX_SENTENCE = 16 * KB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,60 @@ def plain_layers() -> list[nn.Module]:
 
 def turned_layers() -> list[nn.Module]:
     return [nn.Linear(12, 32), Turned(), nn.Linear(4, 6), nn.Sequential(nn.Flatten(), nn.Linear(48, 4))]
+
+
+class Forked(nn.Module):
+    """A tensor, how it is to be ordered, the tensor once more, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(12, 2)
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        order = torch.randperm(values.shape[1])
+        return values.relu(), order, values, values, self.unused(values)
+
+
+class Between(nn.Module):
+    """Uses one tensor twice, under both of its names, and passes the others on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        made, order, first, second, unused = values
+        made = nn.functional.dropout(made[:, order] * self.scale, 0.3) + second.sin() * first.cos()
+        return made, order, first, second, unused
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        made, order, first, second, _ = values
+        return self.scale * made[:, order] * second.sigmoid() + first.tanh()
+
+
+def several_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 12), Forked(), Between(), Between(), Joined(), nn.Linear(12, 4)]
+
+
+class Counted(nn.Module):
+    """Cuts its way back: nothing before it is trained by the loss, as the stage before can't know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(12))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.detach() + self.bias
+
+
+def cut_off_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 12), nn.Linear(12, 12), Counted(), nn.Linear(12, 4)]
 
 
 def frozen_layers() -> list[nn.Module]:
@@ -132,6 +187,9 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         pytest.param(plain_layers, [1, 4, 5], id="four stages"),
         pytest.param(turned_layers, [2, 3], id="an activation that is a view"),
         pytest.param(frozen_layers, [1, 4], id="frozen weights"),
+        pytest.param(several_layers, [2, 3, 4], id="several tensors, some twice, some unused"),
+        pytest.param(several_layers, [1, 5], id="several tensors inside of a stage"),
+        pytest.param(cut_off_layers, [1, 2], id="no gradient comes back"),
     ],
 )
 def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
@@ -172,6 +230,22 @@ def calls_nothing(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tens
     return batch[0].sum().requires_grad_()
 
 
+def draws(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Draws random numbers before it calls the model, and after that."""
+    outputs = model(batch[0] + torch.randn(12))
+    return nn.functional.cross_entropy(outputs + torch.randn(4), batch[1])
+
+
+@EACH
+def test_random_numbers_around_the_model_are_those_of_one_process(schedule: PipelineSchedule) -> None:
+    job = replace(job_of(plain_layers, [1, 4]), loss=draws)
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    runner = StageRunner(model, job, BatchSource(job), schedule, AtHome())
+    expected, _ = replica_gradients(job.build_model(), job, BatchSource(job), 0, 0)
+    assert runner.run(Place(step=0, replica=0), range(3)) == expected
+
+
 def calls_with_two(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return model(batch[0], batch[1]).sum()  # type: ignore[no-any-return]
 
@@ -182,7 +256,7 @@ def calls_with_two(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Ten
         (calls_twice, "called the model of a pipeline twice"),
         (looks_inside, "asks for model.parameters, but no worker of a pipeline has the whole model"),
         (calls_nothing, "does not call the model"),
-        (calls_with_two, "with one tensor"),
+        (calls_with_two, "takes one input, a tensor or a tuple of tensors, but was called with 2"),
     ],
 )
 def test_a_loss_that_needs_the_whole_model_is_refused(used: Callable[..., torch.Tensor], sentence: str) -> None:

@@ -19,7 +19,7 @@ from shardline.pipeline.runner import AtHome
 from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.stream import StreamRunner
 from shardline.testing import reference
-from tests.conformance.test_pipeline import job_of, plain_layers, turned_layers
+from tests.conformance.test_pipeline import job_of, plain_layers, several_layers, turned_layers
 
 UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
 EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
@@ -145,6 +145,7 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
         pytest.param(plain_layers, [1, 4], {}, id="dropout and batch norm"),
         pytest.param(plain_layers, [1, 4, 5], {"optimizer": "Adam", "optimizer_args": {"lr": 0.01}}, id="four stages"),
         pytest.param(turned_layers, [2, 3], {"accumulate": 2}, id="an activation that is a view"),
+        pytest.param(several_layers, [2, 3, 4], {}, id="several tensors, some twice, some unused"),
     ],
 )
 def test_training_has_the_bits_of_one_process_with_that_delay(

@@ -66,29 +66,58 @@ def read(frames: Iterator[worker_pb2.ParcelFrame]) -> Parcel:
     ids=lambda values: f"{tuple(values.shape)} {values.dtype}",
 )
 def test_a_tensor_arrives_with_its_bits_and_its_layout(values: torch.Tensor) -> None:
-    found = read(parcel_frames("j", 5, Parcel(KEY, values, needs_grad=True, random_state=b"abc")))
-    assert (found.key, found.needs_grad, found.random_state) == (KEY, True, b"abc")
-    assert found.values.dtype == values.dtype and torch.equal(found.values, values)
-    assert [s for s, n in zip(found.values.stride(), values.shape, strict=True) if n > 1] == [
+    found = read(parcel_frames("j", 5, Parcel(KEY, (values,), needs_grad=(True,), random_state=b"abc")))
+    assert (found.key, found.needs_grad, found.places, found.random_state) == (KEY, (True,), (), b"abc")
+    assert found.values[0].dtype == values.dtype and torch.equal(found.values[0], values)
+    assert [s for s, n in zip(found.values[0].stride(), values.shape, strict=True) if n > 1] == [
         s for s, n in zip(values.stride(), values.shape, strict=True) if n > 1
     ]
 
 
+def test_tensors_of_any_kind_travel_together() -> None:
+    values = (
+        torch.tensor([True, False, True]),
+        torch.randn(PARCEL_CHUNK_BYTES // 4 + 1),
+        torch.empty(0, 2),
+        torch.arange(6, dtype=torch.int64).reshape(2, 3).T,
+        torch.randn(5, dtype=torch.float64),
+    )
+    needs_grad, places = (False, True, False, False, True), (4, 0, 0, 1, 2, 3)
+    found = read(parcel_frames("j", 5, Parcel(KEY, values, needs_grad, places)))
+    assert (found.needs_grad, found.places) == (needs_grad, places)
+    assert found.nbytes == sum(value.nbytes for value in values)
+    for ours, theirs in zip(found.values, values, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("places", [(), (1,), (3, 0)])
+def test_a_gradient_says_which_tensors_it_is_for(places: tuple[int, ...]) -> None:
+    key = ParcelKey(step=3, replica=0, stage=1, microbatch=2, back=True)
+    values = tuple(torch.full((2,), float(place)) for place in places)
+    found = read(parcel_frames("j", 5, Parcel(key, values, places=places)))
+    assert found.places == places and all(map(torch.equal, found.values, values))
+
+
 def header(**changes: object) -> worker_pb2.ParcelHeader:
-    made = next(parcel_frames("j", 5, Parcel(KEY, torch.ones(2, 3)))).header
+    made = next(parcel_frames("j", 5, Parcel(KEY, (torch.ones(2, 3),)))).header
     for name, value in changes.items():
+        target = made.tensors[0] if name in ("dtype", "shape", "order") else made
         if isinstance(value, tuple):
-            made.ClearField(name)  # type: ignore[arg-type]
-            getattr(made, name).extend(value)
+            target.ClearField(name)  # type: ignore[arg-type]
+            getattr(target, name).extend(value)
         else:
-            setattr(made, name, value)
+            setattr(target, name, value)
     return made
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"shape": (2, 4)}, r"24 bytes announced for shape \(2, 4\)"),
+        ({"shape": (2, 4)}, r"24 bytes announced for shapes \(2, 4\), which take 32"),
+        ({"places": (1,)}, r"places \[1\] of 1 tensors"),
+        ({"back": True}, r"places \[\] of 1 tensors"),
+        ({"tensors": (), "payload_bytes": 0}, r"places \[\] of 0 tensors"),
+        ({"tensors": (worker_pb2.ParcelTensor(),) * 4097}, "tensors: 4097 entries; the limit is 4096"),
         ({"shape": (1,) * 65}, "dimensions: 65 entries; the limit is 64"),
         ({"order": (0, 0)}, r"order \(0, 0\) of a tensor with 2 dimensions"),
         ({"order": (0, 7)}, "order"),
@@ -102,7 +131,7 @@ def test_a_forged_header_is_refused_before_any_byte_is_taken(changes: dict[str, 
 
 
 def test_a_parcel_is_kept_only_whole_and_with_its_digest_right() -> None:
-    frame = next(parcel_frames("j", 5, Parcel(KEY, torch.ones(2, 3))))
+    frame = next(parcel_frames("j", 5, Parcel(KEY, (torch.ones(2, 3),))))
     for cut in range(len(frame.payload)):
         reader = ParcelReader(frame.header)
         reader.add(frame.payload[:cut])
@@ -121,7 +150,7 @@ def test_a_parcel_is_kept_only_whole_and_with_its_digest_right() -> None:
 
 
 def parcel(key: ParcelKey, value: float = 1.0) -> Parcel:
-    return Parcel(key, torch.full((4,), value))
+    return Parcel(key, (torch.full((4,), value),))
 
 
 def orders(*addresses: str, timeline: int = 1) -> Orders:
@@ -174,7 +203,7 @@ def test_a_step_that_is_over_takes_its_parcels_along(office: PostOffice) -> None
 def test_a_parcel_for_a_stage_of_ones_own_is_there_at_once(office: PostOffice) -> None:
     office.send(parcel(KEY, 7.0))
     office.wait([KEY])
-    assert float(office.take(KEY).values[0]) == 7.0 and not office.here(KEY)
+    assert float(office.take(KEY).values[0][0]) == 7.0 and not office.here(KEY)
 
 
 def test_orders_end_a_wait_and_so_does_a_step_that_others_have_closed() -> None:

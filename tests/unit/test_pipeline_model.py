@@ -13,6 +13,7 @@ from shardline import pipeline
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.parcel import pack, unpack
 
 
 def layers(*sizes: int) -> list[nn.Module]:
@@ -79,17 +80,28 @@ def test_it_runs_and_is_stored_like_a_sequence_of_its_layers() -> None:
     assert torch.equal(model.run(1, model.run(0, values)), plain(values))
 
 
-class Pair(nn.Module):
-    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return values, values
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ({"values": torch.ones(1)}, r"layer 1 \(Pair\) returned dict, but what goes from stage 0 to the next is a"),
+        ((torch.ones(1), None), r"layer 1 \(Pair\) returned a tuple with a NoneType, but what goes from stage 0"),
+        (torch.ones(1, dtype=torch.int64), r"layer 1 \(Pair\) returned torch.int64, which has no gradient"),
+        ((torch.ones(1).bool(), torch.ones(1).long()), "returned torch.bool, torch.int64, which has no gradient"),
+        ((), "returned an empty tuple, which has no gradient, at the end of stage 0"),
+    ],
+)
+def test_what_can_not_go_to_the_next_stage_is_named(returned: object, sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        pack(returned, 0, "layer 1 (Pair)")
 
 
-def test_a_layer_that_returns_no_tensor_at_a_cut_is_named() -> None:
-    model = Pipeline([nn.Linear(4, 4), Pair(), nn.Linear(4, 4)], stages=[2])
-    with pytest.raises(
-        JobError, match=r"layer 1 \(Pair\) returned tuple, but one tensor goes from stage 0 to the next"
-    ):
-        model.run(0, torch.ones(1, 4))
+def test_a_tensor_that_is_there_twice_travels_once() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    values, places = pack((one, two, one), 0, "layer 1 (Pair)")
+    assert places == (0, 1, 0) and values[0] is one and values[1] is two
+    assert [id(value) for value in unpack(values, places)] == [id(one), id(two), id(one)]
+    assert pack(one, 0, "layer 1 (Pair)") == ((one,), ())
+    assert unpack((one,), ()) is one and isinstance(unpack((one,), (0,)), tuple)
 
 
 # Jobs

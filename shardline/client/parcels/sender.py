@@ -75,7 +75,7 @@ class ParcelSender:
 
     def _deliver(self, timeline: int, parcel: Parcel) -> bool:
         """Whether nothing is left to do for this parcel."""
-        timeout_s = self._timeouts.rpc_s + parcel.values.nbytes / SLOWEST_BYTES_PER_S
+        timeout_s = self._timeouts.rpc_s + parcel.nbytes / SLOWEST_BYTES_PER_S
         try:
             self._peer.await_name(timeout_s)
             send_parcel(self._peer, self._job, timeline, parcel, timeout_s=timeout_s)
@@ -88,6 +88,6 @@ class ParcelSender:
             # Repeating it would change nothing; the receiver's wait ends in the logs of both.
             log.error("%s", error)
             return True
-        self._sent(parcel.values.nbytes)
+        self._sent(parcel.nbytes)
         self._told = False
         return True

@@ -20,8 +20,47 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ParcelTensor(_message.Message):
+    """One tensor of a parcel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    NEEDS_GRAD_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    dtype: _common_pb2.DType.ValueType
+    needs_grad: _builtins.bool
+    """The sender takes a gradient for this tensor of an activation."""
+    digest: _builtins.int
+    """Of its bytes."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Dimensions from the slowest to the fastest in memory; empty = as in `shape`."""
+
+    def __init__(
+        self,
+        *,
+        dtype: _common_pb2.DType.ValueType = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        order: _abc.Iterable[_builtins.int] | None = ...,
+        needs_grad: _builtins.bool = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "needs_grad", b"needs_grad", "order", b"order", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParcelTensor: _TypeAlias = ParcelTensor  # noqa: Y015
+
+@_typing.final
 class ParcelHeader(_message.Message):
-    """What a parcel is for, and its tensor."""
+    """What a parcel is for, and its tensors."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,13 +71,10 @@ class ParcelHeader(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     MICROBATCH_FIELD_NUMBER: _builtins.int
     BACK_FIELD_NUMBER: _builtins.int
-    NEEDS_GRAD_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     RANDOM_STATE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     step: _builtins.int
@@ -48,20 +84,18 @@ class ParcelHeader(_message.Message):
     microbatch: _builtins.int
     back: _builtins.bool
     """A gradient for a backward pass; otherwise an activation for a forward pass."""
-    needs_grad: _builtins.bool
-    """The sender waits for the gradient of this activation."""
-    dtype: _common_pb2.DType.ValueType
     random_state: _builtins.bytes
     """State of torch's random generator after the forward pass."""
     payload_bytes: _builtins.int
-    """Bytes of the tensor that follow, and their digest."""
-    digest: _builtins.int
+    """Bytes of all tensors, which follow."""
     @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Dimensions from the slowest to the fastest in memory; empty = as in `shape`."""
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of an activation: which tensor each element of the tuple is that a stage has returned; empty: it returned one tensor.
+        Of a gradient: which tensor of the activation each tensor is for.
+        """
 
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParcelTensor]: ...
     def __init__(
         self,
         *,
@@ -72,17 +106,14 @@ class ParcelHeader(_message.Message):
         stage: _builtins.int = ...,
         microbatch: _builtins.int = ...,
         back: _builtins.bool = ...,
-        needs_grad: _builtins.bool = ...,
-        dtype: _common_pb2.DType.ValueType = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-        order: _abc.Iterable[_builtins.int] | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
         random_state: _builtins.bytes = ...,
+        tensors: _abc.Iterable[Global___ParcelTensor] | None = ...,
         payload_bytes: _builtins.int = ...,
-        digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "digest", b"digest", "dtype", b"dtype", "job", b"job", "microbatch", b"microbatch", "needs_grad", b"needs_grad", "order", b"order", "payload_bytes", b"payload_bytes", "random_state", b"random_state", "replica", b"replica", "shape", b"shape", "stage", b"stage", "step", b"step", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "job", b"job", "microbatch", b"microbatch", "payload_bytes", b"payload_bytes", "places", b"places", "random_state", b"random_state", "replica", b"replica", "stage", b"stage", "step", b"step", "tensors", b"tensors", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -90,7 +121,7 @@ Global___ParcelHeader: _TypeAlias = ParcelHeader  # noqa: Y015
 
 @_typing.final
 class ParcelFrame(_message.Message):
-    """The first frame has the header; payloads follow one another without gaps."""
+    """The first frame has the header; the tensors' bytes follow one another without gaps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
