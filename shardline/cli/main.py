@@ -17,6 +17,7 @@ from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
+from shardline.cli.partition.command import partition
 from shardline.cli.roles import COMMANDS
 from shardline.cli.simulate import advise, simulate
 from shardline.cli.top import top
@@ -67,7 +68,7 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, simulate, advise, *COMMANDS, top, status, stop, export, certs, health, bench):
+for command in (train, simulate, advise, partition, *COMMANDS, top, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

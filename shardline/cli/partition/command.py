@@ -1,0 +1,187 @@
+"""shardline partition: where to cut a model into stages, and whether to cut it at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cli.partition.report import figures, plain_bytes, report
+from shardline.errors import JobError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardline.core.spec import JobSpec
+    from shardline.job import Job
+    from shardline.pipeline.base import PipelineSchedule
+    from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile
+
+
+@click.command(short_help="Find the best stages of a pipeline, and compare them with data parallelism.")
+@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
+@options.option("--workers", type=click.IntRange(min=1), default=4, help="Workers.")
+@options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
+@click.option("--link", default="none", metavar="RATE", help="Bandwidth of each machine, each way: 1Gbit, 25MB.")
+@click.option(
+    "--group",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Workers that share a machine, and its --link.",
+)
+@click.option("--group-link", default="none", metavar="RATE", help="Bandwidth between workers of a machine.")
+@click.option("--memory", default="none", metavar="SIZE", help="Memory of each worker for its stages: 8GB, 500MB.")
+@click.option(
+    "--sync",
+    type=click.Choice(["servers", "all-reduce"]),
+    default="servers",
+    show_default=True,
+    help="How workers of a stage get its parameters: all-reduce is for comparison, Shardline uses servers.",
+)
+@click.option("--mixed", is_flag=True, help="A worker may have several stages that are no neighbours (FTPipe).")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Profile of the layers: read if it exists, else measured and written. Default: measured each time.",
+)
+@options.job_fields
+@options.plugin
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan to a file.")
+def partition(**flags: Any) -> int:
+    """Measure the layers of JOB.py, find the best stages for a cluster, and say what to write in the job.
+
+    The job's model must be a shardline.Pipeline; how it is cut now does not matter. A step keeps its samples: the job's
+    replicas x accumulate x batch_size.
+    """
+    from shardline.cli.simulate import load
+    from shardline.pipeline.partition import choose, smallest
+
+    job = load(flags)
+    costs = make_costs(job, flags)
+    choice = choose(costs, allow_mixed=flags["mixed"])
+    for line in report(job, costs, choice):
+        click.echo(line)
+    if flags["json_path"] is not None:
+        options.write_file(flags["json_path"], json.dumps(figures(costs, choice), indent=2) + "\n")
+    if choice.staged is None and not choice.whole.fits:
+        raise JobError(
+            f"neither the whole model nor a stage of any pipeline fits into --memory {flags['memory']}: with "
+            f"{costs.cluster.workers} workers the largest stage needs {plain_bytes(smallest(costs))} at least; give "
+            "more workers or memory, or cut large layers into several"
+        )
+    return 0
+
+
+def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
+    """The job on the cluster, from parsed flags."""
+    from shardline.pipeline.partition import Costs
+
+    model = job.build_model()
+    profile = read_profile(job, model, flags["profile"])
+    whole = replace(job, pipeline="whole-model")
+    spec = whole.spec(model)
+    return Costs(
+        profile=profile,
+        cluster=make_cluster(flags),
+        schedule=schedule_of(job),
+        microbatches=job.contributors * job.accumulate,
+        exchange=exchanges(spec, len(profile.layers), flags["ps"]),
+    )
+
+
+def schedule_of(job: Job) -> PipelineSchedule:
+    """The job's pipeline, or if it has none, 1F1B with a flush."""
+    from shardline.pipeline import PIPELINES, Flush
+
+    found = PIPELINES.parse(job.pipeline)
+    return found if found.staged else Flush()
+
+
+def make_cluster(flags: Mapping[str, Any]) -> Cluster:
+    """The cluster, from parsed flags. Raises UsageError."""
+    from shardline.pipeline.partition import Cluster, LinkLevel
+    from shardline.simulator import quantities
+
+    link, workers, group = quantities.bytes_per_s(flags["link"], "--link"), flags["workers"], flags["group"]
+    memory = quantities.byte_count(flags["memory"], "--memory")
+    if workers % group:
+        raise UsageError(f"--workers {workers} don't make groups of --group {group}; give a multiple of {group}")
+    levels: tuple[LinkLevel, ...] = (LinkLevel(count=workers, bytes_per_s=link),)
+    if group > 1:
+        inside = quantities.bytes_per_s(flags["group_link"], "--group-link")
+        levels = (LinkLevel(count=group, bytes_per_s=inside), LinkLevel(count=workers // group, bytes_per_s=link))
+    return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
+
+
+def read_profile(job: Job, model: nn.Module, path: Path | None) -> Profile:
+    """The profile in a file, or if there is none, measured here and written to it. Raises UsageError, JobError."""
+    import torch
+
+    from shardline.pipeline.model import Pipeline
+    from shardline.pipeline.partition import Profile, measure
+
+    if not isinstance(model, Pipeline):
+        raise JobError(
+            f"model() returned a {type(model).__name__}, which has no layers to cut between; return "
+            "shardline.Pipeline([layer, layer, ...], stages=2)"
+        )
+    if path is not None and path.exists():
+        try:
+            profile = Profile.read(path.read_text(encoding="utf-8"), f"--profile {path}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--profile {path} can't be read: {error}") from None
+        _check_profile(profile, model, job, path)
+        return profile
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        profile = measure(model, job)
+    finally:
+        torch.set_num_threads(before)
+    if path is not None:
+        options.write_file(path, profile.text())
+    return profile
+
+
+def _check_profile(profile: Profile, model: nn.Sequential, job: Job, path: Path) -> None:
+    """Refuse a profile of another model."""
+    names = [f"{number} ({type(layer).__name__})" for number, layer in enumerate(model)]
+    found = [layer.name for layer in profile.layers]
+    if names != found or profile.samples != job.batch_size:
+        raise UsageError(
+            f"--profile {path} is of {len(found)} layers and microbatches of {profile.samples} samples, with "
+            f"{found[-1]} last; the job has {len(names)}, {job.batch_size} and {names[-1]}: name a new file"
+        )
+
+
+def exchanges(job: JobSpec, layers: int, servers: int) -> list[LayerTraffic]:
+    """What a worker with a layer pushes and pulls in a step, as the job's codecs write it."""
+    from shardline.codecs import coding_of
+    from shardline.core.plan import make_plan
+    from shardline.core.spec import TensorKind
+    from shardline.pipeline.partition import LayerTraffic
+
+    # A bucket has tensors of one fragment, so here of one layer, as in a pipeline of one stage.
+    by_layer = tuple(replace(one, fragment=int(one.name.partition(".")[0])) for one in job.tensors)
+    plan = make_plan(by_layer, servers)
+    coding = coding_of(job, plan)
+    push, pull, once = ([0] * layers for _ in range(3))
+    for server, shard in enumerate(plan.shards):
+        for number, bucket in enumerate(shard.buckets):
+            if bucket.kind is TensorKind.FROZEN:
+                continue
+            layer = plan.tensors[bucket.slices[0].tensor].fragment
+            sent = once if bucket.kind is TensorKind.BUFFER else push
+            sent[layer] += coding.push.bucket(server, number).usual_bytes
+            pull[layer] += coding.pull.bucket(server, number).usual_bytes
+    return [
+        LayerTraffic(push_bytes=out, pull_bytes=into, once_bytes=first)
+        for out, into, first in zip(push, pull, once, strict=True)
+    ]

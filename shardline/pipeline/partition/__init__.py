@@ -1,0 +1,43 @@
+"""Where to cut a model into stages: profiles of layers, what stages cost, and the search for the best ones."""
+
+from __future__ import annotations
+
+from shardline.pipeline.partition.choose import Comparison, Rated, choose, smallest
+from shardline.pipeline.partition.costs import (
+    ALL_REDUCE,
+    SERVERS,
+    Cluster,
+    Costs,
+    Forecast,
+    LayerTraffic,
+    LinkLevel,
+    PlannedStage,
+    Stages,
+)
+from shardline.pipeline.partition.dynamic import best, candidates
+from shardline.pipeline.partition.measure import measure, shapes
+from shardline.pipeline.partition.mixed import mixed
+from shardline.pipeline.partition.profile import Layer, Profile
+
+__all__ = [
+    "ALL_REDUCE",
+    "SERVERS",
+    "Cluster",
+    "Comparison",
+    "Costs",
+    "Forecast",
+    "Layer",
+    "LayerTraffic",
+    "LinkLevel",
+    "PlannedStage",
+    "Profile",
+    "Rated",
+    "Stages",
+    "best",
+    "candidates",
+    "choose",
+    "measure",
+    "mixed",
+    "shapes",
+    "smallest",
+]

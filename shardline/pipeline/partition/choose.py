@@ -1,0 +1,104 @@
+"""Which plan a job should have: the best pipeline of those that it can run, and data parallelism beside it. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from shardline.errors import JobError
+from shardline.pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages
+from shardline.pipeline.partition.dynamic import candidates
+from shardline.pipeline.partition.mixed import mixed
+from shardline.pipeline.schedules.whole import WholeModel
+
+WORTH = 1.05
+"""A pipeline has to be faster than data parallelism by this factor to be advised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated:
+    """A plan, and what it takes."""
+
+    plan: Stages
+    forecast: Forecast
+    fits: bool = True
+    """Into the workers' memory."""
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that the job needs for it: the workers of each stage share them evenly."""
+        return replicas_of(self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was compared."""
+
+    whole: Rated
+    """Every worker has the whole model."""
+    staged: Rated | None
+    """The best pipeline; None if there is none: too few layers, or none fits into memory."""
+    mixed: bool
+    """Some worker has several stages."""
+
+    @property
+    def pipeline_is_better(self) -> bool:
+        """Whether to choose the pipeline."""
+        if self.staged is None:
+            return False
+        return not self.whole.fits or self.staged.forecast.seconds * WORTH <= self.whole.forecast.seconds
+
+
+def choose(costs: Costs, *, allow_mixed: bool = False) -> Comparison:
+    """Compare the plans of a cluster: pipelines that the job can run with as many samples a step, and no pipeline.
+
+    allow_mixed: also plans in which a worker has several stages that are no neighbours; see mixed().
+    """
+    workers = costs.cluster.workers
+    every = PlannedStage(first=0, end=costs.count, workers=tuple(range(workers)))
+    whole = _option(replace(costs, schedule=WholeModel()), (every,))
+    plans = [plan for copies in (None, *range(1, workers + 1)) for plan in _staged(costs, copies)]
+    if allow_mixed:
+        found = mixed(costs, workers, also=[plan for plan in plans if len(plan[0].workers) == 1])
+        plans += [found] if found is not None and _runs(costs, found) else []
+    options = [_option(costs, plan) for plan in plans]
+    staged = min((one for one in options if one.fits), key=_rank, default=None)
+    homes = [worker for stage in (staged.plan if staged is not None else ()) for worker in stage.workers]
+    return Comparison(whole=whole, staged=staged, mixed=len(homes) > len(set(homes)))
+
+
+def smallest(costs: Costs) -> float:
+    """Memory that the largest worker of a pipeline needs at least, of one with as many stages as there are workers."""
+    free = replace(costs, cluster=replace(costs.cluster, memory_bytes=float("inf")))
+    found = [max(costs.forecast(plan).memory_bytes) for plan in _staged(free, 1)]
+    return min(found, default=float("inf"))
+
+
+def replicas_of(plan: Stages) -> int:
+    """The fewest replicas that the workers of each stage can share evenly."""
+    return math.lcm(*(len(stage.workers) for stage in plan))
+
+
+def _staged(costs: Costs, copies: int | None) -> list[Stages]:
+    return [plan for plan in candidates(costs, copies=copies) if len(plan) > 1 and _runs(costs, plan)]
+
+
+def _runs(costs: Costs, plan: Stages) -> bool:
+    """Whether replicas have equally many microbatches, and the schedule takes so many stages with so few of them."""
+    accumulate, rest = divmod(costs.microbatches, replicas_of(plan))
+    try:
+        costs.schedule.check(len(plan), max(1, accumulate))
+    except JobError:
+        return False
+    return not rest
+
+
+def _option(costs: Costs, plan: Stages) -> Rated:
+    forecast = costs.forecast(plan)
+    return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
+
+
+def _rank(option: Rated) -> tuple[float, float, float]:
+    """The fastest, then the one with the least to do for its busiest worker, then the fewest bytes."""
+    found = option.forecast
+    return found.seconds, max(*found.compute_s, *found.link_s), found.bytes

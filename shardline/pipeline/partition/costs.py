@@ -1,0 +1,344 @@
+"""What stages cost on a cluster: time, bytes and memory, as plans are compared by. Pure.
+
+A step has `microbatches` microbatches; a stage on r workers computes every r-th of them on each (PipeDream's 1F1B-RR),
+and exchanges its parameters once per step. Everything that a worker sends and receives shares its link, which carries
+both directions at a time. Transfers are taken to overlap with computing, so a worker needs the longest of its computing
+time and its link's two directions: PipeDream's max form (Narayanan et al., 2019, section 3.1), except that there the
+activations have links of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardline.errors import UsageError
+from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.partition.profile import Profile
+
+SERVERS, ALL_REDUCE = "servers", "all-reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLevel:
+    """So many workers, or groups of the level before, each with a link of this bandwidth, each way."""
+
+    count: int
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Workers and their links.
+
+    levels: innermost first. One level is a flat network; (4, 5 GB/s), (2, 125 MB/s) are two hosts of four workers each.
+    """
+
+    levels: tuple[LinkLevel, ...]
+    servers: int = 1
+    """Parameter servers, each with a link of the outermost level."""
+    sync: str = SERVERS
+    """How the workers of a stage get their parameters: "servers" = each pushes gradients and pulls parameters;
+    "all-reduce" = a ring among them, 2 (r - 1) / r of the parameters each way."""
+    memory_bytes: float = math.inf
+    """Of a worker, for its stages."""
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return math.prod(level.count for level in self.levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTraffic:
+    """What one worker with a layer exchanges with the servers in a step, after the codec."""
+
+    push_bytes: float
+    pull_bytes: float
+    once_bytes: float = 0.0
+    """Pushed by one worker of the stage only: buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """Layers first to end - 1, and the workers that have them."""
+
+    first: int
+    end: int
+    workers: tuple[int, ...]
+
+
+Stages = tuple[PlannedStage, ...]
+"""Stages in order. A worker may have several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a plan is expected to take. Per step."""
+
+    seconds: float
+    limit: str
+    """What it waits for: "computing", "links" or "servers"."""
+    parameter_bytes: float
+    """Pushed and pulled, or all-reduced, by all workers."""
+    parcel_bytes: float
+    """Activations and their gradients."""
+    compute_s: tuple[float, ...]
+    """By worker."""
+    link_s: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+
+    @property
+    def bytes(self) -> float:
+        """On all wires."""
+        return self.parameter_bytes + self.parcel_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """A model on a cluster, under a schedule."""
+
+    profile: Profile
+    cluster: Cluster
+    schedule: PipelineSchedule
+    microbatches: int
+    """Of a step, of all replicas together."""
+    exchange: Sequence[LayerTraffic] = ()
+    """By layer; empty = gradients and parameters as they are."""
+    optimizer_bytes: float = 0.0
+    """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
+    _held: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.cluster.sync not in (SERVERS, ALL_REDUCE):
+            raise UsageError(f"sync is {self.cluster.sync!r}; it must be {SERVERS!r} or {ALL_REDUCE!r}")
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return len(self.profile.layers)
+
+    @cached_property
+    def _exchanges(self) -> Sequence[LayerTraffic]:
+        if self.exchange:
+            return self.exchange
+        return [
+            LayerTraffic(
+                push_bytes=layer.trained_bytes,
+                pull_bytes=layer.trained_bytes + layer.fixed_bytes,
+                once_bytes=layer.fixed_bytes,
+            )
+            for layer in self.profile.layers
+        ]
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        layers, exchanges = self.profile.layers, self._exchanges
+        columns: dict[str, list[float]] = {
+            "seconds": [layer.seconds for layer in layers],
+            "trained": [layer.trained_bytes for layer in layers],
+            "fixed": [layer.fixed_bytes for layer in layers],
+            "push": [one.push_bytes for one in exchanges],
+            "pull": [one.pull_bytes for one in exchanges],
+            "once": [one.once_bytes for one in exchanges],
+        }
+        return {name: list(itertools.accumulate(values, initial=0.0)) for name, values in columns.items()}
+
+    def total(self, what: str, first: int, end: int) -> float:
+        """Sum over layers: "seconds" of a microbatch; bytes "trained", "fixed", "push", "pull", "once"."""
+        sums = self._sums[what]
+        return sums[end] - sums[first]
+
+    def cut_allowed(self, layer: int) -> bool:
+        """Whether a stage may begin with this layer."""
+        return layer not in self.profile.joined
+
+    def stage_allowed(self, first: int, end: int) -> bool:
+        """Whether these layers can be a stage: something is trained, and no weights are shared with others."""
+        return self._sums["trained"][end] > self._sums["trained"][first] and all(map(self.cut_allowed, (first, end)))
+
+    # Of one worker of a stage on `copies` workers
+
+    def share(self, copies: int) -> int:
+        """Microbatches of a step that the busiest of so many workers computes."""
+        return math.ceil(self.microbatches / copies)
+
+    def compute_s(self, first: int, end: int, copies: int) -> float:
+        """Computing time of a step."""
+        return self.share(copies) * self.total("seconds", first, end)
+
+    def parcels(self, first: int, end: int, copies: int) -> tuple[float, float]:
+        """Bytes of activations and gradients (out, in) in a step."""
+        layers = self.profile.layers
+        before = (layers[first - 1].output_bytes, layers[first - 1].gradient_bytes) if first else (0, 0)
+        after = (layers[end - 1].output_bytes, layers[end - 1].gradient_bytes) if end < self.count else (0, 0)
+        share = self.microbatches / copies
+        return share * (after[0] + before[1]), share * (before[0] + after[1])
+
+    def ring_bytes(self, first: int, end: int, copies: int) -> float:
+        """Bytes that each of `copies` workers sends in an all-reduce of these layers' gradients."""
+        return 2 * (copies - 1) / copies * self.total("trained", first, end)
+
+    def link_s(self, first: int, end: int, copies: int) -> float:
+        """Time of a worker's own link in a step, the longer direction."""
+        out, into = self.parcels(first, end, copies)
+        if self.cluster.sync == ALL_REDUCE:
+            out += self.ring_bytes(first, end, copies)
+            into += self.ring_bytes(first, end, copies)
+        else:
+            out += self.total("push", first, end) + self.total("once", first, end)
+            into += self.total("pull", first, end)
+        return max(out, into) / self.cluster.levels[0].bytes_per_s
+
+    def load(self, first: int, end: int) -> float:
+        """Bytes of a worker's exchange with the servers, the larger direction; 0 with an all-reduce."""
+        if self.cluster.sync == ALL_REDUCE:
+            return 0.0
+        return max(self.total("push", first, end) + self.total("once", first, end), self.total("pull", first, end))
+
+    def servers_s(self, load: float) -> float:
+        """Time of the servers' links for so many bytes of all workers."""
+        return load / (self.cluster.servers * self.cluster.levels[-1].bytes_per_s)
+
+    # Memory
+
+    def held_bytes(self, first: int, end: int) -> int:
+        """What one microbatch keeps between its two passes: what is saved, and the stage's input and output."""
+        if first not in self._held:
+            found: set[int] = set()
+            total = _more(self.profile.layers[first - 1].output, found) if first else 0
+            row = [total]
+            for layer in self.profile.layers[first:]:
+                total += _more(layer.saved, found)
+                # Only the stage's last output is kept where nothing else keeps it.
+                row.append(total + _more(layer.output, set(found)))
+            self._held[first] = row
+        return self._held[first][end - first]
+
+    def memory_bytes(self, first: int, end: int, *, copies: int, behind: int, slots: int) -> float:
+        """Memory of one worker of a stage: parameters, their versions, gradients, optimizer state, held activations.
+
+        behind: workers of the stages after it. slots: of all stages. With r workers a stage is floor((r + behind - 1)
+        / r) microbatches ahead, as PipeDream's runtime counts them.
+        """
+        ahead = (copies + behind - 1) // copies
+        trained, fixed = self.total("trained", first, end), self.total("fixed", first, end)
+        flushes = self.schedule.flushes
+        held = self.schedule.held(0, ahead + 1, self.share(copies)) if flushes else ahead + 1
+        versions = kept_versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), self.share(copies))
+        state = trained * (1 + self.optimizer_bytes)
+        return (trained + fixed) * versions + state + held * self.held_bytes(first, end)
+
+    # A plan
+
+    def forecast(self, plan: Stages) -> Forecast:
+        """What a plan takes."""
+        used = sorted({worker for stage in plan for worker in stage.workers})
+        compute, link, memory = (dict.fromkeys(used, 0.0) for _ in range(3))
+        behind, slots = 0, sum(len(stage.workers) for stage in plan)
+        load = parameters = parcels = 0.0
+        for stage in reversed(plan):
+            first, end, copies = stage.first, stage.end, len(stage.workers)
+            needed = self.memory_bytes(first, end, copies=copies, behind=behind, slots=slots)
+            for worker in stage.workers:
+                compute[worker] += self.compute_s(first, end, copies)
+                link[worker] += self.link_s(first, end, copies)
+                memory[worker] += needed
+            behind += copies
+            load += copies * self.load(first, end)
+            parameters += self._exchanged(first, end, copies)
+            parcels += sum(self.parcels(first, end, copies)) * copies / 2
+        times = {
+            "computing": self._makespan(plan, compute),
+            "links": max(*link.values(), self._outer_s(plan)),
+            "servers": self.servers_s(load),
+        }
+        limit = max(times, key=lambda name: times[name])
+        return Forecast(
+            seconds=times[limit],
+            limit=limit,
+            parameter_bytes=parameters,
+            parcel_bytes=parcels,
+            compute_s=tuple(compute[worker] for worker in used),
+            link_s=tuple(link[worker] for worker in used),
+            memory_bytes=tuple(memory[worker] for worker in used),
+        )
+
+    def _exchanged(self, first: int, end: int, copies: int) -> float:
+        if self.cluster.sync == ALL_REDUCE:
+            return copies * self.ring_bytes(first, end, copies)
+        each = self.total("push", first, end) + self.total("pull", first, end)
+        return copies * each + self.total("once", first, end)
+
+    def _makespan(self, plan: Stages, compute: dict[int, float]) -> float:
+        """Computing time of a step: with a flush, the first microbatch goes through all stages alone."""
+        if not self.schedule.flushes or len(plan) == 1:
+            return max(compute.values())
+        once = dict.fromkeys(compute, 0.0)
+        for stage in plan:
+            for worker in stage.workers:
+                once[worker] += self.total("seconds", stage.first, stage.end)
+        through = sum(self.total("seconds", stage.first, stage.end) for stage in plan)
+        return through + max(compute[worker] - once[worker] for worker in compute)
+
+    def _outer_s(self, plan: Stages) -> float:
+        """Time of the links between groups of workers, by all that their workers exchange with others."""
+        longest, size = 0.0, 1
+        for before, level in itertools.pairwise(self.cluster.levels):
+            size *= before.count
+            traffic: dict[int, list[float]] = {}
+            self._cross(plan, size, traffic)
+            longest = max([longest, *(max(both) / level.bytes_per_s for both in traffic.values())])
+        return longest
+
+    def _cross(self, plan: Stages, size: int, traffic: dict[int, list[float]]) -> None:
+        """Add up bytes (out, in) of the link of each group of so many workers."""
+
+        def add(where: int, out: float, into: float) -> None:
+            both = traffic.setdefault(where, [0.0, 0.0])
+            both[0] += out
+            both[1] += into
+
+        for number, stage in enumerate(plan):
+            homes = [worker // size for worker in stage.workers]
+            for home in homes:
+                if self.cluster.sync == SERVERS:
+                    add(home, self.total("push", stage.first, stage.end), self.total("pull", stage.first, stage.end))
+                elif len(set(homes)) > 1:
+                    ring = self.ring_bytes(stage.first, stage.end, len(set(homes))) / homes.count(home)
+                    add(home, ring, ring)
+            if number + 1 < len(plan):
+                layer = self.profile.layers[stage.end - 1]
+                pairs = _pairs(homes, [worker // size for worker in plan[number + 1].workers], self.microbatches)
+                for left, right, share in pairs:
+                    if left != right:
+                        add(left, share * layer.output_bytes, share * layer.gradient_bytes)
+                        add(right, share * layer.gradient_bytes, share * layer.output_bytes)
+
+
+def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:
+    """Bytes of those that are not known yet; they are from now on."""
+    total = sum(size for number, size in storages if number not in known)
+    known.update(number for number, _ in storages)
+    return total
+
+
+def _pairs(left: Sequence[int], right: Sequence[int], microbatches: int) -> list[tuple[int, int, float]]:
+    """Which groups hand how many microbatches to each other: microbatch m is computed by worker m mod r."""
+    cycle = math.lcm(len(left), len(right))
+    return [(left[m % len(left)], right[m % len(right)], microbatches / cycle) for m in range(cycle)]
+
+
+def kept_versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> int:
+    """Copies of its parameters that a worker of a stage has. ahead: stages after it; most: after the first one.
+
+    With a flush one. Without, what pulls fill, and those from the oldest that a pass still needs to the newest.
+    """
+    if schedule.flushes:
+        return 1
+    stages, full = most + 1, (most + 2) * 2
+    oldest = (schedule.version(step * microbatches, most - ahead, stages, microbatches) for step in range(full))
+    return 1 + max(step - version + 1 for step, version in enumerate(oldest))

@@ -1,0 +1,270 @@
+"""Looks at the layers of a model on a real batch: what they hand on, keep and count, and how long they take."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything, to_device
+from shardline.errors import JobError
+from shardline.pipeline.partition.profile import Layer, Profile
+
+REPEATS = 7
+"""Passes of which the median counts, after one that does not."""
+MOST_S = 20.0
+"""Seconds after which a layer is measured only once more."""
+
+
+@dataclass
+class _Look:
+    """What one pass over the model has found."""
+
+    entry: torch.Tensor
+    """What the job's loss calls the model with."""
+    outputs: list[Any] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+
+
+def shapes(model: nn.Sequential, job: DataSource) -> Profile:
+    """The profile without times: a function of the job alone, the same in every process.
+
+    Computes one microbatch, forward. The model's values and buffers are left as they were. Raises JobError if the job's
+    loss or a layer raises, or a layer of which gradients are wanted returns no tensor.
+    """
+    device = next(model.parameters()).device
+    with _untouched(model):
+        look = _look(model, job, _batch(job, device))
+    return Profile(layers=tuple(look.layers), samples=job.batch_size, joined=_joined(model))
+
+
+def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
+    """The profile with times: medians of one microbatch on this machine, with torch's present number of threads.
+
+    Raises what shapes() raises.
+    """
+    device = next(model.parameters()).device
+    batch = _batch(job, device)
+    with _untouched(model):
+        look = _look(model, job, batch)
+        given: Any = look.entry
+        layers = []
+        for number, layer in enumerate(model):
+            last = number == len(model) - 1
+            ahead = _entered(look.entry, job, batch) if last else None
+            forward_s, backward_s = _timed(layer, given, look.entry.device, repeats, ahead)
+            layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
+            given = look.outputs[number]
+    threads = torch.get_num_threads()
+    measured = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
+    return Profile(layers=tuple(layers), samples=job.batch_size, measured=measured, joined=_joined(model))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a tensor, list, tuple or dict."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def _batch(job: DataSource, device: torch.device) -> Any:
+    with calling(f"moving a batch to {device}"):
+        return to_device(BatchSource(job).batch(0, 0, 0), device)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put back buffers, gradients and the state of the random generators afterwards."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+class _Entered(BaseException):
+    """Leaves the job's loss once the model's input is known. Not an Exception, so that no user's code stops it."""
+
+
+def _entry(model: nn.Module, job: DataSource, batch: Any) -> torch.Tensor:
+    """What the job's loss calls the model with."""
+    found: list[torch.Tensor] = []
+
+    def call(given: torch.Tensor) -> torch.Tensor:
+        found.append(given)
+        raise _Entered
+
+    with calling("loss(model, batch)"), suppress(_Entered):
+        job.loss(_StandIn(model, call), batch)
+    if not found or not isinstance(found[0], torch.Tensor):
+        raise JobError("loss(model, batch) must call the model of a pipeline, with one tensor")
+    return found[0]
+
+
+class _StandIn(nn.Module):
+    """Takes the model's place in the job's loss."""
+
+    def __init__(self, model: nn.Module, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.training = model.training
+        self._call = call
+
+    def forward(self, given: Any) -> Any:
+        """The model's output."""
+        return self._call(given)
+
+
+def _entered(entry: torch.Tensor, job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
+    """The job's loss as a function of the model's output."""
+
+    def loss(output: Any) -> torch.Tensor:
+        holder = nn.Module()
+        holder.training = True
+        found = job.loss(_StandIn(holder, lambda _: output), batch)
+        check_loss(found)
+        return found
+
+    return loss
+
+
+def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
+    """Run the model forward, and see what each layer hands on and keeps."""
+    seed_everything(derive(job.seed, 0, 0, 0))
+    look = _Look(_entry(model, job, batch))
+    storages = _Storages(model)
+    counted: set[int] = set()
+    values: Any = look.entry
+    for number, layer in enumerate(model):
+        last = number == len(model) - 1
+        saved: list[torch.Tensor] = []
+        with FlopCounterMode(display=False) as counter, _saving(saved):
+            with calling(f"layer {number} ({type(layer).__name__})"):
+                values = layer(values)
+            if last:
+                _entered(look.entry, job, batch)(values)
+        found = list(tensors_in(values))
+        if not found and not last:
+            raise JobError(f"layer {number} ({type(layer).__name__}) returned {type(values).__name__}, not a tensor")
+        look.outputs.append(values)
+        look.layers.append(
+            Layer(
+                name=f"{number} ({type(layer).__name__})",
+                forward_s=0.0,
+                backward_s=0.0,
+                flops=int(counter.get_total_flops()),
+                output_bytes=0 if last else sum(one.nbytes for one in found),
+                gradient_bytes=0 if last else sum(one.nbytes for one in found if one.requires_grad),
+                output=() if last else storages.of(found),
+                saved=storages.of(saved),
+                **_sizes(layer, counted),
+            )
+        )
+    return look
+
+
+class _Storages:
+    """Numbers the memory of tensors, that of the model aside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        """So that no other storage gets the same address."""
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+        """(number, bytes) of each storage."""
+        self._alive += tensors
+        found = {}
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage.data_ptr() not in self._own and storage.nbytes():
+                found[self._numbers.setdefault(storage.data_ptr(), len(self._numbers))] = storage.nbytes()
+        return tuple(found.items())
+
+
+@contextmanager
+def _saving(saved: list[torch.Tensor]) -> Iterator[None]:
+    """Collect what forward passes keep for backward passes."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        yield
+
+
+def _sizes(layer: nn.Module, counted: set[int]) -> dict[str, int]:
+    """Bytes of a layer's tensors, without those of layers before."""
+    found = {"trained_bytes": 0, "fixed_bytes": 0}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if id(tensor) not in counted:
+            counted.add(id(tensor))
+            found["trained_bytes" if tensor.requires_grad else "fixed_bytes"] += tensor.nbytes
+    return found
+
+
+def _joined(model: nn.Sequential) -> tuple[int, ...]:
+    """Layers that can't begin a stage: one before and one from there on have the same tensor."""
+    first: dict[int, int] = {}
+    found: set[int] = set()
+    for number, layer in enumerate(model):
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            found.update(range(first.setdefault(id(tensor), number) + 1, number + 1))
+    return tuple(sorted(found))
+
+
+def _timed(
+    layer: nn.Module, given: Any, device: torch.device, repeats: int, loss: Callable[[Any], torch.Tensor] | None
+) -> tuple[float, float]:
+    """Medians of a layer's forward and backward pass. loss: what follows the last layer."""
+    forward: list[float] = []
+    backward: list[float] = []
+    ends_s = time.monotonic() + MOST_S
+    while len(forward) <= 1 or (len(forward) <= repeats and time.monotonic() < ends_s):
+        # Not a leaf, so that the layer may change it in place; of the run's own, so that its gradient is computed too.
+        inputs = _fresh(given)
+        begun_s = _now(device)
+        output = layer(inputs)
+        ends: Sequence[torch.Tensor] = [loss(output)] if loss is not None else list(tensors_in(output))
+        forward.append(_now(device) - begun_s)
+        ends = [one for one in ends if one.requires_grad]
+        gradients = [torch.ones_like(one) for one in ends]
+        begun_s = _now(device)
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        backward.append(_now(device) - begun_s)
+    return statistics.median(forward[1:]), statistics.median(backward[1:])
+
+
+def _fresh(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.detach().requires_grad_(given.requires_grad).clone()
+    if isinstance(given, Mapping):
+        return {name: _fresh(value) for name, value in given.items()}
+    if isinstance(given, tuple | list):
+        return type(given)(_fresh(value) for value in given)
+    return copy.copy(given)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,86 @@
+"""What the layers of a model need: a value that a plan is made of, and that can be written to a file. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.errors import UsageError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer, for one microbatch. Times in seconds."""
+
+    name: str
+    """Such as "3 (Linear)"."""
+    forward_s: float
+    backward_s: float
+    """With the loss, in the last layer."""
+    flops: int = 0
+    """Of the forward pass, as torch.utils.flop_counter counts them: multiplications of matrices and convolutions."""
+    output_bytes: int
+    """What the next layer gets; 0 for the last one."""
+    gradient_bytes: int
+    """What comes back for it; 0 if it depends on nothing that is trained."""
+    trained_bytes: int
+    """Parameters that are trained. Those that layers share count in the first one."""
+    fixed_bytes: int = 0
+    """Buffers, and parameters that are not trained."""
+    output: tuple[tuple[int, int], ...] = ()
+    """What it is in memory: see `saved`."""
+    saved: tuple[tuple[int, int], ...] = ()
+    """What the forward pass keeps for the backward pass, parameters aside: (number of a storage, bytes). Neighbours may
+    keep the same storage."""
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The layers of a model, in order, with one microbatch of `samples` samples."""
+
+    layers: tuple[Layer, ...]
+    samples: int
+    measured: str = ""
+    """Where, such as "cpu, 1 thread"."""
+    joined: tuple[int, ...] = ()
+    """Layers that can't begin a stage, since one on each side have the same weights."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, text: str, where: str) -> Profile:
+        """What text() has written. Raises UsageError, naming `where`, if it is something else."""
+        try:
+            found = json.loads(text)
+            if found.pop("version") != VERSION:
+                raise ValueError("it is of another version of Shardline")
+            found["layers"] = tuple(_layer(one) for one in found["layers"])
+            found["joined"] = tuple(found["joined"])
+            if not found["layers"]:
+                raise ValueError("it has no layers")
+            return cls(**found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{where} is no profile of a model: {error}; leave it out or name a new file, to measure again"
+            ) from None
+
+
+def _layer(found: Mapping[str, Any]) -> Layer:
+    storages = {name: tuple((int(number), int(size)) for number, size in found[name]) for name in ("output", "saved")}
+    layer = Layer(**{**found, **storages})
+    for name, value in dataclasses.asdict(layer).items():
+        if name not in ("name", "output", "saved") and not (isinstance(value, int | float) and value >= 0):
+            raise ValueError(f"{name} of layer {layer.name} is {value!r}")
+    return layer

@@ -1,0 +1,398 @@
+"""Where a model is cut: the search equals looking at everything, and what it chooses in cases whose answer is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardline.errors import UsageError
+from shardline.pipeline import PIPELINES, PipelineSchedule
+from shardline.pipeline.partition import (
+    ALL_REDUCE,
+    SERVERS,
+    Cluster,
+    Costs,
+    Layer,
+    LinkLevel,
+    PlannedStage,
+    Profile,
+    Stages,
+    best,
+    choose,
+    mixed,
+)
+from shardline.pipeline.partition.mixed import joined, pack, refined, stages_of
+
+STASH, FLUSH, GPIPE = (PIPELINES.parse(name) for name in ("stash", "flush", "gpipe"))
+SCHEDULES = [PIPELINES.parse(name) for name in ("gpipe", "flush", "stash", "vertical-sync", "double-buffer")]
+
+
+def layers(*sizes: tuple[float, int, int, int]) -> tuple[Layer, ...]:
+    """Of (seconds, bytes of weights, of the output, of what is kept); each keeps storages of its own."""
+    return tuple(
+        Layer(
+            name=str(number), forward_s=seconds / 3, backward_s=seconds * 2 / 3, output_bytes=output,
+            gradient_bytes=output, trained_bytes=weights, output=((2 * number, output),),
+            saved=((2 * number + 1, held),),
+        )
+        for number, (seconds, weights, output, held) in enumerate(sizes)
+    )  # fmt: skip
+
+
+SIZES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+
+
+@dataclass(frozen=True)
+class Case:
+    costs: Costs
+
+    def __repr__(self) -> str:
+        return repr(self.costs)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, deep: bool = False) -> Case:
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=4 if deep else 5))
+    speeds = st.sampled_from([1.0, 2.0, 8.0, math.inf])
+    counts = st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 2)] if deep else [(1,), (2,), (3,), (4,)])
+    levels = tuple(LinkLevel(count=count, bytes_per_s=draw(speeds)) for count in draw(counts))
+    cluster = Cluster(
+        levels=levels, servers=draw(st.integers(1, 2)), sync=draw(st.sampled_from([SERVERS, ALL_REDUCE])),
+        memory_bytes=math.inf if deep else draw(st.sampled_from([10.0, 30.0, 60.0, math.inf])),
+    )  # fmt: skip
+    joined_layers = draw(st.sets(st.integers(1, max(1, len(sizes) - 1)), max_size=1)) if len(sizes) > 1 else ()
+    profile = Profile(layers=layers(*sizes), samples=1, joined=tuple(joined_layers))
+    schedule = draw(st.sampled_from([STASH, FLUSH, GPIPE, PIPELINES.parse("double-buffer")]))
+    return Case(Costs(profile=profile, cluster=cluster, schedule=schedule, microbatches=draw(st.integers(1, 6))))
+
+
+def splits(total: int) -> Iterator[tuple[int, ...]]:
+    """Ordered sums of positive numbers."""
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in splits(total - first):
+            yield (first, *rest)
+
+
+def every_flat_plan(count: int, workers: int) -> Iterator[Stages]:
+    for lengths in splits(count):
+        for used in range(len(lengths), workers + 1):
+            for copies in splits(used):
+                if len(copies) == len(lengths):
+                    ends, homes = list(itertools.accumulate(lengths)), list(itertools.accumulate(copies))
+                    yield tuple(
+                        PlannedStage(first=end - length, end=end, workers=tuple(range(home - number, home)))
+                        for length, end, number, home in zip(lengths, ends, copies, homes, strict=True)
+                    )
+
+
+def stage_seconds(costs: Costs, stage: PlannedStage) -> float:
+    """A worker of a stage, from the definitions."""
+    own, copies, all_layers = costs.profile.layers[stage.first : stage.end], len(stage.workers), costs.profile.layers
+    weights = sum(one.trained_bytes for one in own)
+    sent = weights if costs.cluster.sync == SERVERS else 2 * (copies - 1) / copies * weights
+    # The same both ways: activations and gradients are equally large here.
+    ends = sum(all_layers[number].output_bytes for number in (stage.first - 1, stage.end - 1) if number >= 0)
+    ends -= all_layers[-1].output_bytes if stage.end == len(all_layers) else 0
+    computing = math.ceil(costs.microbatches / copies) * sum(one.forward_s + one.backward_s for one in own)
+    return max(computing, (sent + costs.microbatches / copies * ends) / costs.cluster.levels[0].bytes_per_s)
+
+
+def plan_seconds(costs: Costs, plan: Stages) -> float:
+    """By the max form."""
+    load = sum(len(s.workers) * sum(o.trained_bytes for o in costs.profile.layers[s.first : s.end]) for s in plan)
+    links = costs.cluster.servers * costs.cluster.levels[-1].bytes_per_s
+    shared = load / links if costs.cluster.sync == SERVERS else 0.0
+    return max([shared, *(stage_seconds(costs, stage) for stage in plan)])
+
+
+def allowed(costs: Costs, plan: Stages) -> bool:
+    behind, slots = 0, costs.cluster.workers
+    for stage in reversed(plan):
+        copies = len(stage.workers)
+        if not any(one.trained_bytes for one in costs.profile.layers[stage.first : stage.end]):
+            return False
+        if stage.first in costs.profile.joined:
+            return False
+        needed = costs.memory_bytes(stage.first, stage.end, copies=copies, behind=behind, slots=slots)
+        if needed > costs.cluster.memory_bytes:
+            return False
+        behind += copies
+    return True
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_the_flat_search_equals_looking_at_every_plan(case: Case) -> None:
+    costs = case.costs
+    every = [plan for plan in every_flat_plan(costs.count, costs.cluster.workers) if allowed(costs, plan)]
+    found = best(costs)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert allowed(costs, found)
+        assert plan_seconds(costs, found) == pytest.approx(min(plan_seconds(costs, plan) for plan in every))
+
+
+def every_nested(costs: Costs, level: int, i: int, j: int, count: int, copies: int) -> Iterator[tuple[float, float]]:
+    """(seconds, bytes for the servers) of every way to run layers on exactly `count` components: no table, no bound."""
+    for end, taken in itertools.product(range(i + 1, j + 1), range(1, count + 1)):
+        if (end < j) != (taken < count):
+            continue
+        rest = every_nested(costs, level, end, j, count - taken, copies) if end < j else iter([(0.0, 0.0)])
+        others = list(rest)
+        for seconds, load in every_part(costs, level, i, end, taken, copies * taken):
+            for slower, more in others:
+                yield max(seconds, slower), load + more
+
+
+def every_part(costs: Costs, level: int, i: int, j: int, taken: int, copies: int) -> Iterator[tuple[float, float]]:
+    weights = sum(one.trained_bytes for one in costs.profile.layers[i:j])
+    ends = (costs.profile.layers[i - 1].output_bytes if i else 0) + (
+        costs.profile.layers[j - 1].output_bytes if j < costs.count else 0
+    )
+    servers, link = costs.cluster.sync == SERVERS, costs.cluster.levels[level].bytes_per_s
+    ring = 2 * (taken - 1) / taken * weights
+    if level == 0:
+        if costs.stage_allowed(i, j):
+            computing = math.ceil(costs.microbatches / copies) * sum(o.seconds for o in costs.profile.layers[i:j])
+            sent = (weights if servers else ring) + costs.microbatches / copies * ends
+            yield max(computing, sent / link), taken * (weights if servers else 0)
+        return
+    for used in range(1, costs.cluster.levels[level - 1].count + 1):
+        for seconds, load in every_nested(costs, level - 1, i, j, used, copies):
+            sent = (load if servers else ring) + costs.microbatches / copies * ends
+            yield max(seconds, sent / link), taken * load
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(deep=True))
+def test_the_hierarchical_search_equals_looking_at_every_plan(case: Case) -> None:
+    costs = case.costs
+    top = costs.cluster.levels[-1]
+    every = [
+        max(seconds, load / (costs.cluster.servers * top.bytes_per_s))
+        for used in range(1, top.count + 1)
+        for seconds, load in every_nested(costs, len(costs.cluster.levels) - 1, 0, costs.count, used, 1)
+    ]
+    plan = best(costs)
+    assert (plan is None) == (not every)
+    if plan is None:
+        return
+    homes = [worker for stage in plan for worker in stage.workers]
+    assert len(homes) == len(set(homes)) and set(homes) <= set(range(costs.cluster.workers))
+    assert [stage.first for stage in plan] == [0, *(stage.end for stage in plan[:-1])] and plan[-1].end == costs.count
+    if costs.cluster.sync == SERVERS and costs.schedule == STASH:
+        # What the forecast adds up link by link is what the search has added up level by level.
+        assert costs.forecast(plan).seconds == pytest.approx(min(every))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_the_forecast_of_a_plan_is_what_the_search_compares(case: Case) -> None:
+    costs = replace(case.costs, schedule=STASH)
+    for plan in itertools.islice(every_flat_plan(costs.count, costs.cluster.workers), 20):
+        assert costs.forecast(plan).seconds == pytest.approx(plan_seconds(costs, plan))
+
+
+def costs_of(
+    *sizes: tuple[float, int, int, int], workers: int = 4, link: float = math.inf, schedule: PipelineSchedule = STASH,
+    sync: str = SERVERS, memory: float = math.inf, microbatches: int = 12,
+) -> Costs:  # fmt: skip
+    cluster = Cluster(
+        levels=(LinkLevel(count=workers, bytes_per_s=link),), sync=sync, servers=workers, memory_bytes=memory
+    )
+    profile = Profile(layers=layers(*sizes), samples=1)
+    return Costs(profile=profile, cluster=cluster, schedule=schedule, microbatches=microbatches)
+
+
+def test_with_endless_bandwidth_and_one_worker_per_stage_the_slowest_stage_is_as_fast_as_can_be() -> None:
+    costs = costs_of(*((float(s), 1, 10**9, 0) for s in (3, 1, 4, 1, 5, 9, 2, 6)))
+    plan = best(costs, copies=1)
+    assert plan is not None
+    sums = [sum((3, 1, 4, 1, 5, 9, 2, 6)[s.first : s.end]) for s in plan]
+    # 3 1 4 1 | 5 | 9 | 2 6
+    assert max(sums) == 9
+
+
+@pytest.mark.parametrize("sync", [SERVERS, ALL_REDUCE])
+def test_large_weights_in_the_last_layers_are_not_replicated(sync: str) -> None:
+    """PipeDream's VGG: convolutions on all workers but one, the linear layers on that one."""
+    costs = costs_of(*[(1.0, 1, 10, 0)] * 10, (3.3, 30_000, 10, 0), link=1000.0, sync=sync)
+    plan = best(replace(costs, cluster=replace(costs.cluster, servers=1)))
+    assert plan is not None
+    assert [len(stage.workers) for stage in plan] == [3, 1]
+    assert (plan[0].end, plan[1].end) == (10, 11)
+
+
+@pytest.mark.parametrize("sync", [SERVERS, ALL_REDUCE])
+def test_small_weights_and_large_activations_are_data_parallel(sync: str) -> None:
+    """PipeDream's ResNet-50."""
+    costs = costs_of(*[(1.0, 10, 10**4, 0)] * 8, link=100.0, sync=sync)
+    plan = best(costs)
+    assert plan == (PlannedStage(first=0, end=8, workers=(0, 1, 2, 3)),)
+    assert not choose(costs).pipeline_is_better
+
+
+def test_a_choice_names_the_pipeline_where_it_is_faster_or_the_only_one_that_fits() -> None:
+    large = [(1.0, 10**3, 10, 10)] * 4
+    assert choose(costs_of(*large, link=100.0)).pipeline_is_better
+    roomy, tight = (choose(costs_of(*large, schedule=FLUSH, memory=memory)) for memory in (math.inf, 3000.0))
+    assert not roomy.pipeline_is_better and roomy.whole.fits
+    assert tight.pipeline_is_better and not tight.whole.fits
+    assert tight.staged is not None and max(tight.staged.forecast.memory_bytes) <= 3000.0
+    none = choose(costs_of(*large, schedule=FLUSH, memory=1000.0))
+    assert none.staged is None and not none.pipeline_is_better
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_only_pipelines_that_the_schedule_takes_are_chosen(schedule: PipelineSchedule) -> None:
+    costs = costs_of(*[(1.0, 10**3, 10, 10)] * 4, link=100.0, schedule=schedule, microbatches=2)
+    found = choose(costs).staged
+    assert found is not None
+    schedule.check(len(found.plan), costs.microbatches // found.replicas)
+
+
+# Memory
+
+
+def test_what_neighbours_both_keep_counts_once() -> None:
+    first, second = layers((1.0, 1, 8, 5), (1.0, 1, 8, 5))
+    second = replace(second, saved=(*first.output, *second.saved))
+    costs = costs_of((1.0, 1, 1, 1))
+    costs = replace(costs, profile=Profile(layers=(first, second), samples=1))
+    # Layer 0 keeps 5 and hands on 8, which layer 1 keeps too; that has 5 and an output of 8.
+    assert costs.held_bytes(0, 2) == 5 + 8 + 5 + 8
+    assert (costs.held_bytes(0, 1), costs.held_bytes(1, 2)) == (5 + 8, 8 + 5 + 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "versions", "held"),
+    [
+        ("gpipe", [1, 1, 1], [8, 8, 8]),
+        ("flush", [1, 1, 1], [3, 2, 1]),
+        # One that pulls fill, and those that passes need: n - s, n and 2.
+        ("stash", [2, 2, 2], [3, 2, 1]),
+        ("vertical-sync", [3, 3, 3], [3, 2, 1]),
+        ("double-buffer", [3, 3, 3], [3, 2, 1]),
+    ],
+)
+def test_a_stage_needs_its_versions_and_what_its_microbatches_keep(
+    schedule: str, versions: list[int], held: list[int]
+) -> None:
+    costs = costs_of(*[(1.0, 1000, 0, 7)] * 3, workers=3, schedule=PIPELINES.parse(schedule), microbatches=8)
+    plan = tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(3))
+    expected = [1000 * (copies + 1) + 7 * count for copies, count in zip(versions, held, strict=True)]
+    if schedule == "stash":
+        # With 8 microbatches a step only passes that begin before the step's end are in the step before.
+        expected = [1000 * (copies + 1) + 7 * count for copies, count in zip([3, 3, 2], held, strict=True)]
+    assert list(costs.forecast(plan).memory_bytes) == expected
+
+
+# Mixed pipelines
+
+
+TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=7)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TIMES, st.integers(2, 3))
+def test_no_worker_has_more_than_four_thirds_of_the_best_packing(times: list[int], workers: int) -> None:
+    costs = costs_of(*((float(s), 1, 1, 0) for s in times), workers=workers)
+    blocks = [range(number, number + 1) for number in range(len(times))]
+    home = pack(costs, blocks, workers)
+    assert home is not None
+
+    def longest(homes: Sequence[int]) -> int:
+        return max(
+            sum(s for s, where in zip(times, homes, strict=True) if where == worker) for worker in range(workers)
+        )
+
+    optimal = min(longest(homes) for homes in itertools.product(range(workers), repeat=len(times)))
+    assert longest(home) <= (4 / 3 - 1 / (3 * workers)) * optimal + 1e-9
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TIMES, st.integers(2, 3))
+def test_a_mixed_pipeline_is_never_slower_than_a_sequential_one_and_uses_each_layer_once(
+    times: list[int], workers: int
+) -> None:
+    costs = costs_of(*((float(s), 1, 1, 0) for s in times), workers=workers)
+    sequential = best(costs, copies=1)
+    assert sequential is not None
+    plan = mixed(costs, workers, also=[sequential])
+    assert plan is not None
+    assert [number for stage in plan for number in range(stage.first, stage.end)] == list(range(len(times)))
+    assert costs.forecast(plan).seconds <= costs.forecast(sequential).seconds
+    assert {worker for stage in plan for worker in stage.workers} <= set(range(workers))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TIMES, st.integers(2, 3))
+def test_as_many_blocks_as_workers_are_a_sequential_pipeline(times: list[int], workers: int) -> None:
+    costs = costs_of(*((float(s), 1, 1, 0) for s in times), workers=workers)
+    plan = mixed(costs, workers, multiples=[1])
+    assert plan is not None
+    homes = [stage.workers for stage in plan]
+    assert homes == [(number,) for number in range(min(workers, len(times)))]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 20), min_size=3, max_size=6))
+def test_a_mixed_plan_of_two_workers_is_within_a_sixth_of_the_best_one(times: list[int]) -> None:
+    costs = costs_of(*((float(s), 1, 0, 0) for s in times), workers=2)
+    every = [
+        costs.forecast(stages_of([range(n, n + 1) for n in range(len(times))], homes)).seconds
+        for homes in itertools.product(range(2), repeat=len(times))
+    ]
+    plan = mixed(costs, 2)
+    assert plan is not None
+    assert min(every) <= costs.forecast(plan).seconds <= 7 / 6 * min(every) + 1e-9
+
+
+def test_refining_moves_a_border_while_that_helps() -> None:
+    costs = costs_of(*[(1.0, 1, 1, 0)] * 8, workers=2)
+    plan = refined(costs, [range(6), range(6, 8)], [0, 1])
+    assert [(stage.first, stage.end) for stage in plan] == [(0, 4), (4, 8)]
+
+
+def test_blocks_without_anything_to_train_join_a_neighbour() -> None:
+    costs = costs_of((1.0, 1, 1, 0), (1.0, 0, 1, 0), (1.0, 1, 1, 0), (1.0, 0, 1, 0), workers=2)
+    assert joined(costs, 4) == [range(2), range(2, 4)]
+
+
+def test_both_ends_in_one_worker_are_faster_than_any_sequential_pipeline() -> None:
+    costs = costs_of((3.0, 1, 1, 0), (4.0, 1, 1, 0), (3.0, 1, 1, 0), workers=2)
+    sequential, found = best(costs, copies=1), mixed(costs, 2)
+    assert sequential is not None and found is not None
+    assert [stage.workers for stage in found] == [(0,), (1,), (0,)]
+    assert costs.forecast(sequential).seconds / costs.forecast(found).seconds == pytest.approx(7 / 6)
+
+
+# Profiles
+
+
+def test_a_profile_is_written_and_read() -> None:
+    profile = Profile(layers=layers((1.5, 1, 2, 3), (0.25, 4, 5, 6)), samples=4, measured="cpu, 1 thread", joined=(1,))
+    assert Profile.read(profile.text(), "FILE") == profile
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"version": 1', '"version": 9', "of another version"),
+        ('"samples"', '"sample"', "sample"),
+        ('"trained_bytes": 1', '"trained_bytes": -1', "trained_bytes of layer"),
+        ("{", "[", "is no profile"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(old: str, new: str, why: str) -> None:
+    text = Profile(layers=layers((1.5, 1, 2, 3)), samples=4).text()
+    with pytest.raises(UsageError, match=rf"FILE is no profile of a model: .*{why}|FILE {why}"):
+        Profile.read(text.replace(old, new), "FILE")

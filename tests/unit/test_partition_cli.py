@@ -1,0 +1,180 @@
+"""shardline partition: what it measures, prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardline.cli.main import main
+from shardline.job import Job, load_job
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.partition import measure, shapes
+
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import shardline
+
+
+def linear():
+    layers = [nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(inplace=True), nn.Linear(256, 256),
+              nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 4)]
+    return shardline.Pipeline(layers, stages=2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, values):
+        return torch.relu(values + self.second(torch.relu(self.first(values))))
+
+
+def residual():
+    layers = [nn.Unflatten(1, (2, 2, 2)), nn.Upsample(scale_factor=8), nn.Conv2d(2, 8, 3, padding=1),
+              *(Block() for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
+    return shardline.Pipeline(layers, stages=2)
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+job = shardline.Job(
+    model=MODEL, loss=loss, dataset=TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,))),
+    optimizer="SGD", optimizer_args={"lr": 0.1}, batch_size=4, accumulate=8, steps=50,
+)
+"""
+
+
+@pytest.fixture
+def linear(tmp_path: Path) -> Path:
+    path = tmp_path / "linear.py"
+    path.write_text(JOB.replace("MODEL", "linear"))
+    return path
+
+
+@pytest.fixture
+def residual(tmp_path: Path) -> Path:
+    path = tmp_path / "residual.py"
+    path.write_text(JOB.replace("MODEL", "residual"))
+    return path
+
+
+def planned(path: Path, *arguments: str) -> dict[str, Any]:
+    out = path.with_suffix(".json")
+    assert main(["partition", str(path), *arguments, "--json", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_linear_layers_are_cut_and_the_lines_for_the_job_are_said(
+    linear: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(linear, "--workers", "4", "--link", "10Mbit")
+    said = capsys.readouterr().out
+    assert found["better"] == "pipeline" and len(found["staged"]["stages"]) > 1
+    cuts = [stage["first"] for stage in found["staged"]["stages"][1:]]
+    assert f"    shardline.Pipeline(layers, stages={cuts})" in said.splitlines()
+    assert '    pipeline="flush", replicas=1, accumulate=8,' in said.splitlines()
+    assert "times as fast, with" in said and "fewer bytes on all wires" in said
+    # What it says can be built.
+    Pipeline([*load_job(linear).build_model()], stages=cuts)
+
+
+def test_a_model_like_resnet_is_told_to_be_data_parallel(residual: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(residual, "--workers", "4", "--link", "1Gbit")
+    assert found["better"] == "data parallel"
+    said = capsys.readouterr().out
+    assert "Data parallelism is better" in said
+    assert '    pipeline="whole-model", replicas=4, accumulate=2,' in said.splitlines()
+
+
+def test_a_profile_makes_plans_repeatable_and_of_another_model_is_refused(
+    linear: Path, residual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    arguments = ["--link", "1Gbit", "--profile", str(profile), "--pipeline", "double-buffer"]
+    first = planned(linear, *arguments)
+    assert planned(linear, *arguments) == first
+    assert main(["partition", str(residual), *arguments]) == 2
+    assert "name a new file" in capsys.readouterr().err
+
+
+def test_codecs_count(linear: Path) -> None:
+    plain, half = (planned(linear, "--link", "1Mbit", "--codec", codec) for codec in ("raw", "bf16"))
+    ratio = half["data_parallel"]["parameter_bytes"] / plain["data_parallel"]["parameter_bytes"]
+    assert ratio == pytest.approx(0.5, rel=0.02)
+
+
+def test_workers_that_share_machines(linear: Path) -> None:
+    found = planned(linear, "--workers", "4", "--group", "2", "--group-link", "10Gbit", "--link", "1Mbit")
+    assert found["better"] == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["--memory", "10kB"], 2, r"neither the whole model nor a stage of any pipeline fits into --memory 10kB: with"),
+        (["--memory", "lots"], 2, r"--memory: 'lots' is not an amount of memory"),
+        (["--group", "3"], 2, r"--workers 4 don't make groups of --group 3; give a multiple of 3"),
+    ],
+)
+def test_what_it_refuses(
+    linear: Path, arguments: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", str(linear), *arguments]) == code
+    assert why in capsys.readouterr().err
+
+
+def job_of(*layers: nn.Module, inputs: int = 8) -> Job:
+    from torch.utils.data import TensorDataset
+
+    data = TensorDataset(torch.randn(16, inputs))
+    return Job(
+        model=lambda: Pipeline(list(layers), stages=1), loss=lambda model, batch: model(batch[0]).square().mean(),
+        dataset=data, optimizer="SGD", optimizer_args={"lr": 0.1}, batch_size=4, steps=1,
+    )  # fmt: skip
+
+
+def test_a_profile_has_the_shapes_of_the_layers() -> None:
+    first = nn.Linear(8, 32)
+    first.weight.requires_grad_(False)
+    first.bias.requires_grad_(False)
+    job = job_of(first, nn.ReLU(), nn.Linear(32, 8), nn.BatchNorm1d(8))
+    model = job.build_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    profile = measure(model, job)  # type: ignore[arg-type]
+    assert [one.output_bytes for one in profile.layers] == [4 * 32 * 4, 4 * 32 * 4, 4 * 8 * 4, 0]
+    # Nothing before layer 2 is trained.
+    assert [one.gradient_bytes for one in profile.layers] == [0, 0, 4 * 8 * 4, 0]
+    assert [one.trained_bytes for one in profile.layers] == [0, 0, 4 * (32 * 8 + 8), 4 * 16]
+    assert [one.fixed_bytes for one in profile.layers] == [4 * (8 * 32 + 32), 0, 0, 4 * 16 + 8]
+    assert [one.flops for one in profile.layers] == [2 * 4 * 8 * 32, 0, 2 * 4 * 8 * 32, 0]
+    assert all(one.forward_s > 0 for one in profile.layers)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_shapes_are_the_same_in_every_process_and_those_that_are_measured() -> None:
+    job = job_of(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8))
+    first, second = (shapes(job.build_model(), job) for _ in range(2))  # type: ignore[arg-type]
+    assert first == second
+    measured = measure(job.build_model(), job)  # type: ignore[arg-type]
+    assert first.layers == tuple(replace(one, forward_s=0.0, backward_s=0.0) for one in measured.layers)
+
+
+def test_layers_that_share_weights_are_not_parted() -> None:
+    shared = nn.Linear(8, 8)
+    job = job_of(nn.Linear(8, 8), shared, nn.ReLU(), shared, nn.Linear(8, 8))
+    profile = shapes(job.build_model(), job)  # type: ignore[arg-type]
+    assert profile.joined == (2, 3)
+    assert profile.layers[3].trained_bytes == 0
