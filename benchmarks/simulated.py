@@ -2,15 +2,18 @@
 
     python -m benchmarks.simulated                      # all runs, in ten minutes, on a machine that does nothing else
     python -m benchmarks.simulated --only sync --json runs.json
+    python -m benchmarks.simulated --only stages
 
 One run of one worker calibrates: its compute times, and the time that its exchanges take on loopback. Everything else
 is predicted from these two and the settings of a run. Passes sleep (benchmarks/simulated_job.py), so that several
-workers fit on two cores. Runs with a link need root: each task has a host of its own with a shaped link (netns-lab).
+workers fit on two cores. A run in two stages calibrates those in stages: what a parcel and an exchange take there. Runs
+with a link need root: each task has a host of its own with a shaped link (netns-lab).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -20,14 +23,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.network import lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment
 from shardline.job import load_job
-from shardline.simulator import Network, Setup, Simulation, Times, quantities, runs
+from shardline.simulator import Network, Setup, StageCosts, Times, quantities, runs, simulated
 
 JOB = ROOT / "benchmarks" / "simulated_job.py"
 PORT = 2422
@@ -57,24 +60,46 @@ class Run:
     """The last worker takes so many times as long."""
     pauses: float = 1.0
     """One pass of ten takes so many times as long."""
+    stages: int = 0
+    """Of the model; each replica then has as many workers."""
+    pipeline: str = "whole-model"
+    microbatches: int = 1
 
     def arguments(self, worker: int) -> str:
         """What the job file is told by a worker's environment."""
         mean_s = self.mean_s * (self.slow if worker == self.workers - 1 else 1.0)
-        return shlex.join(["--width", str(self.width), "--mean", str(mean_s), "--pauses", str(self.pauses)])
+        found = ["--width", str(self.width), "--mean", str(mean_s), "--pauses", str(self.pauses)]
+        return shlex.join([*found, "--stages", str(self.stages)] if self.stages else found)
 
     @property
     def replicas(self) -> int:
         """Of the job."""
+        if self.stages:
+            return self.workers // self.stages
         return self.workers if self.consistency.startswith("sync") else 1
 
     @property
     def overrides(self) -> list[tuple[str, str]]:
         """Fields of the job."""
-        fields = ("consistency", "cadence", "replicas", "steps")
-        return [(field, str(getattr(self, field))) for field in fields]
+        fields = ("consistency", "cadence", "replicas", "steps", "pipeline")
+        return [*((field, str(getattr(self, field))) for field in fields), ("accumulate", str(self.microbatches))]
 
 
+def staged(pipeline: str, stages: int, microbatches: int, *, replicas: int = 1, **more: Any) -> Run:
+    """A run in stages of 40 ms per microbatch."""
+    times = f", {replicas} replicas" if replicas > 1 else ""
+    return Run(
+        name=f"{pipeline}, {stages} stages, {microbatches} microbatches{times}",
+        workers=stages * replicas,
+        stages=stages,
+        pipeline=pipeline,
+        microbatches=microbatches,
+        mean_s=0.04,
+        **more,
+    )
+
+
+STAGED_CALIBRATION = staged("flush", 2, 1, steps=150)
 CALIBRATION = Run(name="calibration", workers=1, steps=200, consistency="async")
 RUNS = (
     Run(name="sync", workers=2, steps=200),
@@ -91,6 +116,15 @@ RUNS = (
     Run(name="ssp:slack=1, 1 MB", workers=3, steps=200, consistency="ssp:slack=1", link="100mbit"),
     Run(name="async, 4 MB", workers=3, steps=100, consistency="async", link="200mbit", width=512),
     Run(name="ssp:slack=1, 4 MB", workers=3, steps=100, consistency="ssp:slack=1", link="200mbit", width=512),
+    staged("gpipe", 3, 6, steps=40),
+    staged("flush", 2, 4, steps=60),
+    staged("flush", 4, 4, steps=40),
+    staged("flush", 2, 4, steps=60, replicas=2),
+    staged("stash", 3, 1, steps=200),
+    staged("stash", 4, 4, steps=60),
+    staged("double-buffer", 4, 4, steps=60),
+    staged("flush", 2, 4, steps=40, link="100mbit"),
+    staged("double-buffer", 2, 4, steps=60, link="100mbit"),
 )
 
 
@@ -100,6 +134,7 @@ class Figures:
 
     steps_per_s: float
     staleness: float
+    """Mean of all pushes; in stages, the highest of any."""
 
 
 @contextmanager
@@ -149,6 +184,8 @@ def measured(out: Path) -> Figures:
     # In asynchronous modes a line is a batch, of which several may make one step.
     rate = (len(kept) - 1) / (kept[-1]["time"] - kept[0]["time"])
     staleness = statistics.fmean(line["staleness"] for line in kept)
+    if summary["stages"]:
+        staleness = float(max(stage["behind"] for stage in summary["stages"]))
     return Figures(steps_per_s=rate * summary["steps"] / len(lines), staleness=staleness)
 
 
@@ -160,21 +197,25 @@ def gradients_per_s(out: Path) -> float:
     return float(gradients / (kept[-1]["time"] - kept[0]["time"]))
 
 
-def predicted(run: Run, times: Sequence[Times], exchange_s: float) -> Figures:
-    """What the simulator says of a run."""
+def predicted(run: Run, times: Sequence[Times], exchange_s: float, stages: StageCosts | None = None) -> Figures:
+    """What the simulator says of a run. stages: what those of a run in stages cost."""
     os.environ["SHARDLINE_JOB_ARGS"] = run.arguments(0)
     job = load_job(JOB, run.overrides)
     network = Network(bytes_per_s=quantities.bytes_per_s(run.link, "link") * GOODPUT) if run.link else Network()
+    if stages is not None:
+        stages = replace(stages, parcel_bytes=runs.measure_stages(job, job.build_model()).parcel_bytes)
     setup = Setup(
         job=job.spec(job.build_model()),
         workers=run.workers,
         times=times,
+        stages=stages,
         network=network,
         exchange_s=exchange_s,
         steps=2 * run.steps,
     )
-    found = Simulation(setup).run()
-    return Figures(steps_per_s=found.steps_per_s, staleness=found.staleness)
+    found = simulated(setup)
+    staleness = float(found.staleness_max) if run.stages else found.staleness
+    return Figures(steps_per_s=found.steps_per_s, staleness=staleness)
 
 
 def calibrate(out: Path) -> tuple[tuple[Times, ...], float]:
@@ -184,6 +225,26 @@ def calibrate(out: Path) -> tuple[tuple[Times, ...], float]:
     """
     found, times = real(CALIBRATION, out), runs.read_times(out)
     return times, max(0.0, 1 / found.steps_per_s - times[0].mean_s)
+
+
+def calibrate_stages(out: Path) -> tuple[StageCosts, float]:
+    """Costs of the stages, and the time of an exchange in seconds.
+
+    In a run of one microbatch, every pass waits for the parcel of the one before, and every step for its parameters.
+    """
+    real(STAGED_CALIBRATION, out)
+    events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    passes = sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    for before, one in itertools.pairwise(passes):
+        if before["pid"] != one["pid"] or before["args"]["step"] != one["args"]["step"]:
+            within = before["args"]["step"] == one["args"]["step"]
+            waits[within].append((one["ts"] - before["ts"] - before["dur"]) / 1e6)
+    parcel_s, exchange_s = (statistics.median(waits[within]) for within in (True, False))
+    found = runs.read_stages(out, 2)
+    # All stages are alike.
+    costs = StageCosts(times=found.times[:1], forward=found.forward[:1], parcel_s=max(0.0, parcel_s))
+    return costs, max(0.0, exchange_s)
 
 
 def row(run: Run, found: Figures, expected: Figures) -> str:
@@ -218,17 +279,30 @@ def main() -> int:
     flags = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardline-simulated-") as folder:
-        times, exchange_s = calibrate(Path(folder) / "calibration")
-        print(f"calibrated: {times[0].mean_s * 1e3:.1f} ms per pass, {exchange_s * 1e3:.1f} ms per exchange\n")
+        chosen = [run for run in RUNS if flags.only in run.name]
+        whole = calibrate(Path(folder) / "calibration") if any(not run.stages for run in chosen) else None
+        parts = calibrate_stages(Path(folder) / "stages") if any(run.stages for run in chosen) else None
+        if whole is not None:
+            print(f"calibrated: {whole[0][0].mean_s * 1e3:.1f} ms per pass, {whole[1] * 1e3:.1f} ms per exchange\n")
+        if parts is not None:
+            print(
+                f"calibrated in stages: {parts[0].times[0].mean_s * 1e3:.1f} ms per microbatch, "
+                f"{parts[0].parcel_s * 1e3:.1f} ms per parcel, {parts[1] * 1e3:.1f} ms per exchange\n"
+            )
         print("| job | workers | link | steps/s | predicted | error | staleness | predicted | error |")
         print("|---|---|---|---|---|---|---|---|---|")
-        for number, run in enumerate(run for run in RUNS if flags.only in run.name):
+        for number, run in enumerate(chosen):
             try:
                 found = real(run, Path(folder) / str(number))
             except ContenderError as error:
                 print(f"| {run.name} | {run.workers} | {run.link} | not run: {error} |")
                 continue
-            expected = predicted(run, times, exchange_s)
+            if run.stages:
+                assert parts is not None
+                expected = predicted(run, (), parts[1], parts[0])
+            else:
+                assert whole is not None
+                expected = predicted(run, *whole)
             print(row(run, found, expected), flush=True)
             good = within(found, expected)
             rows.append({**asdict(run), "real": asdict(found), "predicted": asdict(expected), "within": good})

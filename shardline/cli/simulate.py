@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardline.job import Job
-    from shardline.simulator import Network, Result, Setup, Times
+    from shardline.simulator import Network, Result, Setup, StageCosts, Times
     from shardline.simulator.menu import Choice, Menu
 
 cluster_shape = options.together(
@@ -34,7 +36,8 @@ cluster_shape = options.together(
     click.option(
         "--compute",
         metavar="TIME[,TIME...]",
-        help="Mean time of one pass over a replica's batch, by worker, repeated. Default: measured on this machine.",
+        help="Mean time of one pass over a replica's batch, by worker, repeated; in a pipeline, of one microbatch, by "
+        "stage. Default: measured on this machine.",
     ),
     click.option("--cv", type=float, default=0.1, show_default=True, help="Spread of --compute: deviation / mean."),
     click.option(
@@ -43,6 +46,12 @@ cluster_shape = options.together(
         type=click.Path(path_type=Path),
         metavar="PATH",
         help="Take the times from the folder of a run, or a file with a number of seconds per line.",
+    ),
+    click.option(
+        "--parcel",
+        default="0s",
+        metavar="TIME",
+        help="In a pipeline: time of an activation, or of its gradient, besides the links.",
     ),
     click.option(
         "--exchange",
@@ -78,7 +87,7 @@ def simulate(**flags: Any) -> int:
 
     The same seed gives the same result.
     """
-    from shardline.simulator import Simulation, quantities
+    from shardline.simulator import quantities, simulated
     from shardline.simulator.gradients import training_contents
     from shardline.simulator.plot import svg
 
@@ -88,7 +97,7 @@ def simulate(**flags: Any) -> int:
     setup = make_setup(job, flags, deaths=kills, fence_s=fence_s, seed=job.seed)
     for line in remarks(setup):
         click.echo(line)
-    result = Simulation(setup, training_contents(job, setup) if flags["gradients"] else None).run()
+    result = simulated(setup, training_contents(job, setup) if flags["gradients"] else None)
     lines = report(job, setup, result)
     for line in lines:
         click.echo(line)
@@ -113,7 +122,7 @@ def advise(**flags: Any) -> int:
     from shardline.simulator import menu
 
     job = load(flags)
-    found = menu.simulated(job, make_setup(job, flags, seed=job.seed))
+    found = menu.simulated(job, make_setup(job, flags, compares=True, seed=job.seed))
     for line in [*table(found, menu.own(job)), "", *advice(job, found)]:
         click.echo(line)
     if flags["json_path"] is not None:
@@ -128,23 +137,27 @@ def table(found: Menu, own: Choice) -> list[str]:
     """All choices; the job's own is marked."""
     from shardline.cli.terminal import aligned
 
-    rows = [("", "consistency", "codec", "cadence", "samples/s", "steps/s", "MB/step", "staleness", "computing")]
+    staged = any(row.result.stages for row in found.rows)
+    head = ("pipeline",) if staged else ()
+    rows = [("", *head, "consistency", "codec", "cadence", "samples/s", "steps/s", "MB/step", "staleness", "computing")]
     for row in found.rows:
         choice, result = row.choice, row.result
         cells = (
             "*" if choice == own else "",
+            *((f"{choice.pipeline} x {choice.replicas}",) if staged else ()),
             choice.consistency,
             row.codec,
             f"{choice.cadence}, {row.ticks} passes a step" if row.ticks not in (None, 1) else choice.cadence,
             f"{row.samples_per_s:,.0f}",
             f"{result.steps_per_s:,.2f}",
-            f"{(result.push_bytes + result.pull_bytes) / result.steps / 1e6:,.2f}",
+            f"{(result.push_bytes + result.pull_bytes + result.parcel_bytes) / result.steps / 1e6:,.2f}",
             f"{result.staleness:.1f}",
             f"{100 * result.computing:.0f} %",
         )
         rows.append(cells)
-    lines = aligned(rows, texts=4)
-    lines.append("* the job as it is. MB/step: pushed and pulled by all workers. Staleness in updates.")
+    lines = aligned(rows, texts=4 + staged)
+    between = ", and between stages" if staged else ""
+    lines.append(f"* the job as it is. MB/step: pushed and pulled by all workers{between}. Staleness in updates.")
     for choice, why in found.refused:
         lines.append(f"Not {choice.consistency}, {choice.codec}, {choice.cadence}: {why}")
     return lines
@@ -173,8 +186,10 @@ def load(flags: Mapping[str, Any]) -> Job:
     return load_job(path, options.overrides(flags))
 
 
-def make_setup(job: Job, flags: Mapping[str, Any], **more: Any) -> Setup:
-    """What is simulated, from parsed flags."""
+def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
+    """What is simulated, from parsed flags. compares: with other choices of the job."""
+    from shardline import pipeline
+    from shardline.pipeline.model import Pipeline
     from shardline.simulator import Setup, quantities
 
     workers, servers, machines = flags["workers"], flags["ps"], {}
@@ -191,11 +206,17 @@ def make_setup(job: Job, flags: Mapping[str, Any], **more: Any) -> Setup:
         # The address of a task that takes any place is *; it runs on some machine of its own.
         machines = {task: host for task, host in machines.items() if host != "*"}
     links, exchange_s = network(flags), quantities.seconds(flags["exchange"], "--exchange")
+    model = job.build_model()
+    described = job.spec(model)
+    # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
+    both = compares and isinstance(model, Pipeline) and model.num_stages > 1
+    stages = stage_costs(job, flags, model) if both or pipeline.of(described).staged else None
     return Setup(
-        job=job.spec(job.build_model()),
+        job=described,
         workers=workers,
         servers=servers,
-        times=pass_times(job, flags),
+        times=pass_times(job, flags) if stages is None else stages.whole(job.accumulate, flags["cv"]),
+        stages=stages,
         network=links,
         machines=machines,
         overlap=flags["overlap"],
@@ -231,11 +252,41 @@ def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
     return tuple(Gamma(mean_s, flags["cv"]) for mean_s in means)
 
 
+def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCosts:
+    """What the stages of a pipeline cost, from parsed flags."""
+    from shardline.simulator import Gamma, quantities, runs
+
+    if flags["source"] is not None and flags["compute"] is not None:
+        raise UsageError("--from and --compute both say how long a pass takes; give one of them")
+    # Also where times are given: the sizes of activations have to be seen.
+    costs = runs.measure_stages(job, model)
+    means = [times.mean_s for times in costs.times]
+    if flags["source"] is not None:
+        read = runs.read_stages(flags["source"], len(costs.times))
+        costs = replace(costs, times=read.times, forward=read.forward)
+    elif flags["compute"] is not None:
+        means = [quantities.seconds(text, "--compute") for text in flags["compute"].split(",")]
+        costs = replace(costs, forward=(1 / 3,))
+    else:
+        click.echo(f"measured here: {', '.join(f'{1e3 * mean_s:.1f}' for mean_s in means)} ms per microbatch, by stage")
+    if flags["source"] is None:
+        costs = replace(costs, times=tuple(Gamma(mean_s, flags["cv"]) for mean_s in means))
+    return replace(costs, parcel_s=quantities.seconds(flags["parcel"], "--parcel"))
+
+
 def remarks(setup: Setup) -> list[str]:
     """What the user might not expect."""
-    from shardline import consistency
+    from shardline import consistency, pipeline
 
-    replicas = setup.job.replicas
+    job, units = setup.job, pipeline.units(setup.job)
+    if pipeline.of(job).staged:
+        if setup.workers > units:
+            return [
+                f"{setup.workers - units} of {setup.workers} workers have nothing to do: the job has "
+                f"{pipeline.stages(job)} stages, {job.replicas} times"
+            ]
+        return []
+    replicas = job.replicas
     if consistency.of(setup.job.consistency).assigns_replicas and setup.workers > replicas:
         return [
             f"{setup.workers - replicas} of {setup.workers} workers have nothing to do: the job has {replicas} replicas"
@@ -254,16 +305,23 @@ def report(job: Job, setup: Setup, result: Result) -> list[str]:
     bytes_per_step, staleness = found["bytes_per_step"], found["staleness"]
     wasted = round(100 * found["passes_unused"])
     unused = f", and {wasted} % of the passes for nothing" if wasted else ""
+    how = f"{job.pipeline}, " if result.stages else ""
     lines = [
-        f"{setup.workers} workers, {setup.servers} ps, {job.consistency}, {job.cadence}, {codecs.of(job)}: "
+        f"{setup.workers} workers, {setup.servers} ps, {how}{job.consistency}, {job.cadence}, {codecs.of(job)}: "
         f"{result.steps:,} steps in {result.seconds:,.1f} s of virtual time",
         f"  time per step   {_time(step['mean'])} in the mean, {_time(step['median'])} median, "
         f"95 % below {_time(step['p95'])}",
         f"  throughput      {result.steps_per_s:,.2f} steps/s, {passes * samples:,.0f} samples/s{unused}",
         f"  staleness       {staleness['mean']:.2f} updates in the mean, {staleness['max']} at most",
-        f"  bytes per step  {_bytes(bytes_per_step['push'])} pushed, {_bytes(bytes_per_step['pull'])} pulled",
+        f"  bytes per step  {_bytes(bytes_per_step['push'])} pushed, {_bytes(bytes_per_step['pull'])} pulled"
+        + (f", {_bytes(bytes_per_step['parcels'])} between stages" if result.stages else ""),
         f"  computing       {100 * result.computing:.0f} % of the workers' time",
     ]
+    for one in result.stages:
+        lines.append(
+            f"  stage {one.stage:<10}{100 * one.bubble:.0f} % idle within steps, "
+            f"holds {one.held} microbatches at most, stale by {one.behind} at most"
+        )
     if result.losses:
         loss = found["loss"]
         lines.append(f"  loss            {loss['first']:.4g} in the first tenth, {loss['last']:.4g} in the last")

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from shardline.simulator.links import Network
 from shardline.simulator.result import Result
-from shardline.simulator.simulation import Contents, Death, Setup, Simulation
+from shardline.simulator.simulation import Contents, Death, Setup, Simulation, StageCosts
+from shardline.simulator.stages import PipelineSimulation, simulated
 from shardline.simulator.times import Gamma, Measured, Times
 
-__all__ = ["Contents", "Death", "Gamma", "Measured", "Network", "Result", "Setup", "Simulation", "Times"]
+__all__ = [
+    "Contents",
+    "Death",
+    "Gamma",
+    "Measured",
+    "Network",
+    "PipelineSimulation",
+    "Result",
+    "Setup",
+    "Simulation",
+    "StageCosts",
+    "Times",
+    "simulated",
+]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardline import cadence as cadences
-from shardline import codecs, consistency
+from shardline import codecs, consistency, pipeline
 from shardline.cadence import Held, Outgoing
 from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding
@@ -54,6 +54,11 @@ def training_contents(job: Job, setup: Setup) -> Contents:
 
     Raises JobError for a job that can't be trained on, UsageError for a codec with a memory.
     """
+    if pipeline.of(setup.job).staged:
+        raise UsageError(
+            f"--gradients can't simulate pipeline {setup.job.pipeline}; leave it out, or have its bits in one process "
+            "from shardline.testing.reference"
+        )
     codec = codecs.of(setup.job)
     voting = next((one for one in codec.ups if one.votes), None)
     if voting is not None:

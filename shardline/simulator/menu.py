@@ -7,21 +7,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardline import cadence as cadences
-from shardline import codecs, consistency
+from shardline import codecs, consistency, pipeline
 from shardline.cadence import CADENCES
 from shardline.codecs import CODECS
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import CONSISTENCIES
+from shardline.core.plan import make_plan
 from shardline.errors import JobError
 from shardline.job import Job
+from shardline.pipeline import PIPELINES, WholeModel
 from shardline.simulator.result import Result
-from shardline.simulator.simulation import Setup, Simulation, timing_contents
+from shardline.simulator.simulation import Setup, timing_contents
+from shardline.simulator.stages import simulated as simulation
+from shardline.simulator.stages import stage_buckets
 
 PASSES = 1500
 """Passes of all workers that a choice is simulated for, at least."""
 STEPS = 30
 """Steps that a choice is simulated for, at least."""
-FIELDS = ("consistency", "codec", "cadence", "replicas")
+ALIKE = {"consistency": "sync", "cadence": "every-step"}
+"""What every pipeline takes."""
+FIELDS = ("pipeline", "consistency", "codec", "cadence", "replicas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,7 @@ class Choice:
     codec: str
     cadence: str
     replicas: int
+    pipeline: str = str(WholeModel())
 
     def of(self, job: Job) -> Job:
         """The job with this choice. Raises JobError where it can't have it."""
@@ -69,7 +76,11 @@ class Menu:
 def own(job: Job) -> Choice:
     """What the job has chosen."""
     return Choice(
-        consistency=str(job.consistency), codec=str(job.codec), cadence=str(job.cadence), replicas=job.replicas
+        consistency=str(job.consistency),
+        codec=str(job.codec),
+        cadence=str(job.cadence),
+        replicas=job.replicas,
+        pipeline=str(job.pipeline),
     )
 
 
@@ -78,12 +89,12 @@ def _comparable(codec: Codec) -> bool:
     return codec.memory is Memory.NONE and not codec.undecided and not codec.votes
 
 
-def choices(job: Job, workers: int) -> Iterator[Choice]:
+def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
     """The job's own choice, and every mode and codec with their defaults; local training where every step is of all.
 
     A job with fewer replicas than there are workers gets as many as these; then steps that don't wait for the slowest
     one are compared too. Left out: cadences that change during a job, which have no speed of their own, and codecs with
-    an error memory, whose effect on the loss can't be simulated.
+    an error memory, whose effect on the loss can't be simulated. With stages, every pipeline that the model can have.
     """
     mine = own(job)
     yield mine
@@ -102,6 +113,12 @@ def choices(job: Job, workers: int) -> Iterator[Choice]:
                 choice = Choice(consistency=str(mode), codec=codec, cadence=str(cadence), replicas=count)
                 if choice != mine:
                     yield choice
+    for kind in PIPELINES if stages > 1 else ():
+        for codec in compared if kind().staged else ():
+            count = max(1, workers // stages)
+            choice = Choice(**ALIKE, codec=codec, replicas=count, pipeline=str(kind()))
+            if choice != mine:
+                yield choice
 
 
 def simulated(job: Job, setup: Setup) -> Menu:
@@ -109,7 +126,8 @@ def simulated(job: Job, setup: Setup) -> Menu:
     rows: list[Row] = []
     known: dict[tuple[object, ...], Result] = {}
     refused: list[tuple[Choice, str]] = []
-    for choice in choices(job, setup.workers):
+    in_stages = len(setup.stages.times) if setup.stages is not None else 1
+    for choice in choices(job, setup.workers, in_stages):
         try:
             chosen = choice.of(job)
             spec = chosen.spec(chosen.build_model())
@@ -118,6 +136,7 @@ def simulated(job: Job, setup: Setup) -> Menu:
             continue
         mode, pace = consistency.of(spec.consistency), cadences.of(spec)
         passes = spec.replicas * pace.ticks if mode.assigns_replicas else pace.ticks
+        passes *= spec.accumulate * pipeline.stages(spec) if pipeline.of(spec).staged else 1
         result = _result(dataclasses.replace(setup, job=spec, steps=max(STEPS, PASSES // passes)), known)
         samples = job.batch_size * job.accumulate
         rows.append(
@@ -142,14 +161,22 @@ def simulated(job: Job, setup: Setup) -> Menu:
 
 def _result(setup: Setup, known: dict[tuple[object, ...], Result]) -> Result:
     """The simulation's result, shared by codecs of the same size."""
-    job, contents = setup.job, timing_contents(setup)
+    job = setup.job
+    if pipeline.of(job).staged:
+        plan = make_plan(job.tensors, setup.servers)
+        moved = tuple((*one.push_bytes, *one.pull_bytes) for own in stage_buckets(setup, plan) for _, one in own)
+        place = (job.pipeline, job.replicas, moved)
+        if place not in known:
+            known[place] = simulation(setup)
+        return known[place]
+    contents = timing_contents(setup)
     sizes = tuple(
         (tuple(bucket.push_bytes), tuple(bucket.pull_bytes)) for server in contents.buckets for bucket in server
     )
     exact = all(codec.exact for codec in codecs.of(job).ups)
     key = (job.consistency, job.cadence, job.replicas, exact, sizes)
     if key not in known:
-        known[key] = Simulation(setup, contents).run()
+        known[key] = simulation(setup, contents)
     return known[key]
 
 

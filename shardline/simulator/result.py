@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from shardline.core.status import StageStatus
 
 
 @dataclass
@@ -43,6 +45,10 @@ class Result:
     """Share of all workers' time in which they computed."""
     traffic: tuple[tuple[float, int, int], ...]
     """After each step: bytes of all workers so far, pushes that count, and the sum of their staleness."""
+    parcel_bytes: float = 0.0
+    """Of activations and their gradients between the stages of a pipeline."""
+    stages: tuple[StageStatus, ...] = ()
+    """Of a pipeline, over its last steps."""
     losses: tuple[tuple[float, float], ...] = ()
     """(virtual seconds, loss) of each contribution when it is begun; empty without gradients."""
 
@@ -82,10 +88,15 @@ class Result:
             "passes_per_s": self.passes_per_s,
             "passes_unused": max(0.0, 1.0 - self.passes_used / self.passes),
             "staleness": {"mean": self.staleness, "max": self.staleness_max},
-            "bytes_per_step": {"push": self.push_bytes / self.steps, "pull": self.pull_bytes / self.steps},
+            "bytes_per_step": {"push": self.push_bytes / self.steps, "pull": self.pull_bytes / self.steps}
+            | self._parcels(),
             "computing": self.computing,
+            **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             **({"loss": {"first": self.loss(0), "last": self.loss(-1)}} if self.losses else {}),
         }
+
+    def _parcels(self) -> dict[str, float]:
+        return {"parcels": self.parcel_bytes / self.steps} if self.stages else {}
 
     def loss(self, part: int) -> float:
         """Mean loss of the first (part 0) or last (part -1) tenth of the contributions."""

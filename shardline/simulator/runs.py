@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shardline.cluster import parse_task
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.job import Job
+from shardline.pipeline import PIPELINES
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.parcel import Parcel
+from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.simulator.simulation import StageCosts
 from shardline.simulator.times import Measured, Times
 
 FIRST_PASSES = 2
@@ -37,6 +45,91 @@ def measure(job: Job) -> Measured:
     finally:
         torch.set_num_threads(before)
     return Measured(tuple(found[FIRST_PASSES:]))
+
+
+class _Counting(AtHome):
+    """Parcels at home, whose bytes are counted by the stage that sends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[int, float] = {}
+
+    def send(self, parcel: Parcel) -> None:
+        """See Parcels.send."""
+        if not parcel.key.back:
+            self.sent[parcel.key.stage - 1] = float(parcel.values.numel() * parcel.values.element_size())
+        super().send(parcel)
+
+
+def measure_stages(job: Job, model: nn.Module) -> StageCosts:
+    """Run some steps of a job in stages here, one pass after another. Raises what the job's own code raises."""
+    before, home = torch.get_num_threads(), _Counting()
+    if not isinstance(model, Pipeline):
+        raise UsageError(f"pipeline {job.pipeline} needs a model in stages: shardline.Pipeline([...], stages=...)")
+    torch.set_num_threads(job.threads)
+    try:
+        runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), home)
+        ends_s = time.monotonic() + PASSES_S
+        for number in range(FIRST_PASSES + PASSES):
+            if number > FIRST_PASSES and time.monotonic() >= ends_s:
+                break
+            if number == FIRST_PASSES:
+                home.passes.clear()
+            model.zero_grad(set_to_none=True)
+            runner.run(Place(step=0, replica=0), range(model.num_stages))
+    finally:
+        torch.set_num_threads(before)
+    spent = [(one.stage, one.microbatch, one.back, one.end_s - one.start_s) for one in home.passes]
+    found = _costs(model.num_stages, spent)
+    return replace(found, parcel_bytes=tuple(home.sent.get(stage, 0.0) for stage in range(model.num_stages)))
+
+
+def _costs(stages: int, spent: Iterable[tuple[int, Hashable, bool, float]]) -> StageCosts:
+    """Costs of stages from the seconds of their passes, in order: (stage, microbatch, backward, seconds).
+
+    Raises UsageError for a stage without a microbatch that has gone both ways.
+    """
+    open_s: dict[tuple[int, Hashable], float] = {}
+    whole: list[list[float]] = [[] for _ in range(stages)]
+    forward_s = [0.0] * stages
+    for stage, microbatch, back, seconds in spent:
+        if not back:
+            open_s[stage, microbatch] = seconds
+        elif (stage, microbatch) in open_s:
+            forward_s[stage] += open_s[stage, microbatch]
+            whole[stage].append(open_s.pop((stage, microbatch)) + seconds)
+    if not all(whole):
+        raise UsageError(f"no microbatch has gone both ways through stage {whole.index([])}")
+    return StageCosts(
+        times=tuple(Measured(tuple(max(one, 1e-9) for one in each)) for each in whole),
+        forward=tuple(part_s / sum(each) for part_s, each in zip(forward_s, whole, strict=True)),
+    )
+
+
+def read_stages(path: Path, stages: int) -> StageCosts:
+    """Costs of stages from the trace of a real run, by its folder, without its first steps. Raises UsageError."""
+    file = path / "pipeline-trace.json"
+    try:
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        passes = sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
+        spent = [
+            (
+                int(one["args"]["stage"]),
+                (one["args"]["step"], one["args"]["replica"], one["args"]["microbatch"]),
+                one["cat"] == "backward",
+                float(one["dur"]) / 1e6,
+            )
+            for one in passes
+            if int(one["args"]["step"]) >= FIRST_PASSES
+        ]
+    except OSError as error:
+        raise UsageError(f"--from {path}: {file} can't be read: {error.strerror}; a run in stages has one") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--from {path}: {file} is no trace of a pipeline: {error}") from None
+    there = 1 + max((stage for stage, *_ in spent), default=-1)
+    if there != stages:
+        raise UsageError(f"--from {path}: that run has passes of {there} stages, and the job has {stages}")
+    return _costs(stages, spent)
 
 
 def read_times(path: Path, passes: int = 1) -> tuple[Times, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline import cadence as cadences
-from shardline import codecs, consistency, pipeline
+from shardline import codecs, consistency
 from shardline import topology as topologies
 from shardline.codecs import coding_of
 from shardline.consistency import Consistency
@@ -21,7 +21,7 @@ from shardline.simulator.clock import VirtualClock
 from shardline.simulator.links import Machines, Network
 from shardline.simulator.result import Result, RunCounts
 from shardline.simulator.servers import BucketPlan, VirtualServer
-from shardline.simulator.times import Times, draws
+from shardline.simulator.times import Gamma, Times, draws
 from shardline.simulator.workers import Gradients, VirtualWorker
 from shardline.topology import Flat
 from shardline.update import chosen
@@ -38,6 +38,33 @@ class Death:
     at_s: float
     back_s: float | None = None
     """Seconds after its death; None = never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What the stages of a pipeline cost. Stage s has number s modulo the count of each list."""
+
+    times: Sequence[Times]
+    """Of one microbatch, forward and backward."""
+    forward: Sequence[float] = (1 / 3,)
+    """Share of the forward pass in it."""
+    parcel_bytes: Sequence[float] = (0.0,)
+    """Of the activation that a stage sends, and of its gradient."""
+    parcel_s: float = 0.0
+    """Time of a parcel besides the links, in seconds."""
+
+    def forward_of(self, stage: int) -> float:
+        """Share of the forward pass in a stage's time."""
+        return self.forward[stage % len(self.forward)]
+
+    def whole(self, microbatches: int, cv: float) -> tuple[Gamma, ...]:
+        """Times of a worker that has the whole model, which is as many stages as there are times."""
+        return (Gamma(microbatches * sum(times.mean_s for times in self.times), cv),)
+
+    def bytes_to(self, stage: int, *, back: bool) -> float:
+        """Bytes of the parcel to a stage: a gradient is as large as the activation that the stage has sent."""
+        sender = stage if back else stage - 1
+        return self.parcel_bytes[sender % len(self.parcel_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +85,8 @@ class Setup:
     """Gradients leave during the backward pass, and the forward pass waits layer by layer, where the job allows it."""
     exchange_s: float = 0.0
     """Time of a worker's exchange besides the links, in seconds: coding, calls, the servers' work."""
+    stages: StageCosts | None = None
+    """What the stages of a pipeline cost; `times` is not used then."""
     deaths: Sequence[Death] = ()
     fence_s: float = 20.0
     """Seconds until the job goes on without a dead worker."""
@@ -68,11 +97,6 @@ class Setup:
             raise UsageError(
                 f"topology {self.job.topology} can't be simulated: workers exchange with the servers themselves;"
                 f" choose {Flat()}"
-            )
-        if pipeline.of(self.job).staged:
-            raise UsageError(
-                f"pipeline {self.job.pipeline} can't be simulated; --set pipeline=whole-model simulates the same job "
-                "with workers that have the whole model"
             )
         for what, count in (("workers", self.workers), ("servers", self.servers), ("steps", self.steps or 1)):
             if count < 1:

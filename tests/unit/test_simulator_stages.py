@@ -1,0 +1,174 @@
+"""Simulated pipelines: against closed forms, against the passes of the real runner, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shardline.core.spec import JobSpec
+from shardline.data import BatchSource
+from shardline.errors import UsageError
+from shardline.job import Job
+from shardline.pipeline import PIPELINES, bubble
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.simulator import Death, Gamma, Network, PipelineSimulation, Result, Setup, StageCosts, runs, simulated
+from shardline.simulator.gradients import training_contents
+
+FLUSHING = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and PIPELINES.parse(one.name).flushes]
+UNBROKEN = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and not PIPELINES.parse(one.name).flushes]
+SHAPES = [(1, 3), (2, 1), (2, 8), (4, 4), (5, 9)]
+
+
+def job(pipeline: str, stages: int, microbatches: int, *, width: int = 16, replicas: int = 1) -> Job:
+    return Job(
+        model=lambda: Pipeline([nn.Linear(width, width) for _ in range(stages)], stages=list(range(1, stages))),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        dataset=TensorDataset(torch.zeros(200, width)),
+        optimizer="SGD",
+        optimizer_args={"lr": 0.1},
+        batch_size=2,
+        accumulate=microbatches,
+        replicas=replicas,
+        steps=40,
+        pipeline=pipeline,
+    )
+
+
+def spec(*given: Any, **more: Any) -> JobSpec:
+    made = job(*given, **more)
+    return made.spec(made.build_model())
+
+
+def simulate(of: JobSpec, workers: int, *means: float, costs: dict[str, Any] | None = None, **more: Any) -> Result:
+    """With stages of so many seconds per microbatch, half of it forward."""
+    stages = StageCosts(times=[Gamma(mean) for mean in means], forward=(0.5,), **(costs or {}))
+    return PipelineSimulation(Setup(job=of, workers=workers, times=(), stages=stages, **more)).run()
+
+
+@pytest.mark.parametrize("pipeline", FLUSHING)
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+def test_the_bubble_of_a_flush_is_the_formula(pipeline: str, stages: int, microbatches: int) -> None:
+    found = simulate(spec(pipeline, stages, microbatches), stages, 2.0)
+    assert [one.bubble for one in found.stages] == pytest.approx([bubble(stages, microbatches)] * stages, abs=1e-9)
+    assert found.seconds == pytest.approx(40 * 2.0 * (microbatches + stages - 1))
+    assert [one.held for one in found.stages] == [
+        PIPELINES.parse(pipeline).held(stage, stages, microbatches) for stage in range(stages)
+    ]
+    assert found.staleness_max == 0
+
+
+@pytest.mark.parametrize("pipeline", UNBROKEN)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (5, 9)])
+def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages: int, microbatches: int) -> None:
+    means = [1.0] * stages
+    means[stages // 2] = 1.5
+    found = simulate(spec(pipeline, stages, microbatches), stages, *means, steps=400)
+    # Filling and draining come once.
+    assert found.steps_per_s == pytest.approx(1 / (1.5 * microbatches), rel=0.02)
+    version = PIPELINES.parse(pipeline).version
+    full = range(stages * microbatches, 2 * stages * microbatches)
+    for stage, one in enumerate(found.stages):
+        expected = max(number // microbatches - version(number, stage, stages, microbatches) for number in full)
+        assert (one.held, one.behind) == (stages - stage, expected)
+
+
+@pytest.mark.parametrize("pipeline", [*FLUSHING, *UNBROKEN])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_any_number_of_replicas_and_workers_comes_to_the_end(pipeline: str, replicas: int, workers: int) -> None:
+    of = spec(pipeline, 3, 4, replicas=replicas)
+    network = Network(bytes_per_s=1e4, latency_s=0.01)
+    costs = {"parcel_bytes": (100.0, 200.0, 0.0), "parcel_s": 0.001}
+    found = simulate(of, workers, 0.1, 0.2, costs=costs, network=network, servers=2)
+    again = simulate(of, workers, 0.1, 0.2, costs=costs, network=network, servers=2)
+    assert found.figures() == again.figures()
+    assert found.steps == 40
+    # What all replicas compute in a step, in one after another.
+    assert found.seconds >= 40 * replicas * 4 * (0.1 + 0.2 + 0.1) / workers
+    if workers == 1:
+        assert found.parcel_bytes == 0.0
+        assert found.seconds >= 40 * replicas * 4 * 0.4
+
+
+def test_bytes_are_those_of_every_replicas_stages_and_of_each_parcel_both_ways() -> None:
+    of = spec("flush", 3, 4, replicas=2)
+    found = simulate(of, 6, 0.1, costs={"parcel_bytes": (100.0, 30.0, 0.0)}, servers=2)
+    assert found.parcel_bytes == 40 * 2 * 4 * 2 * (100 + 30)
+    values = 3 * (16 * 16 + 16) * 4
+    assert 40 * 2 * values <= found.push_bytes < 40 * 2 * 2 * values
+    assert found.pull_bytes == found.push_bytes
+
+
+def test_a_step_over_a_slow_link_takes_its_bytes_and_its_parcels_time() -> None:
+    of = spec("flush", 2, 1)
+    whole = simulate(of, 2, 1.0, network=Network(bytes_per_s=1e3), costs={"parcel_bytes": (500.0,), "parcel_s": 0.25})
+    # Two passes of half a second in each stage, two parcels; then the stages' parameters, to the server and back.
+    nbytes = whole.push_bytes / 40
+    assert whole.seconds / 40 == pytest.approx(2 * 1.0 + 2 * (0.5 + 0.25) + nbytes / 1e3 + nbytes / 2e3, rel=0.2)
+    assert simulate(of, 2, 1.0, exchange_s=0.5).seconds == pytest.approx(40 * 2.0 + 39 * 0.5, abs=0.6)
+
+
+def test_stages_are_measured_here_and_from_the_trace_of_a_run(tmp_path: Path) -> None:
+    made = job("flush", 3, 4)
+    model = made.build_model()
+    costs = runs.measure_stages(made, model)
+    assert len(costs.times) == 3 and all(0.0 < share < 1.0 for share in costs.forward)
+    assert costs.parcel_bytes == (2 * 16 * 4, 2 * 16 * 4, 0.0)
+    durations = {"forward": 2_000.0, "backward": 6_000.0}
+    events = [
+        {
+            "ph": "X",
+            "ts": 10_000.0 * (4 * step + 2 * stage) + (cat == "backward"),
+            "dur": duration * (1 + stage),
+            "cat": cat,
+            "args": {"step": step, "replica": 0, "stage": stage, "microbatch": 0},
+        }
+        for step in range(6)
+        for stage in range(2)
+        for cat, duration in durations.items()
+    ]
+    (tmp_path / "pipeline-trace.json").write_text(json.dumps({"traceEvents": events}))
+    read = runs.read_stages(tmp_path, 2)
+    assert [times.mean_s for times in read.times] == pytest.approx([0.008, 0.016])
+    assert read.forward == pytest.approx((0.25, 0.25))
+    with pytest.raises(UsageError, match="that run has passes of 2 stages, and the job has 3"):
+        runs.read_stages(tmp_path, 3)
+    (tmp_path / "pipeline-trace.json").write_text("{")
+    with pytest.raises(UsageError, match="is no trace of a pipeline"):
+        runs.read_stages(tmp_path, 2)
+    with pytest.raises(UsageError, match=r"can't be read.*a run in stages has one"):
+        runs.read_stages(tmp_path / "nothing", 2)
+
+
+@pytest.mark.parametrize("pipeline", FLUSHING)
+def test_a_worker_with_all_stages_computes_in_the_order_of_the_real_runner(pipeline: str) -> None:
+    made = job(pipeline, 3, 4)
+    model = made.build_model()
+    assert isinstance(model, Pipeline)
+    home = AtHome()
+    StageRunner(model, made, BatchSource(made), PIPELINES.parse(pipeline), home).run(Place(step=0, replica=0), range(3))
+    simulation = PipelineSimulation(
+        Setup(job=spec(pipeline, 3, 4), workers=1, times=(), steps=1, stages=StageCosts(times=(Gamma(1.0),)))
+    )
+    simulation.run()
+    virtual = [one.report for one in simulation.timeline.passes]
+    assert [(one.stage, one.microbatch, one.back, one.held) for one in virtual] == [
+        (one.stage, one.microbatch, one.back, one.held) for one in home.passes
+    ]
+
+
+def test_what_can_not_be_simulated_of_a_pipeline_is_refused_by_name() -> None:
+    of, stages = spec("flush", 2, 2), StageCosts(times=(Gamma(1.0),))
+    with pytest.raises(UsageError, match=r"pipeline flush: give the times of its stages"):
+        simulated(Setup(job=of, workers=2, times=()))
+    with pytest.raises(UsageError, match=r"deaths in pipeline flush can't be simulated"):
+        simulated(Setup(job=of, workers=2, times=(), stages=stages, deaths=[Death(worker=0, at_s=1.0)]))
+    with pytest.raises(UsageError, match=r"--gradients can't simulate pipeline flush"):
+        training_contents(job("flush", 2, 2), Setup(job=of, workers=2, times=(), stages=stages))
