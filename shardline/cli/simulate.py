@@ -265,7 +265,8 @@ def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCo
         read = runs.read_stages(flags["source"], len(costs.times))
         costs = replace(costs, times=read.times, forward=read.forward)
     elif flags["compute"] is not None:
-        means = [quantities.seconds(text, "--compute") for text in flags["compute"].split(",")]
+        given = [quantities.seconds(text, "--compute") for text in flags["compute"].split(",")]
+        means = [given[stage % len(given)] for stage in range(len(means))]
         costs = replace(costs, forward=(1 / 3,))
     else:
         click.echo(f"measured here: {', '.join(f'{1e3 * mean_s:.1f}' for mean_s in means)} ms per microbatch, by stage")

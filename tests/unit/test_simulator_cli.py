@@ -32,6 +32,17 @@ job = shardline.Job(
 )
 """
 
+STAGED = JOB.replace(
+    "nn.Linear(4, 2)", "shardline.Pipeline([nn.Linear(4, 300), nn.Linear(300, 2)], stages=[1])"
+).replace("replicas=2", 'accumulate=4, pipeline="flush"')
+
+
+@pytest.fixture
+def staged_file(tmp_path: Path) -> str:
+    path = tmp_path / "staged.py"
+    path.write_text(STAGED)
+    return str(path)
+
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> str:
@@ -267,3 +278,41 @@ def test_a_cadence_that_changes_has_no_number_of_passes(
 def test_nothing_is_advised_without_need(job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     advise(tmp_path, job_file, "--workers", "2", "--compute", "10ms", "--cv", "0")
     assert "Nothing that was simulated is faster than the job as it is." in capsys.readouterr().out
+
+
+def test_a_pipeline_is_simulated_with_its_bubbles(
+    staged_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = (staged_file, "--workers", "2", "--compute", "10ms", "--cv", "0")
+    found = figures(tmp_path, *shape)
+    assert found["steps_per_s"] == pytest.approx(1 / 0.05)
+    assert [stage["bubble"] for stage in found["stages"]] == pytest.approx([0.2, 0.2])
+    assert found["bytes_per_step"]["parcels"] == 4 * 2 * (4 * 300 * 4)
+    said = capsys.readouterr().out
+    assert "2 workers, 1 ps, flush, sync, every-step, raw: 50 steps in 2.5 s of virtual time" in said
+    assert "38.4 kB between stages" in said
+    assert "stage 1         20 % idle within steps, holds 1 microbatches at most, stale by 0 at most" in said
+    slower = figures(tmp_path, *shape, "--parcel", "1ms")
+    # One on the way there, one on the way back.
+    assert slower["step_s"]["median"] == pytest.approx(0.052, rel=0.05)
+    figures(tmp_path, staged_file, "--workers", "3", "--steps", "5")
+    said = capsys.readouterr().out
+    assert re.search(r"measured here: [0-9.]+, [0-9.]+ ms per microbatch, by stage", said)
+    assert "1 of 3 workers have nothing to do: the job has 2 stages, 1 times" in said
+
+
+def test_advice_compares_pipelines_with_the_whole_model(
+    staged_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ("--set", "codec_up=raw")
+    rows = advise(tmp_path, staged_file, "--workers", "2", "--compute", "10ms", "--cv", "0", *fixed)
+    rates = {
+        row["pipeline"]: row["steps_per_s"]
+        for row in rows
+        if row["cadence"] == "every-step" and row["consistency"] == "sync"
+    }
+    # Four microbatches of two stages of 10 ms: by one worker 80 ms, with a flush 50, without one 40.
+    for pipeline, seconds in (("whole-model", 0.08), ("gpipe", 0.05), ("flush", 0.05), ("stash", 0.04)):
+        assert rates[pipeline] == pytest.approx(1 / seconds, rel=0.03), pipeline
+    said = capsys.readouterr().out
+    assert re.search(r"^\* +flush x 1 ", said, re.MULTILINE)
