@@ -57,7 +57,7 @@ class _Counting(AtHome):
     def send(self, parcel: Parcel) -> None:
         """See Parcels.send."""
         if not parcel.key.back:
-            self.sent[parcel.key.stage - 1] = float(parcel.values.numel() * parcel.values.element_size())
+            self.sent[parcel.key.stage - 1] = float(parcel.nbytes)
         super().send(parcel)
 
 

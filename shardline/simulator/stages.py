@@ -19,8 +19,8 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.errors import InternalError, UsageError
 from shardline.pipeline import Pass
+from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.timeline import Timeline
-from shardline.pipeline.unbroken import ahead
 from shardline.simulator.clock import VirtualClock
 from shardline.simulator.links import Machines, MessageStream
 from shardline.simulator.result import Result
@@ -285,7 +285,9 @@ class PipelineSimulation:
         tasks = [f"worker/{index}" for index in range(self.setup.workers)]
         for server in self.servers:
             server.members_changed(tasks)
-        assignment = assign({}, tasks, pipeline.units(job))
+        pipeline.check_hosts(job.hosts, self.stages, job.replicas, workers=self.setup.workers)
+        plan = pipeline.planned(job)
+        assignment = pipeline.assign_hosts(plan, {}, tasks) if plan else assign({}, tasks, pipeline.units(job))
         workers, homes = [], {}
         for task in tasks:
             units = [divmod(unit, job.replicas) for unit in replicas_of(assignment, task)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from shardline.core.spec import JobSpec
 from shardline.data import BatchSource
-from shardline.errors import UsageError
+from shardline.errors import JobError, UsageError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, bubble
 from shardline.pipeline.model import Pipeline
@@ -95,6 +96,22 @@ def test_any_number_of_replicas_and_workers_comes_to_the_end(pipeline: str, repl
     if workers == 1:
         assert found.parcel_bytes == 0.0
         assert found.seconds >= 40 * replicas * 4 * 0.4
+
+
+def test_stages_go_to_the_workers_that_the_model_names() -> None:
+    def job_on(workers: list[Any]) -> JobSpec:
+        made = job("flush", 3, 4, replicas=2)
+        model = Pipeline([nn.Linear(16, 16) for _ in range(3)], stages=[1, 2], workers=workers)
+        return dataclasses.replace(made, model=lambda: model).spec(model)
+
+    alone = simulate(job_on([[0], [1], [0]]), 2, 0.1)
+    assert [one.tasks for one in alone.stages] == [("worker/0",), ("worker/1",), ("worker/0",)]
+    shared = simulate(job_on([1, 2, 1]), 4, 0.1, 0.2, 0.1)
+    assert [one.tasks for one in shared.stages] == [("worker/0",), ("worker/1", "worker/2"), ("worker/3",)]
+    # Two workers for the stage that takes twice as long: no worker has more to do than another.
+    assert shared.computing > 0.6
+    with pytest.raises(JobError, match=r"is for worker/2, but there are 2 workers"):
+        simulate(job_on([1, 2, 1]), 2, 0.1)
 
 
 def test_bytes_are_those_of_every_replicas_stages_and_of_each_parcel_both_ways() -> None:
