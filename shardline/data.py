@@ -238,6 +238,11 @@ class BatchSource:
         tensors = None if job.collate else _plain_tensors(job.data)
         self._source = _Indexed(order, job.data, collate) if tensors is None else _Tensors(order, *tensors)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether batches have to be read in the order of the data, because going back takes long."""
+        return isinstance(self._source, _Streamed)
+
     def batch(self, step: int, replica: int, microbatch: int) -> Batch:
         """The collated batch_size samples of one microbatch, on the data set's device.
 

@@ -1,31 +1,26 @@
-"""Computes stages of a replica, step by step: passes in the schedule's order, as soon as what they need has come."""
+"""Computes stages step by step: passes in the schedule's order, as soon as what they need has come."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from shardline.core.orders import PassReport
 from shardline.data import BatchSource, DataSource
 from shardline.errors import JobError
-from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.base import Pass, PipelineSchedule
 from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What is computed: one replica's part of one step."""
-
-    step: int
-    replica: int
-
-
 class StageRunner:
-    """Computes some stages of a replica, one step at a time, for schedules with a flush. Used by one thread.
+    """Computes some stages of some replicas, one step at a time, for schedules with a flush. Used by one thread.
 
-    model: on the device to compute on. Gradients are left in the parameters' .grad, the mean over the microbatches.
+    Each stage of a replica has its passes in the schedule's order; those of several take turns (1F1B-RR). What a pass
+    needs never depends on a later one of the schedule, so whatever else a worker has, there is a pass to compute.
+
+    model: on the device to compute on.
     """
 
     def __init__(
@@ -41,35 +36,58 @@ class StageRunner:
         """Samples of a replica's part of a step."""
         return self._job.batch_size * self._job.accumulate
 
-    def run(self, place: Place, stages: Sequence[int]) -> float | None:
-        """Compute these stages; returns the mean loss if the last one is among them.
+    def run(self, step: int, stages: Mapping[int, Sequence[int]]) -> dict[int, StepPart]:
+        """Compute these stages, given by replica; returns a part of each replica. Replica 0's buffers are the model's.
 
-        Raises what StageWork.forward() and Parcels.wait() raise.
+        Raises what StageWork.forward() and Parcels.wait() raise; what was computed is dropped then.
         """
-        work, count, total = self._work, self._job.accumulate, 0.0
-        work.clear()
-        work.version = place.step
-        both = {0, work.last} <= set(stages)
+        work, tensors = self._work, self._work.tensors
+        work.begin(stages)
+        work.version = step
+        for replica, own in sorted(stages.items()):
+            tensors.open(replica, own, None if replica == 0 else tensors.in_model())
+        try:
+            totals = self._compute(step, stages)
+            return {
+                replica: StepPart(
+                    gradients=tensors.take(replica, own),
+                    buffers={},
+                    loss=totals[replica] / self._job.accumulate if work.last in own else None,
+                )
+                for replica, own in sorted(stages.items())
+            }
+        finally:
+            tensors.clear()
+
+    def _compute(self, step: int, stages: Mapping[int, Sequence[int]]) -> dict[int, float]:
+        """Compute all passes; returns the sum of the microbatches' losses, by replica."""
+        work, totals = self._work, dict.fromkeys(stages, 0.0)
         todo = {
-            stage: deque(self._pipeline.passes(stage, work.last + 1, count)) for stage in sorted(stages, reverse=True)
+            (replica, stage): deque(self._pipeline.passes(stage, work.last + 1, self._job.accumulate))
+            for replica, own in stages.items()
+            for stage in own
         }
         while todo:
-            # The last stages first: what they send back frees memory.
-            first = {stage: (At(place.step, place.replica, stage, p[0].microbatch), p[0]) for stage, p in todo.items()}
-            ready = next((stage for stage, (at, one) in first.items() if work.ready(at, back=one.back)), None)
-            if ready is None:
+            first = {unit: (At(step, *unit, passes[0].microbatch), passes[0]) for unit, passes in todo.items()}
+            ready = [unit for unit, (at, one) in first.items() if work.ready(at, back=one.back)]
+            if not ready:
                 needed = [work.needs(at, back=one.back) for at, one in first.values()]
                 self._parcels.wait([key for key in needed if key is not None])
                 continue
-            at, one = first[ready]
-            todo[ready].popleft()
-            if not todo[ready]:
-                del todo[ready]
-            if one.back:
-                work.backward(at)
-            else:
-                total += work.forward(at, keep_batch=both)
-        return total / count if work.last in stages else None
+            # The last stages first: what they send back frees memory. Then the replica that has most to do.
+            unit = min(ready, key=lambda unit: (-unit[1], -len(todo[unit]), unit[0]))
+            at, one = first[unit]
+            todo[unit].popleft()
+            self._pass(at, one, totals)
+            if not todo[unit]:
+                del todo[unit]
+        return totals
+
+    def _pass(self, at: At, one: Pass, totals: dict[int, float]) -> None:
+        if one.back:
+            self._work.backward(at)
+        else:
+            totals[at.replica] += self._work.forward(at)
 
 
 class AtHome:

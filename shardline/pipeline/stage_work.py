@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,21 +19,17 @@ from shardline.data import (
     derive,
     seed_everything,
     staying,
-    to_device,
 )
 from shardline.errors import JobError
+from shardline.pipeline.batches import Batches
 from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
+from shardline.pipeline.replica_tensors import Named, ReplicaTensors
 
 
-class Layers(Protocol):
+class Layers(Named, Protocol):
     """A model in stages; see shardline.pipeline.model.Pipeline."""
 
     training: bool
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        ...
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
         """The output of one stage: of the model's inputs for stage 0, of what the stage before returned for others."""
@@ -41,10 +37,6 @@ class Layers(Protocol):
 
     def end_of(self, stage: int) -> str:
         """The layer that a stage ends with, for messages."""
-        ...
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters of all stages."""
         ...
 
 
@@ -132,27 +124,26 @@ class At:
 class StageWork:
     """Computes passes of a worker's stages. Used by one thread.
 
-    model: on the device to compute on. Gradients are added to the parameters' .grad, each divided by the number of
-    microbatches of a step.
+    model: on the device to compute on. Gradients are added to those of the replica in `tensors`, each divided by the
+    number of microbatches of a step.
     """
 
     def __init__(self, model: Layers, job: DataSource, source: BatchSource, parcels: Parcels) -> None:
         self._model = model
         self._job = job
-        self._source = source
         self._parcels = parcels
-        self._device = next(iter(model.parameters())).device
+        self._device = next(one.device for _, one in model.named_parameters())
         self.last = model.num_stages - 1
         """The last stage."""
         self.version = 0
         """Of the parameters in the model, for reports; whoever puts others there sets it."""
-        self._batches: dict[tuple[int, int, int], Batch] = {}
-        """Of a worker that has both the first and the last stage: batches read for the first."""
+        self.tensors = ReplicaTensors(model)
+        self._batches = Batches(job, source, self.last, self._device)
         self._held: dict[At, _Held] = {}
 
-    def clear(self) -> None:
-        """Forget forward passes whose backward passes will not come."""
-        self._batches.clear()
+    def begin(self, stages: Mapping[int, Sequence[int]]) -> None:
+        """Forget forward passes whose backward passes will not come. stages: of this worker, by replica."""
+        self._batches.begin(stages)
         self._held.clear()
 
     def needs(self, at: At, *, back: bool) -> ParcelKey | None:
@@ -165,19 +156,8 @@ class StageWork:
         key = self.needs(at, back=back)
         return key is None or self._parcels.here(key)
 
-    def _batch(self, at: At, *, keep: bool) -> Batch:
-        place = (at.step, at.replica, at.microbatch)
-        if place in self._batches:
-            return self._batches.pop(place)
-        batch = self._source.batch(*place)
-        with calling(f"moving a batch to {self._device}"):
-            batch = to_device(batch, self._device)
-        if keep:
-            self._batches[place] = batch
-        return batch
-
-    def forward(self, at: At, *, keep_batch: bool) -> float:
-        """One forward pass; returns the loss of the last stage, 0.0 of others. keep_batch: the last stage is here too.
+    def forward(self, at: At) -> float:
+        """One forward pass; returns the loss of the last stage, 0.0 of others.
 
         Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters, or a stage returns
         something else than tensors.
@@ -186,7 +166,8 @@ class StageWork:
         parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
         inputs = () if parcel is None else self._leaves(parcel)
         ends = at.stage in (0, self.last)
-        batch = self._batch(at, keep=keep_batch and at.stage == 0 < self.last) if ends else None
+        batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
+        self.tensors.enter(at.replica, at.stage)
         # After reading the batch, which uses the same generators.
         seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
 
@@ -244,6 +225,7 @@ class StageWork:
         """One backward pass."""
         start_s, holds = time.monotonic(), self._holds(at)
         held = self._held.pop(at)
+        self.tensors.enter(at.replica, at.stage)
         with staying(f"backward(), {at}"):
             if at.stage == self.last:
                 (held.outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]

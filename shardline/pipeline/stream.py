@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,12 +10,9 @@ import torch
 
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import ParcelKey
+from shardline.pipeline.replica_tensors import StepPart, Values
 from shardline.pipeline.schedules.unbroken import Unbroken, ahead
-from shardline.pipeline.stage_work import At, Parcels, StageWork
-
-Values = Mapping[str, torch.Tensor]
+from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
 
 class StageExchange(Parcels, Protocol):
@@ -31,43 +28,33 @@ class StageExchange(Parcels, Protocol):
 
 
 @dataclass
-class _Stream:
-    """One replica's passes through this worker's stages. Microbatches are counted from the job's first one."""
+class _Unit:
+    """One stage of one replica. Microbatches are counted from the job's first one."""
 
-    forward: dict[int, int]
-    """The next forward pass, by stage."""
-    backward: dict[int, int]
+    replica: int
+    stage: int
+    forward: int
+    """The next forward pass."""
+    backward: int
     losses: dict[int, float] = field(default_factory=dict)
-    """Sum over the microbatches, by step, of the last stage."""
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Those of this replica, as its forward passes leave them."""
-    brought: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Buffers after the last forward pass of a step, by step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPart:
-    """A worker's part of one replica's step."""
-
-    gradients: Values
-    """Mean over the microbatches, by name."""
-    buffers: Values
-    loss: float | None
-    """Mean over the microbatches, where the last stage is."""
+    """Of the last stage: sum over the microbatches, by step."""
+    buffers: dict[int, Values] = field(default_factory=dict)
+    """Of replica 0: as the last forward pass of a step has left them, by step."""
 
 
 class StreamRunner:
     """Computes some stages, for schedules without a flush. Used by one thread.
 
     While one step is computed, so are forward passes of the next ones: every step begins in the middle. The model's
-    parameters are pointed at the version that a pass needs; a backward pass has that of its forward pass.
+    parameters are pointed at the version that a pass needs; a backward pass has that of its forward pass. Stages and
+    replicas take turns, whichever has what it needs.
 
     pulled: the tensors that pulls fill, by name. steps: of the job.
     """
 
     def __init__(
         self,
-        model: Pipeline,
+        model: Layers,
         job: DataSource,
         source: BatchSource,
         pipeline: Unbroken,
@@ -83,22 +70,14 @@ class StreamRunner:
         self._steps = steps
         self._work = StageWork(model, job, source, exchange)
         self._stages = model.num_stages
-        self._parameters: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(self._stages)]
-        self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(self._stages)]
-        for name, parameter in model.named_parameters():
-            self._parameters[model.stage_of_tensor(name)][name] = parameter
-        for name, buffer in model.named_buffers():
-            self._buffers[model.stage_of_tensor(name)][name] = buffer
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
         """Timeline, and stages by replica."""
         self._versions: dict[int, Values] = {}
         """Parameters of this worker's stages, by version."""
-        self._streams: dict[int, _Stream] = {}
+        self._units: list[_Unit] = []
         self._parts: dict[int, StepPart] = {}
         """Of the open step, by replica."""
-        self._inside: int | None = None
-        """The replica whose buffers are in the model."""
 
     @property
     def samples(self) -> int:
@@ -113,103 +92,109 @@ class StreamRunner:
         if (timeline, stages) != self._history or step not in (self._step, self._step + 1):
             self._history = (timeline, stages)
             self._first = step
-            self._work.clear()
+            self._work.begin(stages)
+            self._work.tensors.clear()
             self._versions.clear()
-            self._streams.clear()
+            self._units.clear()
             self._parts.clear()
-            self._inside = None
-            for parameters in self._parameters:
-                for parameter in parameters.values():
-                    # Of a step that was left in the middle.
-                    parameter.grad = None
         elif step != self._step:
             self._parts.clear()
         self._step = step
 
-    def run(self, replica: int) -> StepPart:
-        """Compute the open step of a replica, and what can be computed of the next ones.
+    def run(self) -> dict[int, StepPart]:
+        """Compute the open step, and what can be computed of the next ones; returns a part of each replica.
 
         Called again for the same step, it goes on. Raises what StageWork.forward() and the StageExchange raise.
         """
-        if replica not in self._parts:
-            self._parts[replica] = self._compute(replica)
-        return self._parts[replica]
+        if not self._parts:
+            self._compute()
+            self._parts = {replica: self._part(replica) for replica in sorted(self._history[1])}
+        return self._parts
 
-    def _compute(self, replica: int) -> StepPart:
-        stream = self._enter(replica)
-        count, stages = self._job.accumulate, self._history[1][replica]
-        end = (self._step + 1) * count
-        while any(stream.backward[stage] < end for stage in stages):
-            if self._advance(replica, stream, end):
+    def _compute(self) -> None:
+        if not self._units:
+            self._open()
+        end = (self._step + 1) * self._job.accumulate
+        while any(unit.backward < end for unit in self._units):
+            if self._advance(end):
                 continue
             if self._step not in self._versions:
                 self._arrive()
             else:
-                self._exchange.wait(self._awaited(replica, stream, end))
+                self._exchange.wait([key for at, back in self._next(end) if (key := self._work.needs(at, back=back))])
         self._arrive()
-        self._forget(stages)
-        gradients = {}
-        for stage in stages:
-            self._exchange.staleness(stage, self._step - self._version(self._step * count, stage))
-            for name, parameter in self._parameters[stage].items():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad
-                parameter.grad = None
-        total = stream.losses.pop(self._step, 0.0)
-        loss = total / count if self._work.last in stages else None
-        return StepPart(gradients=gradients, buffers=stream.brought.pop(self._step, {}), loss=loss)
+        for stage in self._own:
+            self._exchange.staleness(stage, self._step - self._version(self._step * self._job.accumulate, stage))
+        # Nothing needs older versions than the first pass of the next step.
+        oldest = min(self._version(end, stage) for stage in self._own)
+        self._versions = {version: values for version, values in self._versions.items() if version >= oldest}
+
+    def _part(self, replica: int) -> StepPart:
+        loss: float | None = None
+        buffers: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            if unit.replica == replica:
+                buffers.update(unit.buffers.pop(self._step, {}))
+                if unit.stage == self._work.last:
+                    loss = unit.losses.pop(self._step) / self._job.accumulate
+        gradients = self._work.tensors.take(replica, self._history[1][replica])
+        return StepPart(gradients=gradients, buffers=buffers, loss=loss)
+
+    @property
+    def _own(self) -> set[int]:
+        return {stage for stages in self._history[1].values() for stage in stages}
+
+    def _open(self) -> None:
+        """Begin with an empty pipeline and the buffers that the servers have."""
+        self._arrive()
+        begin = self._first * self._job.accumulate
+        for replica, stages in sorted(self._history[1].items()):
+            self._work.tensors.open(replica, stages, self._pulled())
+            self._units += [_Unit(replica, stage, begin, begin) for stage in stages]
 
     # Passes
 
-    def _advance(self, replica: int, stream: _Stream, end: int) -> bool:
+    def _advance(self, end: int) -> bool:
         """Compute one pass; False if none has what it needs."""
-        # The last stages first: what they send back frees memory.
-        for stage in sorted(self._history[1][replica], reverse=True):
-            number = stream.forward[stage]
-            if number < self._limit(stream, stage, end) and self._version(number, stage) in self._versions:
-                at = self._at(replica, stage, number)
-                if self._work.ready(at, back=False):
-                    self._forward(stream, at, number)
-                    return True
-            number = stream.backward[stage]
-            if number < min(end, stream.forward[stage]):
-                at = self._at(replica, stage, number)
-                if self._work.ready(at, back=True):
-                    self._point(stage, self._version(number, stage))
-                    self._work.backward(at)
-                    stream.backward[stage] += 1
+        # The last stages first: what they send back frees memory. Then the replica that has most to do.
+        self._units.sort(key=lambda unit: (-unit.stage, unit.forward + unit.backward, unit.replica))
+        for unit in self._units:
+            for at, back in self._passes(unit, end):
+                version = self._version(unit.backward if back else unit.forward, unit.stage)
+                if version in self._versions and self._work.ready(at, back=back):
+                    self._point(unit.stage, version)
+                    self._pass(unit, at, back=back)
                     return True
         return False
 
-    def _forward(self, stream: _Stream, at: At, number: int) -> None:
-        self._point(at.stage, self._version(number, at.stage))
-        both = {0, self._work.last} <= set(self._history[1][at.replica])
-        loss = self._work.forward(at, keep_batch=both)
-        stream.losses[at.step] = stream.losses.get(at.step, 0.0) + loss
+    def _pass(self, unit: _Unit, at: At, *, back: bool) -> None:
+        if back:
+            self._work.backward(at)
+            unit.backward += 1
+            return
+        loss = self._work.forward(at)
+        if unit.stage == self._work.last:
+            unit.losses[at.step] = unit.losses.get(at.step, 0.0) + loss
         if at.microbatch == self._job.accumulate - 1 and at.replica == 0:
-            own = {name: stream.buffers[name].clone() for name in self._buffers[at.stage]}
-            stream.brought.setdefault(at.step, {}).update(own)
-        stream.forward[at.stage] += 1
+            unit.buffers[at.step] = self._work.tensors.buffers_of(0, at.stage)
+        unit.forward += 1
 
-    def _limit(self, stream: _Stream, stage: int, end: int) -> int:
-        """Forward passes before this one may be computed."""
-        if stream.backward[stage] >= end:
-            return 0
-        return min(stream.backward[stage] + ahead(stage, self._stages) + 1, self._steps * self._job.accumulate)
+    def _next(self, end: int) -> Iterator[tuple[At, bool]]:
+        for unit in self._units:
+            yield from self._passes(unit, end)
 
-    def _awaited(self, replica: int, stream: _Stream, end: int) -> list[ParcelKey]:
-        found = []
-        for stage in self._history[1][replica]:
-            number = stream.forward[stage]
-            if number < self._limit(stream, stage, end):
-                found.append(self._work.needs(self._at(replica, stage, number), back=False))
-            number = stream.backward[stage]
-            if number < min(end, stream.forward[stage]):
-                found.append(self._work.needs(self._at(replica, stage, number), back=True))
-        return [key for key in found if key is not None]
+    def _passes(self, unit: _Unit, end: int) -> Iterator[tuple[At, bool]]:
+        """The passes, at most one each way, that a unit may compute next, and whether they are backward passes."""
+        if unit.backward >= end:
+            return
+        most = unit.backward + ahead(unit.stage, self._stages) + 1
+        if unit.forward < min(most, self._steps * self._job.accumulate):
+            yield self._at(unit, unit.forward), False
+        if unit.backward < unit.forward:
+            yield self._at(unit, unit.backward), True
 
-    def _at(self, replica: int, stage: int, number: int) -> At:
-        return At(number // self._job.accumulate, replica, stage, number % self._job.accumulate)
+    def _at(self, unit: _Unit, number: int) -> At:
+        return At(number // self._job.accumulate, unit.replica, unit.stage, number % self._job.accumulate)
 
     # Versions
 
@@ -222,7 +207,7 @@ class StreamRunner:
         if values is None:
             raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions)}")
         self._work.version = version
-        for name, parameter in self._parameters[stage].items():
+        for name, parameter in self._work.tensors.parameters[stage].items():
             parameter.data = values[name]
 
     def _arrive(self) -> None:
@@ -231,36 +216,6 @@ class StreamRunner:
             return
         self._exchange.settle()
         pulled = self._pulled()
-        own = {stage for stages in self._history[1].values() for stage in stages}
         self._versions[self._step] = {
-            name: pulled[name].detach().clone() for stage in own for name in self._parameters[stage]
+            name: pulled[name].detach().clone() for stage in self._own for name in self._work.tensors.parameters[stage]
         }
-
-    def _forget(self, stages: Sequence[int]) -> None:
-        """Drop versions that no pass needs any more, when the open step is done in all replicas."""
-        following = (self._step + 1) * self._job.accumulate
-        own = {stage for found in self._history[1].values() for stage in found}
-        oldest = min(self._version(following, stage) for stage in own)
-        if set(self._parts) | {self._inside} >= set(self._history[1]):
-            for version in [version for version in self._versions if version < oldest]:
-                del self._versions[version]
-
-    # Buffers: each replica's forward passes change its own, in their order.
-
-    def _enter(self, replica: int) -> _Stream:
-        stages = self._history[1][replica]
-        if replica not in self._streams:
-            self._arrive()
-            begin = self._first * self._job.accumulate
-            stream = _Stream(dict.fromkeys(stages, begin), dict.fromkeys(stages, begin))
-            pulled = self._pulled()
-            for stage in stages:
-                stream.buffers.update({name: pulled[name].detach().clone() for name in self._buffers[stage]})
-            self._streams[replica] = stream
-        stream = self._streams[replica]
-        if self._inside != replica:
-            for stage in stages:
-                for name, buffer in self._buffers[stage].items():
-                    buffer.data = stream.buffers[name]
-            self._inside = replica
-        return stream

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, PipelineSchedule, bubble
+from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.pipeline.replica_tensors import StepPart
+from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.seams import doc_line
+from tests.support.pipelines import Mail, run_workers, stages_of
 
 STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
 EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
@@ -203,11 +207,9 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
     for step in range(3):
         home.passes.clear()
         expected, _ = replica_gradients(whole, job, BatchSource(job), step, 0)
-        parts.zero_grad(set_to_none=True)
-        assert runner.run(Place(step=step, replica=0), range(parts.num_stages)) == expected
-        for (name, left), right in zip(whole.named_parameters(), parts.parameters(), strict=True):
-            assert (left.grad is None) == (right.grad is None), name
-            assert left.grad is None or torch.equal(left.grad, right.grad), name
+        part = runner.run(step, {0: range(parts.num_stages)})[0]
+        assert part.loss == expected
+        assert_gradients(whole, part.gradients)
         for (name, ours), theirs in zip(whole.named_buffers(), parts.buffers(), strict=True):
             assert torch.equal(ours, theirs), name
         for stage in range(parts.num_stages):
@@ -216,6 +218,84 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
             assert [(one.microbatch, one.back) for one in told] == [(one.microbatch, one.back) for one in order]
             assert max(one.held for one in told) == schedule.held(stage, parts.num_stages, job.accumulate)
             assert {one.version for one in told} == {step}
+
+
+def assert_gradients(whole: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
+    """The gradients that one process has left in its model."""
+    assert {name for name, one in whole.named_parameters() if one.grad is not None} == set(found)
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, found[name]), name
+
+
+HOSTS = [
+    pytest.param([[0], [1], [2]], 1, id="a worker per stage"),
+    pytest.param([2, 1, 1], 2, id="2-1-1"),
+    pytest.param([1, 2, 1], 4, id="1-2-1, two replicas each"),
+    pytest.param([[0], [1], [0]], 2, id="stages that are not neighbours"),
+    pytest.param([[0, 1], [1, 0], [0, 1]], 2, id="replicas that cross"),
+    pytest.param([[0], [0], [0]], 2, id="one worker"),
+]
+
+
+@EACH
+@pytest.mark.parametrize(("workers", "replicas"), HOSTS)
+def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
+    schedule: PipelineSchedule, workers: list[int | list[int]], replicas: int
+) -> None:
+    job, hosts, mail = job_of(plain_layers, [1, 4], replicas=replicas), hosts_of(workers, 3), Mail()
+
+    def work(number: int) -> tuple[dict[int, StepPart], nn.Module]:
+        model = job.build_model()
+        assert isinstance(model, Pipeline)
+        runner = StageRunner(model, job, BatchSource(job), schedule, mail)
+        return runner.run(0, stages_of(hosts, replicas, number)), model
+
+    found = run_workers(hosts, mail.turn, work)
+    for replica in range(replicas):
+        whole = job.build_model()
+        expected, _ = replica_gradients(whole, job, BatchSource(job), 0, replica)
+        parts = [parts[replica] for parts, _ in found if replica in parts]
+        assert_gradients(whole, {name: values for part in parts for name, values in part.gradients.items()})
+        assert [part.loss for part in parts if part.loss is not None] == [expected]
+        if replica == 0:
+            owner = next(model for parts, model in found if 0 in parts and "1.bias" in parts[0].gradients)
+            for (name, ours), theirs in zip(whole.named_buffers(), owner.buffers(), strict=True):
+                assert torch.equal(ours, theirs), name
+
+
+@EACH
+def test_replicas_of_a_worker_take_turns(schedule: PipelineSchedule) -> None:
+    job, home = job_of(plain_layers, [1, 4], replicas=2), AtHome()
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    StageRunner(model, job, BatchSource(job), schedule, home).run(0, {0: [0, 1, 2], 1: [0, 1, 2]})
+    forward = [one.replica for one in home.passes if one.stage == 0 and not one.back]
+    assert forward == [0, 1] * job.accumulate
+
+
+class Rows(IterableDataset):  # type: ignore[type-arg]
+    """Reads in one direction, and counts."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for index in range(48):
+            Rows.read += 1
+            yield torch.full((12,), index / 48) + torch.randn(12), index % 4
+
+
+def test_data_in_one_direction_is_read_once_although_replicas_take_turns() -> None:
+    job = replace(job_of(plain_layers, [1, 4], replicas=2), dataset=Rows)
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    runner, Rows.read = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome()), 0
+    both = {0: [0, 1, 2], 1: [0, 1, 2]}
+    parts = [runner.run(step, both) for step in range(2)]
+    # 2 steps of 2 replicas with 3 microbatches of 4.
+    assert Rows.read == 48
+    for step, replica in itertools.product(range(2), range(2)):
+        expected, _ = replica_gradients(job.build_model(), job, BatchSource(job), step, replica)
+        assert parts[step][replica].loss == expected
 
 
 def calls_twice(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -243,7 +323,7 @@ def test_random_numbers_around_the_model_are_those_of_one_process(schedule: Pipe
     assert isinstance(model, Pipeline)
     runner = StageRunner(model, job, BatchSource(job), schedule, AtHome())
     expected, _ = replica_gradients(job.build_model(), job, BatchSource(job), 0, 0)
-    assert runner.run(Place(step=0, replica=0), range(3)) == expected
+    assert runner.run(0, {0: range(3)})[0].loss == expected
 
 
 def calls_with_two(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -267,7 +347,7 @@ def test_a_loss_that_needs_the_whole_model_is_refused(used: Callable[..., torch.
     assert isinstance(model, Pipeline)
     runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("gpipe"), AtHome())
     with pytest.raises(JobError, match=sentence):
-        runner.run(Place(step=0, replica=0), [0, 1])
+        runner.run(0, {0: [0, 1]})
 
 
 def test_a_stage_that_nobody_computes_is_named() -> None:
@@ -276,4 +356,4 @@ def test_a_stage_that_nobody_computes_is_named() -> None:
     assert isinstance(model, Pipeline)
     runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
     with pytest.raises(JobError, match="the gradient for stage 0 of replica 0, microbatch 0 of step 7"):
-        runner.run(Place(step=7, replica=0), [0])
+        runner.run(7, {0: [0]})

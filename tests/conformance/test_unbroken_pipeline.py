@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from torch import nn
 
+from shardline.core.reduce import mean_, tree_sum
 from shardline.data import BatchSource
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, Unbroken
+from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
 from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.stream import StreamRunner
 from shardline.testing import reference
-from tests.conformance.test_pipeline import job_of, plain_layers, several_layers, turned_layers
+from tests.conformance.test_pipeline import HOSTS, job_of, plain_layers, several_layers, turned_layers
+from tests.support.pipelines import PATIENCE_S, Mail, run_workers, stages_of
 
 UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
 EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
@@ -61,7 +65,7 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
             # Parcels of another timeline are not for this one.
             server.clear()
         runner.begin(step, history(step), {0: tuple(range(model.num_stages))})
-        part = runner.run(0)
+        part = runner.run()[0]
         assert part.loss is not None
         losses.append(part.loss)
         server.step(dict(part.gradients), dict(part.buffers))
@@ -207,14 +211,14 @@ def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Unbroke
     def some_steps() -> None:
         for step in range(3):
             runner.begin(step, 0, {0: (0, 1, 2)})
-            runner.run(0)
+            runner.run()
 
     with pytest.raises(JobError, match="interrupted"):
         some_steps()
     server.clear()
     for step in range(6):
         runner.begin(step, 1, {0: (0, 1, 2)})
-        part = runner.run(0)
+        part = runner.run()[0]
         server.step(dict(part.gradients), dict(part.buffers))
     expected = reference(job)
     for name, values in {**expected.params, **expected.buffers}.items():
@@ -239,3 +243,92 @@ def test_too_few_microbatches_for_two_versions_are_refused() -> None:
     job = job_of(plain_layers, [1, 4, 5], pipeline="double-buffer", accumulate=2)
     with pytest.raises(JobError, match="at least 3 microbatches per step for 4 stages, but accumulate is 2"):
         job.spec(job.build_model())
+
+
+# Several workers
+
+
+class Shared(Mail):
+    """The servers of several workers: a stage gets a version when all of its replicas have contributed."""
+
+    def __init__(self, job: Job, stages: int) -> None:
+        super().__init__()
+        self.job = job
+        self.model = job.build_model()
+        self.optimizer = job.build_optimizer(self.model)
+        self.tensors = dict(self.model.state_dict(keep_vars=True))
+        self.versions = [0] * stages
+        self.waiting: dict[tuple[int, int], dict[int, StepPart]] = {}
+
+    def contribute(self, step: int, stages: Mapping[int, Sequence[int]], parts: Mapping[int, StepPart]) -> None:
+        for replica, part in parts.items():
+            for stage in stages[replica]:
+                given = self.waiting.setdefault((stage, step), {})
+                given[replica] = part
+                if len(given) == self.job.replicas:
+                    self._close(stage, [given[number] for number in range(self.job.replicas)])
+        self.turn.notify_all()
+
+    def _close(self, stage: int, parts: Sequence[StepPart]) -> None:
+        assert isinstance(self.model, Pipeline)
+        for name, parameter in self.model.named_parameters():
+            own = self.model.stage_of_tensor(name) == stage
+            total = tree_sum([part.gradients.get(name) for part in parts]) if own else None
+            parameter.grad = None if total is None else mean_(total.clone(), len(parts))
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, values in parts[0].buffers.items():
+                if self.model.stage_of_tensor(name) == stage:
+                    self.tensors[name].copy_(values)
+        self.versions[stage] += 1
+
+
+class Desk:
+    """One worker's exchange with them."""
+
+    def __init__(self, shared: Shared, stages: Mapping[int, Sequence[int]]) -> None:
+        self.send, self.here, self.take = shared.send, shared.here, shared.take
+        self.wait, self.passed = shared.wait, shared.passed
+        self.shared = shared
+        self.own = {stage for own in stages.values() for stage in own}
+        self.step = 0
+        self.pulled: dict[str, torch.Tensor] = {}
+
+    def settle(self) -> None:
+        shared = self.shared
+        assert shared.turn.wait_for(lambda: {shared.versions[stage] for stage in self.own} == {self.step}, PATIENCE_S)
+        self.pulled = {name: values.detach().clone() for name, values in shared.tensors.items()}
+
+    def staleness(self, stage: int, steps: int) -> None:
+        pass
+
+
+@EACH
+@pytest.mark.parametrize(("workers", "replicas"), HOSTS)
+def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_delay(
+    schedule: Unbroken, workers: list[int | list[int]], replicas: int
+) -> None:
+    job = job_of(plain_layers, [1, 4], replicas=replicas, steps=6, pipeline=schedule)
+    hosts, shared = hosts_of(workers, 3), Shared(job, 3)
+
+    def work(number: int) -> None:
+        model, stages = job.build_model(), stages_of(hosts, replicas, number)
+        desk = Desk(shared, stages)
+        runner = StreamRunner(
+            model,  # type: ignore[arg-type]
+            job,
+            BatchSource(job),
+            schedule,
+            desk,
+            pulled=lambda: desk.pulled,
+            steps=job.steps,
+        )
+        for step in range(job.steps):
+            desk.step = step
+            runner.begin(step, 0, stages)
+            shared.contribute(step, stages, runner.run())
+
+    run_workers(hosts, shared.turn, work)
+    expected = reference(job)
+    for name, values in {**expected.params, **expected.buffers}.items():
+        assert torch.equal(shared.tensors[name], values), name

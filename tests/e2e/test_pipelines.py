@@ -41,7 +41,7 @@ def model():
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(),
         nn.Linear(32, 4),
     ]
-    return shardline.Pipeline(layers, stages={stages})
+    return shardline.Pipeline(layers, stages={stages}, workers={workers})
 
 
 def loss(model, batch):
@@ -56,10 +56,17 @@ job = shardline.Job(
 
 
 def write_job(
-    folder: Path, *, pipeline: str = "flush", stages: str = "[1, 4]", steps: int = 60, replicas: int = 1
+    folder: Path,
+    *,
+    pipeline: str = "flush",
+    stages: str = "[1, 4]",
+    workers: str = "()",
+    steps: int = 60,
+    replicas: int = 1,
 ) -> Path:
     path = folder / "job.py"
-    text = JOB.format(pipeline=pipeline, stages=stages, steps=steps, replicas=replicas, accumulate=4)
+    fields = {"pipeline": pipeline, "stages": stages, "workers": workers, "steps": steps, "replicas": replicas}
+    text = JOB.format(**fields, accumulate=4)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -108,6 +115,18 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
     finished = train(job, out, "--workers", "2", "--resume", "--set", "pipeline=whole-model", "--steps", "24")
     assert finished.code == 0, finished
     assert summary_of(out)["sha256"] == reference(load_job(job, [("steps", "24")])).sha256
+
+
+@pytest.mark.parametrize("pipeline", ["flush", "stash"])
+def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
+    job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2)
+    out = tmp_path / "run"
+    finished = train(job, out, "--ps", "2", "--workers", "4")
+    assert finished.code == 0, finished
+    assert same_bits(out, job)
+    who = {one["stage"]: one["tasks"] for one in summary_of(out)["stages"]}
+    assert who == {0: ["worker/0", "worker/1"], 1: ["worker/2"], 2: ["worker/3"]}
+    assert_refused(train(job, tmp_path / "few", "--workers", "3"), 2, "stage 2 of the pipeline is for worker/3")
 
 
 def test_a_cut_that_is_no_layer_is_refused_before_anything_starts(tmp_path: Path) -> None:

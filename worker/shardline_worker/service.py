@@ -16,7 +16,8 @@ from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.runner import Place, StageRunner
+from shardline.pipeline.replica_tensors import StepPart
+from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.stream import StreamRunner
 
 log = logging.getLogger("shardline.worker")
@@ -53,7 +54,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
         train_stream(session, optimizer, model, job, schedule)
         return
     if isinstance(model, Pipeline) and schedule.staged:
-        train_stages(session, optimizer, model, StageRunner(model, job, source, schedule, session.parcels))
+        train_stages(session, optimizer, StageRunner(model, job, source, schedule, session.parcels))
         return
     for step in session.steps():
         with session.attempt():
@@ -66,17 +67,13 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     _log_end(session)
 
 
-def train_stages(session: Session, optimizer: ShardlineOptimizer, model: Pipeline, runner: StageRunner) -> None:
-    """Run the stages that the chief assigns, replica by replica, step by step."""
+def train_stages(session: Session, optimizer: ShardlineOptimizer, runner: StageRunner) -> None:
+    """Run the stages that the chief assigns, step by step."""
     for step in session.steps():
         with session.attempt():
-            for replica in session.replicas:
-                session.begin_replica(replica)
-                stages = session.parcels.stages(replica)
-                model.zero_grad(set_to_none=True)
-                loss = runner.run(Place(step=step, replica=replica), stages)
-                samples = runner.samples if loss is not None else 0
-                session.contribute(replica, loss=loss, samples=samples, keep=True)
+            session.begin_replica(min(session.replicas))
+            parts = runner.run(step, {replica: session.parcels.stages(replica) for replica in session.replicas})
+            _contribute(session, parts, runner.samples)
             optimizer.step()
     _log_end(session)
 
@@ -95,16 +92,24 @@ def train_stream(
     for step in session.steps():
         with session.attempt():
             runner.begin(step, session.parcels.timeline, session.parcels.all_stages())
-            for replica in session.replicas:
-                session.begin_replica(replica)
-                part = runner.run(replica)
-                with torch.no_grad():
+            session.begin_replica(min(session.replicas))
+            parts = runner.run()
+            with torch.no_grad():
+                for part in parts.values():
                     for name, values in part.buffers.items():
                         pulled()[name].copy_(values)
-                samples = runner.samples if part.loss is not None else 0
-                session.contribute(replica, loss=part.loss, samples=samples, gradients=part.gradients, keep=True)
+            _contribute(session, parts, runner.samples)
             optimizer.step()
     _log_end(session)
+
+
+def _contribute(session: Session, parts: Mapping[int, StepPart], samples: int) -> None:
+    """Contribute what was computed of each replica. samples: of a replica's part of a step."""
+    for replica in session.replicas:
+        part = parts[replica]
+        # Whoever has the last stage reports.
+        known = samples if part.loss is not None else 0
+        session.contribute(replica, loss=part.loss, samples=known, gradients=part.gradients, keep=True)
 
 
 def _log_end(session: Session) -> None:
