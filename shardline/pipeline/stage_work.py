@@ -178,7 +178,8 @@ class StageWork:
             return self._model.run(at.stage, unpack(inputs, parcel.places))
 
         output = self._output(at, run, batch)
-        loss = 0.0
+        loss, end_s = 0.0, time.monotonic()
+        # Its end is taken before it is sent: the next stage may be quicker than this thread.
         if at.stage == self.last:
             self._held[at] = _Held(inputs, (output,))
             loss = float(output.detach())
@@ -189,7 +190,7 @@ class StageWork:
             needs_grad = tuple(one.requires_grad for one in outputs)
             state = _random_state(self._device)
             self._parcels.send(Parcel(at.key(back=False, towards=1), values, needs_grad, places, state))
-        self._passed(at, start_s, self._holds(at))
+        self._passed(at, start_s, end_s, self._holds(at))
         return loss
 
     def _leaves(self, parcel: Parcel) -> tuple[torch.Tensor, ...]:
@@ -234,15 +235,16 @@ class StageWork:
                 outputs = [held.outputs[number] for number in parcel.places]
                 if outputs:
                     torch.autograd.backward(outputs, [gradient.to(self._device) for gradient in parcel.values])
+        end_s = time.monotonic()
         if any(value.requires_grad for value in held.inputs):
             found = {n: value.grad for n, value in enumerate(held.inputs) if value.grad is not None}
             self._parcels.send(Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found)))
-        self._passed(at, start_s, holds, back=True)
+        self._passed(at, start_s, end_s, holds, back=True)
 
     def _holds(self, at: At) -> int:
         return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)
 
-    def _passed(self, at: At, start_s: float, held: int, *, back: bool = False) -> None:
+    def _passed(self, at: At, start_s: float, end_s: float, held: int, *, back: bool = False) -> None:
         self._parcels.passed(
             PassReport(
                 step=at.step,
@@ -251,7 +253,7 @@ class StageWork:
                 microbatch=at.microbatch,
                 back=back,
                 start_s=start_s,
-                end_s=time.monotonic(),
+                end_s=end_s,
                 version=self.version,
                 held=held,
             )
