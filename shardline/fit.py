@@ -207,11 +207,10 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             f"pipeline {chosen_pipeline} takes every step with all stages of all replicas, but consistency {mode} "
             "does not; choose consistency='sync' without spares"
         )
-    if job.apply == WORKER or not pace.streams:
-        what = f"apply {job.apply!r}" if job.apply == WORKER else f"cadence {pace}"
+    if not pace.streams:
         raise JobError(
-            f"{what} needs workers that have the whole model, but those of pipeline {chosen_pipeline} have a stage; "
-            "leave it out"
+            f"cadence {pace} needs workers that have the whole model, but those of pipeline {chosen_pipeline} have a "
+            "stage; leave it out"
         )
     if job.consistency.nan_policy == "skip":
         raise JobError(

@@ -54,7 +54,7 @@ class StateCalls(DataPlane):
             decision, images = admit_data(store, request.data, init=False), None
             if decision.outcome is Outcome.SERVED:
                 shard = store.shard(request.data.shard)
-                images = await store.work(_summing(shard).state, request.step)
+                images = await store.work(_summing(shard).state, request.step, request.buckets)
                 if images is None:
                     reason = f"shard {shard.number} has no state of step {request.step}: the workers have gone on"
                     decision = Decision(Outcome.OVERTAKEN, reason)

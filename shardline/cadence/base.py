@@ -53,6 +53,8 @@ class Outgoing:
     """L2 norm of how far the replica has moved, if it trained locally."""
     keep: bool = False
     """The values are not written to until the step is closed, so they need not be copied."""
+    nonfinite: Sequence[str] = ()
+    """Tensors whose gradients are not finite, among those that are not sent."""
 
 
 class InnerOptimizer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardline.client.applied import ServerStates
+from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.shard_exchange import Exchange
@@ -96,7 +96,7 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
     trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, sending)
     if methods.applied is not None:
-        states = ServerStates(sorted(ties.lanes), exchange, lambda: trainer.sender)
+        states = ServerStates(exchange, lambda: trainer.sender)
         methods.applied.meet(plan, ModelLayout(plan, methods.held.model), layout, states)
     return trainer
 

@@ -58,8 +58,12 @@ class Lane(Protocol):
         """
         ...
 
-    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
-        """Parameters and optimizer state of a step, where workers run the optimizer; None if the shard has none.
+    def state(
+        self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
+    ) -> Sequence[BucketImage] | None:
+        """Parameters and optimizer state of some buckets at a step, where workers run the optimizer.
+
+        buckets: empty = all of parameters. None if the shard does not have that state.
 
         One call, no retry. Raises UnreachableError, ProtocolError; NotAdmittedError if it accepts nothing from here.
         """

@@ -92,7 +92,9 @@ class ShardCalls:
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
 
-    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
+    def state(
+        self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
+    ) -> Sequence[BucketImage] | None:
         """See Lane.state."""
         self._arm()
         images: list[BucketImage] = []
@@ -101,7 +103,7 @@ class ShardCalls:
         start_s = time.monotonic()
         try:
             for frame in self._started(
-                self._stub.GetState(state_request(sender, self._shard, step), timeout=timeout_s)
+                self._stub.GetState(state_request(sender, self._shard, step, buckets), timeout=timeout_s)
             ):
                 header = frame.header if frame.HasField("header") else None
                 chunk = frame.chunk if frame.HasField("chunk") else None

@@ -132,9 +132,11 @@ class NegotiatedLane:
         """See Lane.progress."""
         return self.current.progress(sender, replicas, timeout_s=timeout_s)
 
-    def state(self, sender: Sender, step: int, *, timeout_s: float) -> Sequence[BucketImage] | None:
+    def state(
+        self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
+    ) -> Sequence[BucketImage] | None:
         """See Lane.state."""
-        return self.current.state(sender, step, timeout_s=timeout_s)
+        return self.current.state(sender, step, buckets, timeout_s=timeout_s)
 
     def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
         """See Lane.bring_state."""

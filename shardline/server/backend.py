@@ -31,9 +31,8 @@ T = TypeVar("T")
 class Sums(Protocol):
     """What a shard tells workers that run the optimizer."""
 
-    @property
-    def wants_state(self) -> bool:
-        """Whether a cut of the open step lacks their state."""
+    def wants_state(self, buckets: Collection[int] = ()) -> bool:
+        """Whether a cut of the open step lacks their state. buckets: of those that ask; () = all."""
         ...
 
     @property

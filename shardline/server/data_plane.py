@@ -169,7 +169,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
         reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
         reply.last_seq = shard.last_push(request.data.task, request.data.incarnation)
-        reply.wants_state = shard.summing is not None and shard.summing.wants_state
+        reply.wants_state = shard.summing is not None and shard.summing.wants_state()
         return reply
 
 

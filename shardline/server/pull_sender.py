@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from shardline.codecs.base import Turn
@@ -201,15 +201,17 @@ def frames(encoded: Encoded) -> list[PullFrameView]:
     ]
 
 
-def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
-    """The PullEnd message of a pull."""
+def pull_end(
+    backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "", buckets: Collection[int] = ()
+) -> data_pb2.PullEnd:
+    """The PullEnd message of a pull of some buckets; () = all."""
     end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=backend.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
         if shard.summing is not None:
-            end.wants_state = shard.summing.wants_state
+            end.wants_state = shard.summing.wants_state(buckets)
             end.hyper.extend(hyper_to_proto(shard.summing.hyper))
     return end
 
@@ -294,7 +296,7 @@ async def _pull(
         lane = attachment.lane if attachment is not None else ON_STREAM.lane
         seconds = time.monotonic() - started_s
         backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
-        return pull_end(backend, shard, Outcome.SERVED)
+        return pull_end(backend, shard, Outcome.SERVED, buckets=wanted)
 
     find = _finder(backend, shard, want, coding, attachment)
     for number in wanted:

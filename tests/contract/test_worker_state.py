@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.outcome import Outcome
-from shardline.core.spec import TensorKind
-from shardline.errors import ShardlineError
+from shardline.core.plan import make_plan
+from shardline.core.reduce import Block
+from shardline.core.spec import TensorKind, TensorSpec
+from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.calls import NotAdmittedError
 from shardline_ps.shard.bucket import Bucket
+from tests.support.builders import make_shard
 from tests.support.cluster import Cluster, Worker
 from tests.support.jobs import Rich, make_job
 
@@ -115,8 +119,8 @@ def test_strangers_and_zombies_neither_bring_nor_take_a_state(trained: tuple[Clu
     assert bring(cluster, worker, held(worker), timeline=99) is Outcome.WRONG_TIMELINE
     lane = worker.trainer.exchange.lanes[0]
     with pytest.raises(NotAdmittedError):
-        lane.state(replace(worker.trainer.sender, timeline=99), STEPS, timeout_s=10.0)
-    assert lane.state(worker.trainer.sender, STEPS, timeout_s=10.0) is None
+        lane.state(replace(worker.trainer.sender, timeline=99), STEPS, (), timeout_s=10.0)
+    assert lane.state(worker.trainer.sender, STEPS, (), timeout_s=10.0) is None
 
 
 def test_servers_that_run_the_optimizer_keep_its_state_to_themselves() -> None:
@@ -124,7 +128,7 @@ def test_servers_that_run_the_optimizer_keep_its_state_to_themselves() -> None:
         (worker,) = cluster.train([[0]])
         lane, sender = worker.trainer.exchange.lanes[0], worker.trainer.sender
         with pytest.raises(ShardlineError, match="runs the optimizer of this job itself"):
-            lane.state(sender, STEPS, timeout_s=10.0)
+            lane.state(sender, STEPS, (), timeout_s=10.0)
         with pytest.raises(ShardlineError, match="runs the optimizer of this job itself"):
             lane.bring_state(sender, [], timeout_s=10.0)
 
@@ -141,7 +145,7 @@ def test_a_pull_that_ends_right_when_a_step_is_published_says_that_its_cut_lacks
         def publish(bucket: Bucket, changed: bool, *, skip: bool = False) -> None:
             plain(bucket, changed, skip=skip)
             # Pulls read the step without a lock.
-            said.append((shard.step_min, shard.summing is not None and shard.summing.wants_state))
+            said.append((shard.step_min, shard.summing is not None and shard.summing.wants_state()))
 
         monkeypatch.setattr(Bucket, "publish", publish)
         cluster.train([[0]])
@@ -149,7 +153,7 @@ def test_a_pull_that_ends_right_when_a_step_is_published_says_that_its_cut_lacks
         assert not any(wants for step, wants in said if step < STEPS)
         found = shard.cuts.get(STEPS)
         assert found is not None and len(found) == len(shard.buckets)
-        assert not shard.summing.wants_state
+        assert not shard.summing.wants_state()
 
 
 def test_a_shard_that_was_just_restored_wants_nothing() -> None:
@@ -158,6 +162,36 @@ def test_a_shard_that_was_just_restored_wants_nothing() -> None:
         (images,) = cluster.images()
         shard = cluster.shards[0]
         shard.restore(images)
-        assert shard.summing is not None and not shard.summing.wants_state
+        assert shard.summing is not None and not shard.summing.wants_state()
         bring(cluster, worker, held(worker))
         assert shard.cuts.status() == []
+
+
+def test_stages_bring_and_take_their_parts_each_at_its_own_step() -> None:
+    tensors = tuple(TensorSpec(name=f"w{stage}", shape=(4,), dtype="float32", fragment=stage) for stage in (0, 1))
+    plan = make_plan(tensors, 1)
+    shard = make_shard(plan, aggregates=True, cut_every=2)
+    assert shard.summing is not None
+    begun = shard.summing.state(0, [1])
+    assert begun is not None and [image.bucket for image in begun] == [1]
+
+    def close(number: int) -> None:
+        absent = Gradient(None, (False,))
+        assert shard.contribute(number, shard.buckets[number].step, Block(0, 1), absent).outcome is Outcome.COUNTED
+
+    close(1)
+    assert shard.summing.state(0, [0]) is not None and shard.summing.state(0, [1]) is None
+    close(1)
+    assert shard.summing.wants_state([1]) and not shard.summing.wants_state([0]) and shard.summing.wants_state()
+    assert shard.buckets[1].changed_step == 1, "a bucket that still has no gradient has not changed"
+    image = replace(begun[0], step=2)
+    assert shard.summing.bring([image]).outcome is Outcome.COUNTED
+    assert not shard.summing.wants_state() and shard.cuts.get(2) is None
+    close(0)
+    close(0)
+    assert shard.summing.wants_state([0]) and not shard.summing.wants_state([1])
+    assert shard.summing.bring([replace(image, bucket=0)]).outcome is Outcome.COUNTED
+    found = shard.cuts.get(2)
+    assert found is not None and [one.bucket for one in found] == [0, 1]
+    with pytest.raises(ProtocolError, match="bucket 7 has no parameters"):
+        shard.summing.state(2, [7])

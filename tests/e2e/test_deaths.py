@@ -168,7 +168,7 @@ def test_a_worker_killed_while_its_exchange_runs_costs_what_its_replicas_had_of_
 # When the job stops, before it has brought anything for the last checkpoint.
 AT_THE_END = """
 import os, signal, sys
-from shardline.client.applied import AppliedHere
+from shardline.client.applied.here import AppliedHere
 
 plain = AppliedHere._bring
 

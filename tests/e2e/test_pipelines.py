@@ -51,6 +51,7 @@ def loss(model, batch):
 job = shardline.Job(
     model=model, loss=loss, dataset=data, optimizer="Adam", optimizer_args={{"lr": 0.01}}, batch_size=4,
     accumulate={accumulate}, steps={steps}, replicas={replicas}, checkpoint_every=10, pipeline="{pipeline}",
+    apply="{apply}",
 )
 """
 
@@ -63,10 +64,11 @@ def write_job(
     workers: str = "()",
     steps: int = 60,
     replicas: int = 1,
+    apply: str = "server",
 ) -> Path:
     path = folder / "job.py"
     fields = {"pipeline": pipeline, "stages": stages, "workers": workers, "steps": steps, "replicas": replicas}
-    text = JOB.format(**fields, accumulate=4)
+    text = JOB.format(**fields, accumulate=4, apply=apply)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -216,3 +218,31 @@ def test_what_needs_all_stages_at_one_step_is_refused_without_a_flush(
 ) -> None:
     job, out = write_job(tmp_path, pipeline="stash"), tmp_path / "run"
     assert_refused(train(job, out, "--workers", "2", "--ps", "2", *options), 2, re.escape(told))
+
+
+@pytest.mark.parametrize(("pipeline", "replicas"), [("flush", 1), ("flush", 2), ("stash", 1)])
+def test_where_workers_apply_a_death_takes_a_stage_back_to_a_checkpoint(
+    tmp_path: Path, pipeline: str, replicas: int
+) -> None:
+    job, out = write_job(tmp_path, pipeline=pipeline, replicas=replicas, apply="worker"), tmp_path / "run"
+    with mortal_cluster(job, out, workers=3) as cluster:
+        wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
+        wait_for_step(out, 13)
+        cluster.kill("worker/1", restart=replicas == 1)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
+    back = [
+        int(found[1]) for told in events(out) if (found := re.search(r"rolling back all shards to step (\d+)", told))
+    ]
+    assert back, events(out)
+    result = None
+    for step in back if pipeline == "stash" else ():
+        result = reference(load_job(job), step, start=result)
+    result = reference(load_job(job), start=result)
+    assert summary_of(out)["sha256"] == result.sha256, events(out)
+    if replicas == 1:
+        # Batch norm's statistics alone: nobody else has any gradient of the same parameters.
+        assert summary_of(out)["bytes"]["push"]["raw"] < 100 * 2000, summary_of(out)["bytes"]
+    # The servers go on from there with the optimizer's state, under other cuts.
+    job = write_job(tmp_path, pipeline=pipeline, replicas=replicas, steps=66, stages="2")
+    assert train(job, out, "--ps", "1", "--workers", "2", "--resume").code == 0
+    assert summary_of(out)["sha256"] == reference(load_job(job), start=result).sha256

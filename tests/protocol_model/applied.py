@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.cadence import Held, Outgoing, Told
-from shardline.client.applied import AppliedHere, ServerStates
+from shardline.client.applied.ground import ServerStates
+from shardline.client.applied.here import AppliedHere
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.step.layout import ModelLayout
 from shardline.core.exchange import Sender
@@ -25,6 +26,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.pipeline.share import Share
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.numbers import require
 from tests.support.builders import make_job_spec, make_settings
@@ -275,13 +277,13 @@ class AppliedModel:
 
     # Workers
 
-    def state(self, sender: Sender, shard: int, step: int) -> Sequence[BucketImage] | None:
+    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
         """See Exchanges."""
         if sender.timeline != self.timeline:
             raise Restart
         summing = self.shards[shard].summing
         assert summing is not None
-        found = summing.state(step)
+        found = summing.state(step, buckets)
         self.counts.taken += found is not None
         return found
 
@@ -318,10 +320,11 @@ class AppliedModel:
         if process.timeline != self.timeline:
             who = Identity(f"worker/{process.incarnation}", process.incarnation)
             sender = Sender(job=self.job.name, timeline=self.timeline, plan_id=self.plan.plan_id, who=who)
-            states = ServerStates(range(len(self.shards)), self, lambda: sender)
+            states = ServerStates(self, lambda: sender)
             process.local.meet(
                 self.plan, ModelLayout(self.plan, process.model), ModelLayout(self.plan, process.pulled), states
             )
+        process.local.own(Share(self.plan, process.replicas))
         process.timeline, process.wanting = self.timeline, []
         for shard in self.shards:
             if not self.load(process, shard, step):
@@ -340,7 +343,7 @@ class AppliedModel:
         for bucket in shard.buckets:
             layout.load(shard.number, bucket.number, bucket.values_at(step))
         assert shard.summing is not None
-        if shard.summing.wants_state and shard.step_min == step:
+        if shard.summing.wants_state() and shard.step_min == step:
             process.wanting.append(shard.number)
         return True
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardline.core.orders import Phase
+from shardline.core.spec import TensorSpec
 from shardline.errors import JobError
 from shardline.fit import check_fit
 from shardline_chief.rules.actions import Cut, Restore
+from shardline_chief.rules.state.work import Work
 from tests.support.chief_cluster import Cluster, T, make_job, phase, running
 from tests.support.mortal_chief import Mortal, cut, mortal
 
 EXACT = {"codec": "onebit", "error_memory": "exact"}
+STAGED = tuple(TensorSpec(name=f"w{stage}", shape=(4,), dtype="float32", fragment=stage) for stage in (0, 1))
 
 
 def at_checkpoint_and_beyond(**fields: object) -> Cluster:
@@ -201,3 +206,21 @@ def test_the_next_chief_goes_back_since_it_cannot_know_who_had_what() -> None:
     assert "the new chief does not know who held which error memory; rolling back all shards to" in cluster.text()
     cluster.advance(100)
     assert cluster.finish is not None and cluster.finish.exit_code == 0
+
+
+def test_where_workers_run_the_optimizer_one_that_has_other_stages_lacks_the_state_of_this_one() -> None:
+    work, job = Work(), replace(make_job(apply="worker", replicas=2, pipeline="flush"), tensors=STAGED)
+    work.reassign({"worker/0": 1, "worker/1": 2, "worker/2": 3, "worker/3": 4}, job, own=False)
+    assert not work.unready
+    owners = dict(work.assignment)
+    assert len(owners) == 4
+    # Units 0 and 1 are stage 0.
+    gone = owners[0]
+    lives = {task: number for number, task in enumerate(("worker/0", "worker/1", "worker/2", "worker/3"), 1)}
+    del lives[gone]
+    work.reassign(lives, job, own=False)
+    (moved,) = work.moved
+    assert moved == 0 and work.unready == (set() if work.assignment[0] == owners[1] else {0})
+    # A worker that has given a replica away does not follow any more.
+    work.reassign({owners[2]: lives[owners[2]], owners[3]: lives[owners[3]]}, job, own=False)
+    assert {0, 1} <= work.unready

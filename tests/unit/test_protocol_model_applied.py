@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline.cadence import Told
-from shardline.client.applied import AppliedHere
+from shardline.client.applied.here import AppliedHere
 from shardline.update import rule
 from shardline_ps.shard.summing import SummingBucket
 from tests.protocol_model.applied import AppliedCounts, AppliedModel, AppliedSetup

@@ -84,7 +84,7 @@ def train_stream(
     """The same without a flush: what is computed of later steps stays in the runner."""
 
     def pulled() -> Mapping[str, torch.Tensor]:
-        return session.trainer.methods.held.pulled
+        return session.trainer.methods.arrived
 
     runner = StreamRunner(
         model, job, BatchSource(job), schedule, session.parcels, pulled=pulled, steps=session.job.steps

@@ -63,6 +63,7 @@ class Bucket:
         self.hyper: Mapping[str, float] | None = None
         """Hyper-parameters of the bucket's group for the open step, from its lowest replica; None = the job's own."""
         self.group = tensors[spec.slices[0].tensor].group
+        self.fragment = tensors[spec.slices[0].tensor].fragment
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
         self._bytes = tuple(map(tensor_bytes, pub)) if device.type == "cpu" else ()

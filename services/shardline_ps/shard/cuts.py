@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -44,7 +44,7 @@ class CutBook:
         """Highest released step. A bucket that reaches it later makes no copy: the cut could never be complete."""
         self.skipped_total = 0
         self._offered: dict[int, BucketImage] = {}
-        """The state last brought by a worker that runs the optimizer, all of one step, by bucket."""
+        """The state last brought by the workers that run the optimizer, by bucket."""
 
     def request(self, step: int) -> None:
         """Cut at this step too, regardless of the budget."""
@@ -81,7 +81,7 @@ class CutBook:
     def offer(self, images: Sequence[BucketImage], *, wanted: bool) -> None:
         """Keep what a worker brought: for an open cut of that step if `wanted`, or one that may be requested later."""
         with self._lock:
-            self._offered = {image.bucket: image for image in images}
+            self._offered.update({image.bucket: image for image in images})
             for image in images:
                 # Released meanwhile, it would never be complete.
                 if wanted and self._lacks(image.step):
@@ -93,10 +93,11 @@ class CutBook:
             image = self._offered.get(bucket)
             return image if image is not None and image.step == step else None
 
-    def open(self, step: int) -> bool:
-        """Whether a cut at `step` is wanted and still lacks images."""
+    def open(self, step: int, buckets: Collection[int]) -> bool:
+        """Whether a cut at `step` is wanted and still lacks images of some of these buckets."""
         with self._lock:
-            return self._lacks(step)
+            held = self._held.get(step)
+            return self._lacks(step) and (held is None or any(number not in held.images for number in buckets))
 
     def _lacks(self, step: int) -> bool:
         held = self._held.get(step)

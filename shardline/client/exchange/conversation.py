@@ -213,10 +213,10 @@ class Conversation:
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
 
-    def state(self, sender: Sender, step: int) -> Sequence[BucketImage] | None:
+    def state(self, sender: Sender, step: int, buckets: Sequence[int]) -> Sequence[BucketImage] | None:
         """See Lane.state. Raises UnreachableError, Restart."""
         try:
-            return self._lane.state(sender, step, timeout_s=self._deadline_s(()))
+            return self._lane.state(sender, step, buckets, timeout_s=self._deadline_s(()))
         except NotAdmittedError as error:
             raise Restart(f"shard {self._shard}: {error.outcome.name.lower()}: {error}") from error
 

@@ -120,12 +120,14 @@ class Exchange:
         """
         return self._conversations[shard].progress(sender, replicas)
 
-    def state(self, sender: Sender, shard: int, step: int) -> Sequence[BucketImage] | None:
+    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
         """Parameters and optimizer state of a shard at a step, where workers run the optimizer; None if it has none.
+
+        buckets: () = all of parameters.
 
         Raises UnreachableError, Restart.
         """
-        return self._conversations[shard].state(sender, step)
+        return self._conversations[shard].state(sender, step, buckets)
 
     def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
         """Bring a shard such a state for a cut. Raises UnreachableError, ProtocolError."""

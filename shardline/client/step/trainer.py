@@ -106,7 +106,7 @@ class Trainer:
         self.open.close()
         self.open.first = True
         share = self.open.share = share_of(self.job, self.plan, units)
-        self.weights.pull_only(share.keys)
+        self.weights.pull_only(self.methods.own(share))
         standings = self.standings(self.half.asks_for(share.replicas))
         todo = self.half.located(standings, share.replicas)
         before = self.methods.versions
@@ -243,7 +243,7 @@ class Trainer:
         """Add what is pushed as this replica's part. Raises the same errors as contribute()."""
         values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
         buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER)
-        bad = loss_names(outgoing.loss)
+        bad = [*loss_names(outgoing.loss), *outgoing.nonfinite]
         if self._sending.early:
             self._nonfinite.judge(self.step, replica, bad, early=True)
             self._sending.close(values, buffers, outgoing.hyper)

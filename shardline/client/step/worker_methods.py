@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,12 +11,13 @@ from shardline import consistency
 from shardline import pipeline as pipelines
 from shardline import topology as topologies
 from shardline.cadence import Held, Ticks, Told
-from shardline.client.applied import AppliedHere
+from shardline.client.applied.here import AppliedHere
 from shardline.client.exchange.outcomes import ShardOutcome
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
 from shardline.core.settings import EXACT, WORKER
 from shardline.core.spec import JobSpec
+from shardline.pipeline.share import Key, Share
 from shardline.update.torch_optim.inner import InnerOptimizers
 
 
@@ -41,13 +42,16 @@ class WorkerMethods:
         """Passes compute with other tensors than those that pulls fill."""
         self.goes_on = self.cadence.overlap > 0 or self.unbroken
         """The next step begins while this one is exchanged."""
-        pulled = tensors
-        if self.copies or applies:
-            names = [spec.name for spec in job.tensors]
-            pulled = {name: tensors[name].detach().clone() for name in names if name in tensors}
+        names = [spec.name for spec in job.tensors if spec.name in tensors]
+
+        def copied() -> dict[str, torch.Tensor]:
+            return {name: tensors[name].detach().clone() for name in names}
+
+        pulled = copied() if self.copies or applies else tensors
         inner = InnerOptimizers(job.inner, job.tensors, tensors) if job.inner is not None else None
         self.held = Held(
-            model=tensors,
+            # The optimizer needs tensors that stay; those of passes are pointed at one version and another.
+            model=copied() if applies and self.unbroken else tensors,
             pulled=pulled,
             specs=job.tensors,
             inner=inner,
@@ -58,6 +62,8 @@ class WorkerMethods:
         self.applied = AppliedHere(job, self.held) if applies else None
         """Runs the job's optimizer here on what the servers sum; None: they run it."""
         self.local = self.applied or self.cadence.local(self.held)
+        self.arrived: Mapping[str, torch.Tensor] = self.held.model if applies else pulled
+        """The tensors of the newest step that has arrived, by name."""
         self._ahead = False
         """The open step has begun before its parameters have arrived."""
         self._encoders: PushEncoders | None = None
@@ -87,6 +93,12 @@ class WorkerMethods:
     def needs_pull(self) -> bool:
         """Whether the open pass needs the parameters of its step to begin. Cadences that stream wait per layer."""
         return not self.streams and self.ticks.tick >= self.cadence.overlap
+
+    def own(self, share: Share) -> Sequence[Key]:
+        """Exchange these buckets from the step that is located now on; returns them."""
+        if self.applied is not None:
+            self.applied.own(share)
+        return share.keys
 
     def restart(self, outcomes: Mapping[int, ShardOutcome]) -> None:
         """Start the open step over with the servers' parameters. Raises UnreachableError, Restart."""

@@ -315,9 +315,11 @@ def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> dat
     return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
 
 
-def state_request(sender: Sender, shard: int, step: int) -> parameter_server_pb2.GetStateRequest:
-    """Request for the state of a step, where workers run the optimizer."""
-    return parameter_server_pb2.GetStateRequest(data=data_header(sender, shard), step=step)
+def state_request(
+    sender: Sender, shard: int, step: int, buckets: Sequence[int]
+) -> parameter_server_pb2.GetStateRequest:
+    """Request for the state of some buckets at a step, where workers run the optimizer."""
+    return parameter_server_pb2.GetStateRequest(data=data_header(sender, shard), step=step, buckets=buckets)
 
 
 def state_frames(

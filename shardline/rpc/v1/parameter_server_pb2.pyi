@@ -883,18 +883,24 @@ class GetStateRequest(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def data(self) -> _common_pb2.DataHeader: ...
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of these buckets of parameters; empty = all."""
+
     def __init__(
         self,
         *,
         data: _common_pb2.DataHeader | None = ...,
         step: _builtins.int = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "data", b"data", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -902,7 +908,7 @@ Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
 
 @_typing.final
 class GetStateFrame(_message.Message):
-    """Images of all buckets of parameters, then `end`; or `end` alone: the shard does not have that state."""
+    """Images of the buckets, then `end`; or `end` alone: the shard does not have that state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -938,7 +944,7 @@ Global___GetStateFrame: _TypeAlias = GetStateFrame  # noqa: Y015
 
 @_typing.final
 class PutStateFrame(_message.Message):
-    """The state of a step, sent by the worker that runs replica 0, for a cut. `data` comes first and once; then header and
+    """The state of a step, sent by the worker that runs replica 0, for a cut; in a pipeline, that of its stages. `data` comes first and once; then header and
     chunks bucket by bucket; then `end`.
     """
 

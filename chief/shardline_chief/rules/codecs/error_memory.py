@@ -65,7 +65,9 @@ class ErrorMemory:
             self._dropped(_named(moved), len(moved))
         if not unready or not applied(state):
             return False
-        why = f"the worker that takes {_named(unready)} over lacks the optimizer's state (apply is 'worker')"
+        assert state.job is not None
+        named = pipeline.named(state.job, unready)
+        why = f"the worker that takes {named} over lacks the optimizer's state (apply is 'worker')"
         if not can and not hopeless:
             # Without a checkpoint yet it waits for the first one.
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline import pipeline
 from shardline.core.orders import Phase
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
@@ -234,8 +235,8 @@ class Takeover:
             self.ending.early = None
         if goes_back(state) and state.job is not None:
             # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
-            state.work.moved.update(range(state.job.replicas))
-            state.work.unready.update(range(state.job.replicas))
+            state.work.moved.update(range(pipeline.units(state.job)))
+            state.work.unready.update(range(pipeline.units(state.job)))
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)

@@ -37,7 +37,7 @@ class Work:
         self.moved: set[int] = set()
         """Units that another life has taken over since the state of all of them was last restored."""
         self.unready: set[int] = set()
-        """Those of them whose new life had none before, so it has not followed the training."""
+        """Those of them whose new life had none of the same stage, so it has not followed the training."""
         self.initializer = ""
         """Task that sets the first values; empty if none is chosen."""
         self.most_trainers = 0
@@ -64,14 +64,15 @@ class Work:
         else:
             self.assignment = assigned(job, before, tasks)
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
-        ready = {life for life, had in self.given.items() if had}
+        # Who has the optimizer's state, where workers have it: those that have, or had last, a replica of the stage.
+        ready = {(unit // max(1, job.replicas), life) for unit, life in self.holders.items()}
         gained: dict[str, list[int]] = {}
         for replica, task in sorted(self.assignment.items()):
             self.given[lives[task]].add(replica)
             if self.holders.setdefault(replica, lives[task]) != lives[task]:
                 self.holders[replica] = lives[task]
                 self.moved.add(replica)
-                if lives[task] not in ready:
+                if (replica // max(1, job.replicas), lives[task]) not in ready:
                     self.unready.add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)

@@ -3,103 +3,30 @@
 This is BytePS's division of work (Jiang et al., OSDI 2020). All workers hold the same parameters and the same optimizer
 state, bucket by bucket, under the very rule that servers would run, so the bits are the servers'. For a cut, the worker
 of replica 0 brings its state to the shards; a worker without a state takes it from there, see decision 0032.
+
+In a pipeline a worker has the state of its stages. With one replica there is nothing to sum: gradients stay where they
+are computed, and servers only count the steps.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from shardline import pipeline as pipelines
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
 from shardline.cadence.base import UNTOLD, Hyper
+from shardline.client.applied.ground import Ground, Key, ServerStates, TensorLayout
 from shardline.client.exchange.outcomes import Restart
-from shardline.core.exchange import Sender
 from shardline.core.image import VALUE, BucketImage
-from shardline.core.outcome import Outcome
-from shardline.core.plan import Plan, Slice
+from shardline.core.plan import Plan
+from shardline.core.reduce import is_finite
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import same_bits
-from shardline.errors import ProtocolError, UnreachableError
-from shardline.update import BucketRule, bucket_rule
-
-log = logging.getLogger("shardline.client")
-
-Key = tuple[int, int]
-"""(shard, bucket)."""
-
-
-class Exchanges(Protocol):
-    """The part of Exchange that is used here."""
-
-    def state(self, sender: Sender, shard: int, step: int) -> Sequence[BucketImage] | None:
-        """See Exchange.state."""
-
-    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
-        """See Exchange.bring_state."""
-
-
-class TensorLayout(Protocol):
-    """A worker's tensors in the plan's layout: the part of ModelLayout that is used here."""
-
-    tensors: list[torch.Tensor]
-
-    def values(self, shard: int, bucket: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """See ModelLayout."""
-
-    def whole(self, shard: int, bucket: int) -> torch.Tensor | None:
-        """See ModelLayout."""
-
-    def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
-        """See ModelLayout."""
-
-    def settle(self) -> None:
-        """See ModelLayout."""
-
-
-class ServerStates:
-    """The shards of one plan and timeline, as a worker brings its state there and takes it from there."""
-
-    def __init__(self, shards: Sequence[int], exchange: Exchanges, sender: Callable[[], Sender]) -> None:
-        self._shards = shards
-        self._exchange = exchange
-        self._sender = sender
-
-    def take(self, step: int) -> list[BucketImage] | None:
-        """The state of a step; None if the workers have gone on from it. Raises UnreachableError, Restart."""
-        found: list[BucketImage] = []
-        for shard in self._shards:
-            images = self._exchange.state(self._sender(), shard, step)
-            if images is None:
-                return None
-            found += [replace(image, shard=shard) for image in images]
-        return found
-
-    def bring(self, shard: int, images: Sequence[BucketImage]) -> bool:
-        """Bring a shard its part of a state; False if it could not be reached and may be tried again."""
-        try:
-            outcome = self._exchange.bring_state(self._sender(), shard, images)
-        except (UnreachableError, ProtocolError) as error:
-            log.warning("shard %d: the state for a checkpoint was not taken: %s", shard, error)
-            return isinstance(error, ProtocolError)
-        if outcome is not Outcome.COUNTED:
-            log.info("shard %d: it has no use for the state of this step any more: %s", shard, outcome.name.lower())
-        return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ground:
-    """What the optimizer works on under one plan."""
-
-    plan: Plan
-    model: TensorLayout
-    pulled: TensorLayout
-    """Mean gradients, as the servers publish them; the parameters of a step that the servers were restored to."""
-    states: ServerStates
-    rules: Mapping[Key, BucketRule]
+from shardline.errors import ProtocolError
+from shardline.pipeline.share import Share
 
 
 class AppliedHere(LocalTraining):
@@ -108,7 +35,14 @@ class AppliedHere(LocalTraining):
     def __init__(self, job: JobSpec, held: Held) -> None:
         self._job = job
         self._held = held
+        schedule = pipelines.of(job)
+        # A norm is the servers' to find: it is that of all stages.
+        self.keeps = schedule.staged and job.replicas == 1 and not job.consistency.clip_norm
+        """Gradients stay here: nobody else has any of the same parameters."""
+        self._repeats = schedule.staged and schedule.flushes
+        """Stages close a step one by one, and begin it again together: this one may then be a step ahead."""
         self._ground: Ground | None = None
+        self._share: Share | None = None
         self._step: int | None = None
         """The step whose parameters and state are here; None if there are none."""
         self._computed: tuple[int | None, set[int]] = None, set()
@@ -117,6 +51,12 @@ class AppliedHere(LocalTraining):
         """Shards that want the state of `_step`."""
         self._brought: set[int] = set()
         """Shards that have been brought it."""
+        self._kept: tuple[int | None, Mapping[int, torch.Tensor]] = None, {}
+        """A step and its gradients, by tensor, if they stay here."""
+        self._before: dict[Key, torch.Tensor] = {}
+        """The parameters of the step before, if that may be repeated."""
+        self._meanwhile: dict[Key, torch.Tensor] | None = None
+        """Set while the step before is repeated: the parameters of `_step`."""
 
     def meet(self, plan: Plan, model: TensorLayout, pulled: TensorLayout, states: ServerStates) -> None:
         """Work with the servers of another timeline, or of another plan: the state of that is taken from them."""
@@ -124,19 +64,21 @@ class AppliedHere(LocalTraining):
         if before is not None and before.plan.plan_id == plan.plan_id:
             self._ground = replace(before, pulled=pulled, states=states)
             return
-        self._ground = Ground(plan=plan, model=model, pulled=pulled, states=states, rules=self._rules(plan, model))
-        self._step = None
+        self._ground = Ground(plan=plan, model=model, pulled=pulled, states=states, rules={})
+        self._share = None
+        self._forget()
 
-    def _rules(self, plan: Plan, model: TensorLayout) -> dict[Key, BucketRule]:
-        job = self._job
-        return {
-            (number, at): bucket_rule(
-                job.rule, job.schedule, bucket, plan.tensors, model.tensors[bucket.slices[0].tensor].device
-            )
-            for number, shard in enumerate(plan.shards)
-            for at, bucket in enumerate(shard.buckets)
-            if bucket.kind is TensorKind.PARAM
-        }
+    def own(self, share: Share) -> None:
+        """Work on these buckets from now on, when the step is located. The state of others is forgotten."""
+        self._return()
+        if not self.ground.own(self._job, share.keys):
+            self._forget()
+        self._before = {key: values for key, values in self._before.items() if key in self.ground.rules}
+        self._share = share
+
+    def _forget(self) -> None:
+        self._step, self._kept = None, (None, {})
+        self._before.clear()
 
     @property
     def ground(self) -> Ground:
@@ -154,11 +96,14 @@ class AppliedHere(LocalTraining):
 
         The servers may have been restored meanwhile: then they publish parameters, and have the state, which counts.
         """
-        images = self.ground.states.take(step) if told.located and self._step != step else None
+        self._return()
+        images = self.ground.take(step) if told.located and self._step != step else None
         if images is not None:
             self._load(images, step)
-        elif self._step is not None and step == self._step + 1:
+        elif self._step is not None and step == self._step + 1 and (not self.keeps or self._kept[0] == self._step):
             self._apply(self._step, told.hyper)
+        elif told.located and self._before and self._step == step + 1:
+            self._repeat()
         elif self._step != step:
             raise Restart(f"no server has the optimizer state of step {step}; the chief takes the job back")
         if told.located:
@@ -175,12 +120,10 @@ class AppliedHere(LocalTraining):
         self._step = None
         for (shard, number), rule in ground.rules.items():
             device, pieces = rule.site.device, rule.site.bucket.slices
-            gradient = ground.pulled.whole(shard, number)
-            gradient = ground.pulled.values(shard, number, device) if gradient is None else gradient
-            present = _present(gradient, pieces)
-            for piece, there in zip(pieces, present, strict=True):
-                if not there:
-                    gradient[piece.offset : piece.end].zero_()
+            key = shard, number
+            gradient, present = ground.gathered(key, self._kept[1]) if self.keeps else ground.mean(key)
+            if self._repeats:
+                self._before[key] = ground.values(key)
             numbers = hyper.get(ground.plan.tensors[pieces[0].tensor].group)
             values = ground.model.whole(shard, number)
             if values is not None:
@@ -192,6 +135,26 @@ class AppliedHere(LocalTraining):
         ground.model.settle()
         self._step = step + 1
         self._brought.clear()
+
+    # A step that other stages have not closed
+
+    @torch.no_grad()
+    def _repeat(self) -> None:
+        """Compute with the parameters of the step before again: another stage's worker needs what this one sent it."""
+        model = self.ground.model
+        self._meanwhile = {key: self.ground.values(key) for key in self.ground.rules}
+        for key, values in self._before.items():
+            model.load(*key, values)
+        model.settle()
+
+    @torch.no_grad()
+    def _return(self) -> None:
+        """Have the parameters of `_step` in the model."""
+        if self._meanwhile is not None:
+            for key, values in self._meanwhile.items():
+                self.ground.model.load(*key, values)
+            self.ground.model.settle()
+            self._meanwhile = None
 
     @torch.no_grad()
     def _load(self, images: Sequence[BucketImage], step: int) -> None:
@@ -208,6 +171,7 @@ class AppliedHere(LocalTraining):
             ground.model.load(*key, image.tensors[VALUE].to(rule.site.device))
         ground.model.settle()
         self._step = step
+        self._before.clear()
         self._brought.clear()
 
     @torch.no_grad()
@@ -225,10 +189,15 @@ class AppliedHere(LocalTraining):
         step, replicas = self._computed
         return step is not None and self._step == step + 1 and 0 in replicas
 
-    def _bring(self) -> None:
-        ground = self.ground
+    def _bring(self, *, anyone: bool = False) -> None:
+        """Bring replica 0's part of what is owed; anyone: whatever is here, since its worker may be lost."""
+        ground, share = self.ground, self._share
+        assert share is not None, "own() comes before the first step"
+        self._return()
+        keys = None if anyone else share.of(0)
         for shard in sorted(self._owed):
-            if ground.states.bring(shard, self.images(shard)):
+            images = self.images(shard, keys)
+            if not images or ground.states.bring(shard, images):
                 self._owed.discard(shard)
                 self._brought.add(shard)
 
@@ -242,14 +211,14 @@ class AppliedHere(LocalTraining):
         """Bring the state of the step at which the job stops to shards that still want it, whoever ran replica 0."""
         if self._step == step:
             self._owed = set(wanting)
-            self._bring()
+            self._bring(anyone=True)
 
-    def images(self, shard: int) -> list[BucketImage]:
-        """The state of a shard as of this worker's step."""
+    def images(self, shard: int, keys: Collection[Key] | None = None) -> list[BucketImage]:
+        """The state of a shard as of this worker's step, of these buckets; None = all that are here."""
         assert self._step is not None
         found = []
         for (number, at), rule in self.ground.rules.items():
-            if number == shard:
+            if number == shard and (keys is None or (number, at) in keys):
                 states, scalars, initialized = rule.export()
                 values = self.ground.model.values(number, at)
                 found.append(
@@ -268,29 +237,38 @@ class AppliedHere(LocalTraining):
     # Passes
 
     def enter(self, replica: int, tick: int) -> None:
-        """See LocalTraining.enter. A state that is still wanted leaves before the gradient that closes its step."""
+        """See LocalTraining.enter."""
         self._show(TensorKind.BUFFER)
-        if replica == 0 and tick == 0 and self._owed:
-            self._bring()
 
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
-        """See LocalTraining.take."""
+        """See LocalTraining.take. A state that is still wanted leaves before the gradient that closes its step."""
+        if replica == 0 and self._owed and self._meanwhile is None:
+            self._bring()
+        if self._meanwhile is None:
+            self._note(replica, outgoing)
+        if self.keeps:
+            bad = [name for name, values in outgoing.values.items() if not is_finite(values)]
+            outgoing = replace(outgoing, values={}, nonfinite=bad)
+        return replace(outgoing, buffers=self._changed(replica))
+
+    def _note(self, replica: int, outgoing: Outgoing) -> None:
         if self._computed[0] != self._step:
             self._computed = self._step, set()
         self._computed[1].add(replica)
+        if self.keeps:
+            index = self.ground.plan.index
+            self._kept = (
+                self._step,
+                {index[name]: values if outgoing.keep else values.clone() for name, values in outgoing.values.items()},
+            )
+
+    def _changed(self, replica: int) -> dict[str, torch.Tensor]:
+        """Buffers that this pass has changed, if they are sent."""
         model, pulled = self._held.model, self._held.pulled
-        changed = [
-            spec.name
+        return {
+            spec.name: model[spec.name].clone()
             for spec in self._held.specs
             if self._held.brings_buffers(replica)
             and spec.kind is TensorKind.BUFFER
             and not same_bits(model[spec.name], pulled[spec.name])
-        ]
-        return replace(outgoing, buffers={name: model[name].clone() for name in changed})
-
-
-def _present(gradient: torch.Tensor, pieces: Sequence[Slice]) -> list[bool]:
-    """Which slices of a bucket have a gradient: for the others the servers write NaN, which no counted one contains."""
-    offsets = [piece.offset for piece in pieces if piece.elements]
-    absent = iter(gradient[torch.tensor(offsets, dtype=torch.int64, device=gradient.device)].isnan().tolist())
-    return [piece.elements == 0 or not next(absent) for piece in pieces]
+        }

@@ -1,0 +1,1 @@
+"""The job's optimizer on every worker; see here.py."""

@@ -1,0 +1,157 @@
+"""What a worker's optimizer works on: its buckets under one plan, and the shards that keep their state for cuts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from shardline.core.exchange import Sender
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Outcome
+from shardline.core.plan import BucketSpec, Plan, Slice
+from shardline.core.spec import DTYPES, JobSpec, TensorKind
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.update import BucketRule, bucket_rule
+
+log = logging.getLogger("shardline.client")
+
+Key = tuple[int, int]
+"""(shard, bucket)."""
+
+
+class Exchanges(Protocol):
+    """The part of Exchange that is used here."""
+
+    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
+        """See Exchange.state."""
+
+    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
+        """See Exchange.bring_state."""
+
+
+class TensorLayout(Protocol):
+    """A worker's tensors in the plan's layout: the part of ModelLayout that is used here."""
+
+    tensors: list[torch.Tensor]
+
+    def values(self, shard: int, bucket: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """See ModelLayout."""
+
+    def whole(self, shard: int, bucket: int) -> torch.Tensor | None:
+        """See ModelLayout."""
+
+    def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
+        """See ModelLayout."""
+
+    def settle(self) -> None:
+        """See ModelLayout."""
+
+
+class ServerStates:
+    """The shards of one plan and timeline, as a worker brings its state there and takes it from there."""
+
+    def __init__(self, exchange: Exchanges, sender: Callable[[], Sender]) -> None:
+        self._exchange = exchange
+        self._sender = sender
+
+    def take(self, step: int, buckets: Mapping[int, Sequence[int]]) -> list[BucketImage] | None:
+        """The state of a step, of these buckets by shard; None if the workers have gone on from it.
+
+        Raises UnreachableError, Restart.
+        """
+        found: list[BucketImage] = []
+        for shard, numbers in sorted(buckets.items()):
+            images = self._exchange.state(self._sender(), shard, step, numbers)
+            if images is None:
+                return None
+            found += [replace(image, shard=shard) for image in images]
+        return found
+
+    def bring(self, shard: int, images: Sequence[BucketImage]) -> bool:
+        """Bring a shard its part of a state; False if it could not be reached and may be tried again."""
+        try:
+            outcome = self._exchange.bring_state(self._sender(), shard, images)
+        except (UnreachableError, ProtocolError) as error:
+            log.warning("shard %d: the state for a checkpoint was not taken: %s", shard, error)
+            return isinstance(error, ProtocolError)
+        if outcome is not Outcome.COUNTED:
+            log.info("shard %d: it has no use for the state of this step any more: %s", shard, outcome.name.lower())
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What the optimizer works on under one plan."""
+
+    plan: Plan
+    model: TensorLayout
+    pulled: TensorLayout
+    """Mean gradients, as the servers publish them; the parameters of a step that the servers were restored to."""
+    states: ServerStates
+    rules: dict[Key, BucketRule]
+    """Of the buckets whose state is here, in the plan's order."""
+
+    def own(self, job: JobSpec, keys: Iterable[Key]) -> bool:
+        """Keep the rules of these buckets alone; False if there are new ones: all begin without a state then."""
+        wanted = [key for key in keys if self._bucket(key).kind is TensorKind.PARAM]
+        complete = self.rules.keys() >= set(wanted)
+        if not complete:
+            self.rules.clear()
+            self.rules.update({key: self._rule(job, key) for key in wanted})
+        for key in self.rules.keys() - set(wanted):
+            del self.rules[key]
+        return complete
+
+    def _bucket(self, key: Key) -> BucketSpec:
+        return self.plan.shards[key[0]].buckets[key[1]]
+
+    def _rule(self, job: JobSpec, key: Key) -> BucketRule:
+        bucket = self._bucket(key)
+        device = self.model.tensors[bucket.slices[0].tensor].device
+        return bucket_rule(job.rule, job.schedule, bucket, self.plan.tensors, device)
+
+    def take(self, step: int) -> list[BucketImage] | None:
+        """See ServerStates.take."""
+        buckets: dict[int, list[int]] = {}
+        for shard, at in self.rules:
+            buckets.setdefault(shard, []).append(at)
+        return self.states.take(step, buckets)
+
+    # Buckets
+
+    def values(self, key: Key) -> torch.Tensor:
+        """A copy of a bucket's parameters."""
+        return self.model.values(*key, self.rules[key].site.device)
+
+    def mean(self, key: Key) -> tuple[torch.Tensor, list[bool]]:
+        """A bucket's mean gradient, as the servers published it, and which slices have one."""
+        device, pieces = self.rules[key].site.device, self._bucket(key).slices
+        gradient = self.pulled.whole(*key)
+        gradient = self.pulled.values(*key, device) if gradient is None else gradient
+        present = _present(gradient, pieces)
+        for piece, there in zip(pieces, present, strict=True):
+            if not there:
+                gradient[piece.offset : piece.end].zero_()
+        return gradient, present
+
+    def gathered(self, key: Key, found: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, list[bool]]:
+        """The same of gradients, by tensor, that have stayed here."""
+        bucket = self._bucket(key)
+        flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=self.rules[key].site.device)
+        for piece in bucket.slices:
+            if piece.tensor in found:
+                start = piece.first_row * self.plan.tensors[piece.tensor].row_elements
+                part = found[piece.tensor].reshape(-1)[start : start + piece.elements]
+                flat[piece.offset : piece.end].copy_(part)
+        return flat, [piece.tensor in found for piece in bucket.slices]
+
+
+def _present(gradient: torch.Tensor, pieces: Sequence[Slice]) -> list[bool]:
+    """Which slices of a bucket have a gradient: for the others the servers write NaN, which no counted one contains."""
+    offsets = [piece.offset for piece in pieces if piece.elements]
+    absent = iter(gradient[torch.tensor(offsets, dtype=torch.int64, device=gradient.device)].isnan().tolist())
+    return [piece.elements == 0 or not next(absent) for piece in pieces]
