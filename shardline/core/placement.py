@@ -26,3 +26,5 @@ class Post:
     task: str
     address: str
     incarnation: int
+    key: bytes = b""
+    """Digest of the secret of this life; see security.key_of. Without one, it needs no secret."""

@@ -5,6 +5,7 @@ The halves are imported when they are made: choosing needs neither sockets nor t
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
     from shardline.lanes.base import Lane
+    from shardline.lanes.parcel_port import Listening
     from shardline.rpc.channel import Peer
+    from shardline.rpc.v1 import worker_pb2
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,13 @@ class LaneKind(Resident):
         error): called for connections that were turned away. Raises UsageError if it can't listen.
         """
         return None
+
+    def listen(self, config: RoleConfig) -> Listening:
+        """The receiving half for parcels, of a lane that is opened. Raises LaneUnavailable."""
+        raise NotImplementedError
+
+    def dial(
+        self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float
+    ) -> socket.socket:
+        """A socket for parcels to the worker at an address, which has accepted it. Raises OSError, SegmentError."""
+        raise NotImplementedError

@@ -187,8 +187,16 @@ TABLE: tuple[MetricSpec, ...] = (
         "Line rate in each direction of the interface with this task's address, if known",
     ),
     _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with different bits"),
-    _counter("shardline_refused_messages_total", "messages", ["ps", "chief"], ["method"], "Invalid messages refused"),
-    _counter("shardline_fenced_messages_total", "messages", ["ps", "chief"], ["peer"], "Messages of replaced tasks"),
+    _counter(
+        "shardline_refused_messages_total",
+        "messages",
+        ["ps", "chief", "worker"],
+        ["method"],
+        "Invalid messages refused",
+    ),
+    _counter(
+        "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
+    ),
     _gauge("shardline_step", "steps", ALL, [], "Current step of this task"),
     _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step, compute and exchange"),
     _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
@@ -208,7 +216,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_parcel_bytes_total",
         "bytes",
         ["worker"],
-        ["peer"],
+        ["peer", "lane"],
         "Activations and their gradients sent to the stages of other workers",
     ),
     _counter(

@@ -53,6 +53,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Places/Take": 4 * KB,
     "Access/Challenge": 4 * KB,
     "ParameterServer/OpenLane": 64 * KB,
+    "Worker/OpenParcelLane": 4 * KB,
     "ParameterServer/Lead": 4 * KB,
     "ParameterServer/Activate": 4 * KB,
     "ParameterServer/Promote": 4 * KB,

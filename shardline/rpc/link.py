@@ -363,5 +363,8 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         fenced=message.fenced,
         awaited=tuple(message.awaited),
         barrier=barrier_state_from_proto(message.barrier) if message.HasField("barrier") else None,
-        posts=tuple(Post(task=post.task, address=post.address, incarnation=post.incarnation) for post in message.posts),
+        posts=tuple(
+            Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
+            for post in message.posts
+        ),
     )

@@ -47,6 +47,7 @@ WORKERS = {
     "ParameterServer/GetState",
     "ParameterServer/PutState",
     "ParameterServer/Status",
+    "Worker/OpenParcelLane",
     "Worker/Deliver",
 }
 """All that the job token and a worker's certificate get to. Adding a call here is giving a right away."""

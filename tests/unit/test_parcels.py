@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.parcels.post import PostOffice
-from shardline.core.orders import Orders
-from shardline.core.placement import Post
-from shardline.core.spec import JobSpec, TensorSpec
-from shardline.core.timeouts import Timeouts
-from shardline.errors import ProtocolError
+from shardline.core.identity import Identity
+from shardline.errors import ForbiddenError, ProtocolError, UnreachableError
 from shardline.lanes.parcels import WORKER, register_worker
-from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
-from shardline.rpc.messages.parcels import ParcelReader, parcel_frames
+from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import worker_pb2
-from shardline.security import PLAIN
-from shardline.update import rule
+from tests.support.parcel_workers import JOB, Workers, identity, key, make_office, orders, parcel, workers
 
-TIMEOUTS = Timeouts(total_s=15.0)
-KEY = ParcelKey(step=3, replica=0, stage=1, microbatch=2, back=False)
-JOB = JobSpec(
-    name="j",
-    tensors=tuple(
-        TensorSpec(name=f"{stage}.weight", shape=(4,), dtype="float32", fragment=stage) for stage in range(2)
-    ),
-    rule=rule("SGD", ({"lr": 0.5},)),
-    pipeline="flush",
-    accumulate=4,
-)
+KEY = key()
+WHO = identity(0)
+ORDERS = orders("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
 
 
 # Messages
@@ -66,7 +54,8 @@ def read(frames: Iterator[worker_pb2.ParcelFrame]) -> Parcel:
     ids=lambda values: f"{tuple(values.shape)} {values.dtype}",
 )
 def test_a_tensor_arrives_with_its_bits_and_its_layout(values: torch.Tensor) -> None:
-    found = read(parcel_frames("j", 5, Parcel(KEY, (values,), needs_grad=(True,), random_state=b"abc")))
+    made = packed("j", 5, Parcel(KEY, (values,), needs_grad=(True,), random_state=b"abc"))
+    found = read(parcel_frames(made, WHO))
     assert (found.key, found.needs_grad, found.places, found.random_state) == (KEY, (True,), (), b"abc")
     assert found.values[0].dtype == values.dtype and torch.equal(found.values[0], values)
     assert [s for s, n in zip(found.values[0].stride(), values.shape, strict=True) if n > 1] == [
@@ -83,7 +72,7 @@ def test_tensors_of_any_kind_travel_together() -> None:
         torch.randn(5, dtype=torch.float64),
     )
     needs_grad, places = (False, True, False, False, True), (4, 0, 0, 1, 2, 3)
-    found = read(parcel_frames("j", 5, Parcel(KEY, values, needs_grad, places)))
+    found = read(parcel_frames(packed("j", 5, Parcel(KEY, values, needs_grad, places)), WHO))
     assert (found.needs_grad, found.places) == (needs_grad, places)
     assert found.nbytes == sum(value.nbytes for value in values)
     for ours, theirs in zip(found.values, values, strict=True):
@@ -92,14 +81,13 @@ def test_tensors_of_any_kind_travel_together() -> None:
 
 @pytest.mark.parametrize("places", [(), (1,), (3, 0)])
 def test_a_gradient_says_which_tensors_it_is_for(places: tuple[int, ...]) -> None:
-    key = ParcelKey(step=3, replica=0, stage=1, microbatch=2, back=True)
     values = tuple(torch.full((2,), float(place)) for place in places)
-    found = read(parcel_frames("j", 5, Parcel(key, values, places=places)))
+    found = read(parcel_frames(packed("j", 5, Parcel(key(back=True), values, places=places)), WHO))
     assert found.places == places and all(map(torch.equal, found.values, values))
 
 
 def header(**changes: object) -> worker_pb2.ParcelHeader:
-    made = next(parcel_frames("j", 5, Parcel(KEY, (torch.ones(2, 3),)))).header
+    made = packed("j", 5, Parcel(KEY, (torch.ones(2, 3),))).header
     for name, value in changes.items():
         target = made.tensors[0] if name in ("dtype", "shape", "order") else made
         if isinstance(value, tuple):
@@ -131,7 +119,7 @@ def test_a_forged_header_is_refused_before_any_byte_is_taken(changes: dict[str, 
 
 
 def test_a_parcel_is_kept_only_whole_and_with_its_digest_right() -> None:
-    frame = next(parcel_frames("j", 5, Parcel(KEY, (torch.ones(2, 3),))))
+    frame = next(parcel_frames(packed("j", 5, Parcel(KEY, (torch.ones(2, 3),))), WHO))
     for cut in range(len(frame.payload)):
         reader = ParcelReader(frame.header)
         reader.add(frame.payload[:cut])
@@ -149,69 +137,110 @@ def test_a_parcel_is_kept_only_whole_and_with_its_digest_right() -> None:
 # The post office
 
 
-def parcel(key: ParcelKey, value: float = 1.0) -> Parcel:
-    return Parcel(key, (torch.full((4,), value),))
-
-
-def orders(*addresses: str, timeline: int = 1) -> Orders:
-    posts = [Post(task=f"worker/{n}", address=address, incarnation=n + 1) for n, address in enumerate(addresses)]
-    return Orders(timeline=timeline, posts=tuple(posts))
-
-
 @pytest.fixture
 def office() -> Iterator[PostOffice]:
-    made = PostOffice(
-        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
-    )
-    made.begin(JOB, orders("127.0.0.1:1", "127.0.0.1:2"), 3)
+    made = make_office(1)
+    made.begin(JOB, ORDERS, 3, identity(1))
     yield made
     made.close()
 
 
-def key_of(**changes: int) -> ParcelKey:
-    return ParcelKey(**{"step": 3, "replica": 0, "stage": 1, "microbatch": 2, "back": False, **changes})  # type: ignore[arg-type]
+def reader(job: str, timeline: int, key: ParcelKey) -> ParcelReader:
+    return ParcelReader(packed(job, timeline, parcel(key)).header)
 
 
 @pytest.mark.parametrize(
-    ("job", "timeline", "key", "kept"),
+    ("timeline", "key", "wanted"),
     [
-        ("j", 1, key_of(), True),
-        ("j", 1, key_of(step=4), True),
-        ("j", 2, key_of(step=0), True),
-        ("j", 1, key_of(step=2), False),
-        ("j", 0, key_of(step=9), False),
-        ("other", 1, key_of(), False),
-        ("j", 1, key_of(stage=2), False),
-        ("j", 1, key_of(replica=1), False),
-        ("j", 1, key_of(microbatch=4), False),
+        (1, key(), True),
+        (1, key(step=6), True),
+        (1, key(back=True), True),
+        (1, key(step=2), False),
+        (0, key(step=9), False),
     ],
 )
-def test_only_parcels_that_a_pass_may_still_need_are_kept(
-    office: PostOffice, job: str, timeline: int, key: ParcelKey, kept: bool
+def test_a_parcel_is_wanted_if_a_pass_may_still_need_it(
+    office: PostOffice, timeline: int, key: ParcelKey, wanted: bool
 ) -> None:
-    assert office.deliver(job, timeline, parcel(key)) is kept
-    assert office.here(key) is (kept and timeline == 1)
+    assert office.mailbox.awaits(reader("j", timeline, key), wait_s=0.0) is wanted
+    assert office.mailbox.deliver(WHO, timeline, parcel(key)) is wanted
+
+
+@pytest.mark.parametrize(("timeline", "later"), [(1, key(step=7)), (2, key(step=0))])
+def test_what_is_for_a_step_far_ahead_waits_at_its_sender(office: PostOffice, timeline: int, later: ParcelKey) -> None:
+    with pytest.raises(UnreachableError, match=r"is at step 3 of timeline 1, so it can't take .* \(yet\)"):
+        office.mailbox.awaits(reader("j", timeline, later), wait_s=0.0)
+    timer = threading.Timer(0.1, lambda: office.begin(JOB, replace(ORDERS, timeline=timeline), later.step, identity(1)))
+    timer.start()
+    assert office.mailbox.awaits(reader("j", timeline, later), wait_s=10.0)
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("other", key()),
+        ("j", key(stage=3)),
+        ("j", key(stage=0)),
+        ("j", key(stage=2, back=True)),
+        ("j", key(replica=1)),
+        ("j", key(microbatch=4)),
+    ],
+)
+def test_a_parcel_for_no_pass_is_refused(office: PostOffice, job: str, key: ParcelKey) -> None:
+    with pytest.raises(ProtocolError, match="is for no pass of job 'j'"):
+        office.mailbox.awaits(reader(job, 1, key), wait_s=0.0)
+
+
+def test_only_lives_that_compute_a_stage_may_send(office: PostOffice) -> None:
+    office.mailbox.check_sender(identity(0))
+    with pytest.raises(UnreachableError, match="knows no stage of worker/0, incarnation 0x2"):
+        office.mailbox.check_sender(identity(0, 2))
+    with pytest.raises(ForbiddenError, match="lacks the secret that the chief gave to incarnation 0x1 of it"):
+        office.mailbox.check_sender(Identity("worker/0", 1, b"guessed"))
+    fresh = make_office(1)
+    with pytest.raises(UnreachableError, match="knows no stage"):
+        fresh.mailbox.check_sender(identity(0))
+    fresh.close()
+
+
+def test_a_parcel_counts_only_from_the_life_that_computes_its_stage(office: PostOffice) -> None:
+    for other in (identity(2), identity(0, 2)):
+        assert office.mailbox.deliver(other, 1, parcel(KEY, 6.0))
+        assert not office.here(KEY)
+    assert office.mailbox.deliver(WHO, 1, parcel(KEY, 7.0)) and office.here(KEY)
+    assert office.mailbox.deliver(identity(2), 1, parcel(KEY, 6.0))
+    assert float(office.take(KEY).values[0][0]) == 7.0
+
+
+def test_what_a_replaced_life_has_sent_counts_no_more(office: PostOffice) -> None:
+    assert office.mailbox.deliver(WHO, 1, parcel(KEY)) and office.here(KEY)
+    posts = (replace(ORDERS.posts[0], incarnation=2), *ORDERS.posts[1:])
+    office.begin(JOB, replace(ORDERS, posts=posts), 3, identity(1))
+    assert not office.here(KEY)
+    assert office.mailbox.deliver(identity(0, 2), 1, parcel(KEY, 8.0))
+    assert float(office.take(KEY).values[0][0]) == 8.0
 
 
 def test_a_step_that_is_over_takes_its_parcels_along(office: PostOffice) -> None:
     for step in (3, 4):
-        assert office.deliver("j", 1, parcel(key_of(step=step)))
-    office.begin(JOB, orders("127.0.0.1:1", "127.0.0.1:2"), 4)
-    assert not office.here(key_of(step=3)) and office.here(key_of(step=4))
+        assert office.mailbox.deliver(WHO, 1, parcel(key(step=step)))
+    office.begin(JOB, ORDERS, 4, identity(1))
+    assert not office.here(key(step=3)) and office.here(key(step=4))
 
 
 def test_a_parcel_for_a_stage_of_ones_own_is_there_at_once(office: PostOffice) -> None:
-    office.send(parcel(KEY, 7.0))
-    office.wait([KEY])
-    assert float(office.take(KEY).values[0][0]) == 7.0 and not office.here(KEY)
+    posts = (ORDERS.posts[0], ORDERS.posts[1], replace(ORDERS.posts[1]))
+    office.begin(JOB, replace(ORDERS, posts=posts), 3, identity(1))
+    office.send(parcel(key(stage=2), 7.0))
+    office.wait([key(stage=2)])
+    assert float(office.take(key(stage=2)).values[0][0]) == 7.0 and not office.here(key(stage=2))
 
 
 def test_orders_end_a_wait_and_so_does_a_step_that_others_have_closed() -> None:
     still: list[bool] = [True]
-    office = PostOffice(
-        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: still[0], settle=lambda: None
-    )
-    office.begin(JOB, orders("127.0.0.1:1", "127.0.0.1:2"), 3)
+    office = make_office(1, still_open=lambda key: still[0])
+    office.begin(JOB, ORDERS, 3, identity(1))
     timer = threading.Timer(0.1, office.interrupt)
     timer.start()
     with pytest.raises(StepAgain):
@@ -224,66 +253,77 @@ def test_orders_end_a_wait_and_so_does_a_step_that_others_have_closed() -> None:
     office.close()
 
 
-def serve(deliver: Callable[[str, int, Parcel], bool], address: str = "127.0.0.1:0") -> RpcServer:
-    server = RpcServer(address, register=[register_worker(deliver)], service_names=[WORKER])
-    server.start()
-    return server
+# Between workers
 
 
-def test_parcels_reach_another_worker_once_it_is_up_and_in_order() -> None:
-    came: list[int] = []
-    done = threading.Event()
+def test_parcels_reach_a_worker_once_it_has_begun_and_in_order() -> None:
+    group = Workers("grpc")
+    try:
+        group.begin(0)
+        for number in range(3):
+            group.offices[0].send(parcel(key(microbatch=number), number))
+        group.begin(1)
+        for number in range(3):
+            group.offices[1].wait([key(microbatch=number)])
+            assert float(group.offices[1].take(key(microbatch=number)).values[0][0]) == number
+    finally:
+        group.close()
 
-    def deliver(job: str, timeline: int, found: Parcel) -> bool:
-        came.append(found.key.microbatch)
-        if len(came) == 3:
-            done.set()
+
+class Notes:
+    """An inbox that notes what comes."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self.first = threading.Event()
+
+    def check_sender(self, who: Identity) -> None:
+        """Anyone may send."""
+
+    def awaits(self, parcel: ParcelReader, *, wait_s: float) -> bool:
+        """Everything is wanted."""
         return True
 
-    first = serve(lambda job, timeline, found: True)
-    address = first.address
-    first.close()
-    office = PostOffice(
-        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
-    )
-    office.begin(JOB, orders(address, "127.0.0.1:2"), 3)
-    for number in range(3):
-        office.send(parcel(key_of(stage=0, microbatch=number)))
-    server = serve(deliver, address)
-    assert done.wait(TIMEOUTS.total_s)
-    office.close()
-    server.close()
-    assert came == [0, 1, 2]
+    def deliver(self, who: Identity, timeline: int, parcel: Parcel) -> bool:
+        """Note it."""
+        self.came.append(parcel.key.microbatch)
+        self.first.set()
+        return True
+
+    def serve(self, address: str = "127.0.0.1:0") -> RpcServer:
+        """Take parcels by gRPC."""
+        no_lane = worker_pb2.OpenParcelLaneReply()
+        server = RpcServer(address, register=[register_worker(self, lambda lane, who: no_lane)], service_names=[WORKER])
+        server.start()
+        return server
 
 
 def test_what_is_for_a_post_that_has_moved_is_not_sent_any_more() -> None:
-    stale: list[int] = []
-    came: list[int] = []
-    done = threading.Event()
-
-    def deliver(job: str, timeline: int, found: Parcel) -> bool:
-        came.append(found.key.microbatch)
-        done.set()
-        return True
-
-    def deliver_late(job: str, timeline: int, found: Parcel) -> bool:
-        stale.append(found.key.microbatch)
-        return True
-
-    first = serve(deliver_late)
+    before, after = Notes(), Notes()
+    first = before.serve()
     address = first.address
     first.close()
-    other = serve(deliver)
-    office = PostOffice(
-        "worker/1", TIMEOUTS, PLAIN, Metrics("worker", "worker/1"), still_open=lambda key: True, settle=lambda: None
-    )
-    office.begin(JOB, orders(address, "127.0.0.1:2"), 3)
-    office.send(parcel(key_of(stage=0)))
-    office.begin(JOB, orders(other.address, "127.0.0.1:2"), 3)
-    office.send(parcel(key_of(stage=0, microbatch=1)))
-    server = serve(deliver_late, address)
-    assert done.wait(TIMEOUTS.total_s)
+    other = after.serve()
+    office = make_office(0)
+    office.begin(JOB, orders("127.0.0.1:1", address, "127.0.0.1:3"), 3, identity(0))
+    office.send(parcel(KEY))
+    office.begin(JOB, orders("127.0.0.1:1", other.address, "127.0.0.1:3"), 3, identity(0))
+    office.send(parcel(key(microbatch=1)))
+    server = before.serve(address)
+    assert after.first.wait(10.0)
     office.close()
     server.close()
     other.close()
-    assert (came, stale) == ([1], [])
+    assert (after.came, before.came) == ([1], [])
+
+
+def test_a_life_that_is_replaced_gets_lines_of_its_own() -> None:
+    with workers("tcp") as group:
+        group.offices[0].send(parcel(KEY))
+        group.offices[1].wait([KEY])
+        for index in (0, 1):
+            group.begin(index, incarnation=2)
+        assert not group.offices[1].here(KEY)
+        group.offices[0].send(parcel(KEY, 5.0))
+        group.offices[1].wait([KEY])
+        assert float(group.offices[1].take(KEY).values[0][0]) == 5.0

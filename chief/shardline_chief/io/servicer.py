@@ -371,6 +371,7 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         fenced=orders.fenced,
         barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
         posts=[
-            chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation) for post in orders.posts
+            chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
+            for post in orders.posts
         ],
     )

@@ -62,7 +62,9 @@ def posts(state: State) -> tuple[Post, ...]:
         state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in range(pipeline.units(state.job))
     ]
     found = [
-        Post(task=member.task, address=member.address, incarnation=member.incarnation) for member in members if member
+        Post(task=member.task, address=member.address, incarnation=member.incarnation, key=member.key)
+        for member in members
+        if member
     ]
     return tuple(found) if len(found) == len(members) else ()
 

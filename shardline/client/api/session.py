@@ -67,7 +67,7 @@ class Session:
         self._loop = StepLoop(config, self.metrics, self._termination)
         self.parcels = self._loop.place.office
         """In a pipeline: activations and gradients from and to the stages of other workers."""
-        self._server = self.parcels.server(config)
+        self._server = self.parcels.server()
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False

@@ -141,7 +141,7 @@ class StepFinder:
 
     def _begin(self, number: int) -> int:
         """Begin a pass of the loop's body."""
-        self._place.office.begin(self._trainer.job, self.begun, self._trainer.step)
+        self._place.office.begin(self._trainer.job, self.begun, self._trainer.step, self.link.identity)
         self.link.set_step(number)
         now_s = time.monotonic()
         if self.unstepped.begin(number, now_s):

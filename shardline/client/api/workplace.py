@@ -86,9 +86,7 @@ class Workplace:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self.office = PostOffice(
-            config.task, config.timeouts, config.security, metrics, still_open=still_open, settle=settle
-        )
+        self.office = PostOffice(config, metrics, still_open=still_open, settle=settle)
         """Activations and gradients from and to other workers, where there is a pipeline."""
         self._wait_for = wait_for
         self._still_ordered = still_ordered

@@ -4,90 +4,213 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
-from shardline.core.timeouts import Timeouts
-from shardline.errors import ShardlineError, UnreachableError
+from shardline.config import RoleConfig
+from shardline.core.identity import Identity
+from shardline.errors import ProtocolError, ShardlineError, UnreachableError
+from shardline.lanes.negotiated import Fallback
+from shardline.lanes.parcel_line import ParcelLine, ParcelWay
 from shardline.lanes.parcels import send_parcel
-from shardline.pipeline.parcel import Parcel
 from shardline.rpc.channel import Peer
+from shardline.rpc.messages.parcels import Packed
 
 log = logging.getLogger("shardline.client")
 PAUSE_S = 0.1
 """Seconds between two attempts at a worker that does not answer."""
-IDLE_S = 60.0
-"""Seconds after which an idle thread looks again whether it is still needed."""
+LOOK_S = 1.0
+"""Seconds between two looks of an idle thread at what has been answered, and whether the line still stands."""
 SLOWEST_BYTES_PER_S = 1e6
 
 
 class ParcelSender:
-    """A thread and its queue. What can't be delivered is tried again until clear(): the chief decides who is dead."""
+    """A queue, and a thread for what can't leave at once.
 
-    def __init__(self, peer: Peer, job: str, timeouts: Timeouts, sent: Callable[[float], None]) -> None:
-        """sent(bytes): called for every delivered parcel."""
+    put() sends on the caller's thread as far as the kernel has room: no hand-over, and nothing to wait for. The thread
+    opens the line, sends what there was no room for, and repeats what was not answered before a line broke, until
+    clear(): the chief decides who is dead.
+    """
+
+    def __init__(
+        self, config: RoleConfig, peer: Peer, who: Identity, *, sent: Callable[[str, int], None], on_fallback: Fallback
+    ) -> None:
+        """who: this life. sent(lane, bytes): called for every parcel that is sent. on_fallback: see ParcelWay."""
+        self._config = config
         self._peer = peer
-        self._job = job
-        self._timeouts = timeouts
+        self._who = who
         self._sent = sent
+        self._on_fallback = on_fallback
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, Parcel]] = deque()
+        self._queue: deque[Packed] = deque()
+        self._unanswered: deque[Packed | None] = deque()
+        """Sent on the line; None = not needed any more."""
+        self._way: ParcelWay | None = None
+        self._line: ParcelLine | None = None
+        self._resting = False
+        """The thread is at rest, so that put() may use the line."""
         self._closed = False
+        self._failing_s: float | None = None
+        """Since when the worker has not answered."""
         self._told = False
-        self._thread = threading.Thread(target=self._run, name=f"parcels-{peer.task}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"parcels to {peer.task}", daemon=True)
         self._thread.start()
 
-    def put(self, timeline: int, parcel: Parcel) -> None:
-        """Queue a parcel."""
+    def put(self, packed: Packed) -> None:
+        """Send a parcel, now or soon."""
         with self._changed:
-            self._queue.append((timeline, parcel))
-            self._changed.notify_all()
+            self._queue.append(packed)
+            if self._resting and len(self._queue) == 1 and self._line is not None and not self._line.busy:
+                try:
+                    if self._begin(self._line):
+                        return
+                except (OSError, ShardlineError) as error:
+                    self._broke(error)
+            # Only the thread waits for this.
+            self._changed.notify()
 
     def clear(self) -> None:
         """Drop what has not been delivered."""
         with self._changed:
             self._queue.clear()
-            self._changed.notify_all()
+            self._unanswered = deque([None] * len(self._unanswered))
+            self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and the line."""
         with self._changed:
             self._queue.clear()
             self._closed = True
-            self._changed.notify_all()
-        self._thread.join(timeout=self._timeouts.rpc_s)
+            if self._line is not None:
+                self._line.shut()
+            self._changed.notify()
+        self._thread.join(timeout=self._config.timeouts.rpc_s)
+
+    def _begin(self, line: ParcelLine) -> bool:
+        """Send the first parcel of the queue as far as there is room; True if all of it has left. Holds the lock.
+
+        Raises what ParcelLine raises.
+        """
+        self._hear(line)
+        packed = self._queue.popleft()
+        self._unanswered.append(packed)
+        self._sent(line.lane, packed.nbytes)
+        return line.begin(packed)
+
+    def _hear(self, line: ParcelLine) -> None:
+        """Forget parcels that were answered. Holds the lock. Raises what ParcelLine.answers() raises."""
+        count = line.answers()
+        if count > len(self._unanswered):
+            raise ProtocolError(f"{self._peer} answered {count} parcels of {len(self._unanswered)}")
+        for _ in range(count):
+            self._unanswered.popleft()
+        if count and self._way is not None:
+            self._way.works()
+            self._failing_s, self._told = None, False
+
+    def _broke(self, error: Exception) -> None:
+        """Give up the line, and repeat what it has not delivered, except what was refused. Holds the lock."""
+        line, self._line = self._line, None
+        if line is not None:
+            try:
+                # A receiver says why before it closes the socket.
+                self._hear(line)
+            except ShardlineError as reason:
+                error = reason
+            except OSError:
+                log.debug("%s: the line for parcels broke: %s", self._peer, error)
+            line.close()
+        if isinstance(error, ProtocolError) and self._unanswered:
+            # Repeating it would change nothing; the receiver's wait ends in the logs of both.
+            self._unanswered.popleft()
+            log.error("%s refused a parcel: %s", self._peer, error)
+        self._queue.extendleft(packed for packed in reversed(self._unanswered) if packed is not None)
+        self._unanswered.clear()
+        if self._way is not None and line is not None:
+            self._way.broke(error)
+
+    # The thread
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._queue, IDLE_S)
-                if self._closed:
-                    return
-                if not self._queue:
-                    continue
-                item = self._queue[0]
-            done = self._deliver(*item)
-            with self._changed:
-                if done and self._queue and self._queue[0] is item:
-                    self._queue.popleft()
-                if not done:
-                    self._changed.wait_for(lambda: self._closed or not self._queue, PAUSE_S)
-
-    def _deliver(self, timeline: int, parcel: Parcel) -> bool:
-        """Whether nothing is left to do for this parcel."""
-        timeout_s = self._timeouts.rpc_s + parcel.nbytes / SLOWEST_BYTES_PER_S
         try:
-            self._peer.await_name(timeout_s)
-            send_parcel(self._peer, self._job, timeline, parcel, timeout_s=timeout_s)
-        except UnreachableError as error:
-            if not self._told:
-                log.warning("%s; it is tried again until the chief gives that stage to another worker", error)
-            self._told = True
+            while True:
+                with self._changed:
+                    self._resting = True
+                    self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_S)
+                    self._resting = False
+                    if self._closed:
+                        return
+                if not self._work():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closed, PAUSE_S)
+        finally:
+            if self._line is not None:
+                self._line.close()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or (self._line is not None and self._line.busy)
+
+    def _work(self) -> bool:
+        """Send all that is queued, and hear what was answered; False if it has to be tried again."""
+        try:
+            while True:
+                line = self._line
+                if line is not None:
+                    line.finish(self._config.timeouts.rpc_s)
+                    with self._changed:
+                        self._hear(line)
+                        if not self._queue:
+                            return True
+                        self._begin(line)
+                elif not self._queue:
+                    return True
+                elif not self._open():
+                    self._call()
+        except (OSError, ShardlineError) as error:
+            with self._changed:
+                self._broke(error)
+                if self._closed:
+                    return True
+            self._tell(error)
             return False
+
+    def _open(self) -> bool:
+        """Open a line; False if parcels go by gRPC."""
+        timeout_s = self._config.timeouts.rpc_s
+        if self._way is None:
+            self._peer.await_name(timeout_s)
+            self._way = ParcelWay(self._config, self._peer, self._who, self._on_fallback)
+        line = self._way.connect(timeout_s)
+        with self._changed:
+            self._line = line
+        return line is not None
+
+    def _call(self) -> None:
+        """Send the first parcel of the queue by gRPC. Raises UnreachableError."""
+        with self._changed:
+            if not self._queue:
+                return
+            packed = self._queue[0]
+        timeout_s = self._config.timeouts.rpc_s + packed.nbytes / SLOWEST_BYTES_PER_S
+        try:
+            send_parcel(self._peer, packed, self._who, timeout_s=timeout_s)
+        except UnreachableError:
+            raise
         except ShardlineError as error:
-            # Repeating it would change nothing; the receiver's wait ends in the logs of both.
             log.error("%s", error)
-            return True
-        self._sent(parcel.nbytes)
-        self._told = False
-        return True
+        else:
+            self._sent("grpc", packed.nbytes)
+            self._failing_s, self._told = None, False
+        with self._changed:
+            if self._queue and self._queue[0] is packed:
+                self._queue.popleft()
+
+    def _tell(self, error: Exception) -> None:
+        """Say once that a worker has not answered for long; one that has just started is behind for a moment."""
+        now_s = time.monotonic()
+        if self._failing_s is None:
+            self._failing_s = now_s
+        if not self._told and now_s - self._failing_s >= self._config.timeouts.suspect_s:
+            self._told = True
+            log.warning("%s; it is tried again until the chief gives that stage to another worker", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
     from shardline.lanes.base import Lane
+    from shardline.lanes.parcel_port import Listening
     from shardline.rpc.channel import Peer
+    from shardline.rpc.v1 import worker_pb2
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,17 @@ class Shm(LaneKind):
         if sys.platform != "linux" or not on_host:
             return None
         return ShmOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)
+
+    def listen(self, config: RoleConfig) -> Listening:
+        """The receiving half for parcels."""
+        from shardline.lanes.shm.parcels import listening
+
+        return listening(config)
+
+    def dial(
+        self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float
+    ) -> socket.socket:
+        """The sending half for parcels."""
+        from shardline.lanes.shm.parcels import dial
+
+        return dial(config, address, opened, timeout_s=timeout_s)

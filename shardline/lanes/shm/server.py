@@ -244,7 +244,7 @@ class ShmOffer:
     ) -> None:
         self.address = segments.new_address(run_dir)
         self._path = None if run_dir is None else Path(self.address)
-        listener = _listen(self.address, self._path)
+        listener = listen(self.address, self._path)
         self._thread = SocketThread("segments")
         self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
             listener,
@@ -290,8 +290,8 @@ class ShmOffer:
             self._path.unlink(missing_ok=True)
 
 
-def _listen(address: str, path: Path | None) -> socket.socket:
-    """A listening unix socket at an address. path: the address as a file path, if it is one."""
+def listen(address: str, path: Path | None) -> socket.socket:
+    """A listening, non-blocking unix socket at an address. path: the address as a file path, if it is one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place = segments.to_kernel(address)

@@ -112,7 +112,7 @@ def dial(
             continue
         try:
             _introduce(sock, token)
-            _patient(sock, stall_s)
+            be_patient(sock, stall_s)
         except BaseException:
             sock.close()
             raise
@@ -124,6 +124,11 @@ def _introduce(sock: socket.socket, token: bytes) -> None:
     tune(sock)
     if isinstance(sock, TlsSocket):
         sock.do_handshake()
+    show_token(sock, token)
+
+
+def show_token(sock: socket.socket, token: bytes) -> None:
+    """Send the preamble and wait for its answer. Raises RefusedError, OSError."""
     sock.sendall(preamble(token))
     answer = sock.recv(1)
     if answer != ACCEPTED:
@@ -132,8 +137,8 @@ def _introduce(sock: socket.socket, token: bytes) -> None:
         )
 
 
-def _patient(sock: socket.socket, stall_s: float) -> None:
-    """Make later calls time out after stall_s seconds without progress."""
+def be_patient(sock: socket.socket, stall_s: float) -> None:
+    """Make later calls wait, and time out after stall_s seconds without progress."""
     if isinstance(sock, TlsSocket):
         sock.settimeout(stall_s)
         return

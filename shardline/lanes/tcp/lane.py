@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
     from shardline.lanes.base import Lane
+    from shardline.lanes.parcel_port import Listening
     from shardline.rpc.channel import Peer
+    from shardline.rpc.v1 import worker_pb2
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,17 @@ class Tcp(LaneKind):
         host, _ = parse_address(config.cluster.address(config.task))
         tls, timeout_s = config.security.server_context(), config.timeouts.rpc_s
         return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=take, on_refused=on_refused)
+
+    def listen(self, config: RoleConfig) -> Listening:
+        """The receiving half for parcels."""
+        from shardline.lanes.tcp.parcels import listening
+
+        return listening(config)
+
+    def dial(
+        self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float
+    ) -> socket.socket:
+        """The sending half for parcels."""
+        from shardline.lanes.tcp.parcels import dial
+
+        return dial(config, address, opened, timeout_s=timeout_s)

@@ -38,7 +38,7 @@ class BulkHandshake:
     def hear(self) -> bytes:
         """The token, once the preamble has arrived."""
         if not self._tuned:
-            frames.tune(self.sock)
+            self.tune()
             if self._tls is not None:
                 self.sock = TlsSocket(self.sock, self._tls, name=None)
             self._tuned = True
@@ -51,6 +51,10 @@ class BulkHandshake:
                 raise ConnectionAbortedError("closed without a token")
             self._filled += count
         return frames.read_preamble(self._preamble)
+
+    def tune(self) -> None:
+        """Set the options of a new socket. Raises ProtocolError or OSError for one that is refused."""
+        frames.tune(self.sock)
 
     def admit(self, bearer: Take) -> None:
         """Accept the socket and pass it on."""
@@ -88,7 +92,7 @@ class TcpOffer:
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
         native: bool = True,
     ) -> None:
-        listener = _listen(host)
+        listener = listen(host)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._take = take
@@ -158,7 +162,8 @@ class TcpOffer:
             self._engine.close()
 
 
-def _listen(host: str) -> socket.socket:
+def listen(host: str) -> socket.socket:
+    """A non-blocking listener on a free port of one interface. Raises UsageError if there is none."""
     name = host.strip("[]")
     try:
         if name in _WILDCARDS:

@@ -148,13 +148,18 @@ def _mean(values: Sequence[float]) -> float:
 
 def senders(passes: Iterable[TaskPass]) -> Mapping[TaskPass, TaskPass]:
     """The pass that each one waited for in the stage before it, or for a backward pass behind it, where it is known."""
-    found: dict[tuple[int, Place], TaskPass] = {}
+    found: dict[tuple[int, Place], list[TaskPass]] = {}
+    ordered = sorted(passes, key=lambda one: one.report.end_s)
+    for one in ordered:
+        report = one.report
+        found.setdefault((report.step, (report.replica, report.stage, report.microbatch, report.back)), []).append(one)
     sent: dict[TaskPass, TaskPass] = {}
-    for one in sorted(passes, key=lambda one: one.report.end_s):
+    for one in ordered:
         report = one.report
         before = report.stage + 1 if report.back else report.stage - 1
-        sender = found.get((report.step, (report.replica, before, report.microbatch, report.back)))
-        if sender is not None:
-            sent[one] = sender
-        found[report.step, (report.replica, report.stage, report.microbatch, report.back)] = one
+        made = found.get((report.step, (report.replica, before, report.microbatch, report.back)))
+        if made:
+            # The newest of a step that was begun again. Clocks may differ by more than a parcel takes.
+            newest = bisect.bisect_right(made, report.end_s, key=lambda one: one.report.end_s)
+            sent[one] = made[max(0, newest - 1)]
     return sent

@@ -88,8 +88,8 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Release": _COMMAND,
         "Stop": _COMMAND,
     },
-    # Between workers, which don't know each other's secrets.
-    "Worker": {"Deliver": Right(Token.JOB, roles=("worker", "chief"))},
+    # Workers know the lives of those that compute stages from their orders.
+    "Worker": {"OpenParcelLane": _TRAIN, "Deliver": _TRAIN},
     "Coordinator": {"Vote": _AMONG_SERVERS},
     "Replication": {"Replicate": _AMONG_SERVERS},
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from shardline.core.identity import Identity
 from shardline.core.spec import DTYPES, dtype_name
-from shardline.core.tensor_bytes import digest, tensor_bytes, tensor_from_bytes
+from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
 from shardline.errors import ProtocolError
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.rpc.limits import MAX_DIMENSIONS, MAX_PARCEL_BYTES, MAX_PARCEL_TENSORS, PARCEL_CHUNK_BYTES, at_most
@@ -16,11 +19,26 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, dtype_from_proto
 from shardline.rpc.v1 import worker_pb2
 
 
-def parcel_frames(job: str, timeline: int, parcel: Parcel) -> Iterator[worker_pb2.ParcelFrame]:
-    """The frames of one parcel; its tensors may be on any device."""
+@dataclass(frozen=True)
+class Packed:
+    """A parcel as it travels."""
+
+    key: ParcelKey
+    header: worker_pb2.ParcelHeader
+    payloads: Sequence[memoryview]
+    """The bytes of its tensors, in order: views of them, as long as they are on the CPU and contiguous."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.header.payload_bytes
+
+
+def packed(job: str, timeline: int, parcel: Parcel) -> Packed:
+    """The message of one parcel; its tensors may be on any device."""
     key = parcel.key
     tensors: list[worker_pb2.ParcelTensor] = []
-    parts: list[memoryview] = []
+    payloads: list[memoryview] = []
     for number, value in enumerate(parcel.values):
         values = value.detach().cpu()
         order = _order(values)
@@ -34,8 +52,8 @@ def parcel_frames(job: str, timeline: int, parcel: Parcel) -> Iterator[worker_pb
                 digest=digest(data),
             )
         )
-        parts += [data[start : start + PARCEL_CHUNK_BYTES] for start in range(0, len(data), PARCEL_CHUNK_BYTES)]
-    header: worker_pb2.ParcelHeader | None = worker_pb2.ParcelHeader(
+        payloads.append(data)
+    header = worker_pb2.ParcelHeader(
         job=job,
         timeline=timeline,
         step=key.step,
@@ -46,17 +64,30 @@ def parcel_frames(job: str, timeline: int, parcel: Parcel) -> Iterator[worker_pb
         places=parcel.places,
         random_state=parcel.random_state,
         tensors=tensors,
-        payload_bytes=sum(map(len, parts)),
+        payload_bytes=sum(map(len, payloads)),
     )
-    for part in parts or [memoryview(b"")]:
-        yield worker_pb2.ParcelFrame(header=header, payload=bytes(part))
-        header = None
+    return Packed(key, header, payloads)
 
 
 def _order(values: torch.Tensor) -> list[int]:
     """Dimensions from the slowest to the fastest, so that the receiver's kernels see the same memory layout."""
     strides = values.stride()
     return sorted(range(values.dim()), key=lambda number: -strides[number])
+
+
+def parcel_frames(packed: Packed, who: Identity) -> Iterator[worker_pb2.ParcelFrame]:
+    """The frames of one parcel for a call of Deliver by this sender."""
+    header: worker_pb2.ParcelHeader | None = worker_pb2.ParcelHeader(
+        task=who.task, incarnation=who.incarnation, secret=who.secret
+    )
+    assert header is not None
+    header.MergeFrom(packed.header)
+    for data in packed.payloads:
+        for start in range(0, len(data), PARCEL_CHUNK_BYTES):
+            yield worker_pb2.ParcelFrame(header=header, payload=bytes(data[start : start + PARCEL_CHUNK_BYTES]))
+            header = None
+    if header is not None:
+        yield worker_pb2.ParcelFrame(header=header)
 
 
 class _TensorReader:
@@ -69,36 +100,39 @@ class _TensorReader:
         self._order = tuple(tensor.order) or tuple(range(len(self._shape)))
         if sorted(self._order) != list(range(len(self._shape))):
             raise ProtocolError(f"{where}: order {self._order} of a tensor with {len(self._shape)} dimensions")
-        self._dtype = dtype_from_proto(tensor.dtype, where)
-        self.nbytes = math.prod(self._shape) * DTYPES[self._dtype].itemsize
+        self._dtype = DTYPES[dtype_from_proto(tensor.dtype, where)]
+        self.nbytes = math.prod(self._shape) * self._dtype.itemsize
         self._digest = tensor.digest
-        self._memory = bytearray()
+        self._octets = torch.empty(0, dtype=torch.uint8)
+        self.came = 0
+        """Bytes that have come."""
 
-    @property
-    def missing(self) -> int:
-        """Bytes that are still to come."""
-        return self.nbytes - len(self._memory)
-
-    def add(self, payload: memoryview) -> None:
-        """Append bytes, no more than are missing."""
-        self._memory += payload
+    def room(self) -> memoryview:
+        """Memory for the bytes that are missing; it is taken with the first call."""
+        if len(self._octets) != self.nbytes:
+            self._octets = torch.empty(self.nbytes, dtype=torch.uint8)
+        return memory_of(self._octets)[self.came :]
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, once all its bytes have come."""
-        if digest(self._memory) != self._digest:
+        """The tensor, over its memory, once all its bytes have come."""
+        if digest(memory_of(self._octets)) != self._digest:
             raise ProtocolError(f"{self._where}: the digest does not match, so its bytes were changed on their way")
-        shape = [self._shape[number] for number in self._order]
-        values = tensor_from_bytes(self._memory, self._dtype).reshape(shape)
-        return values.permute([self._order.index(number) for number in range(len(shape))])
+        values = self._octets.view(self._dtype).reshape([self._shape[number] for number in self._order])
+        return values.permute([self._order.index(number) for number in range(len(self._shape))])
 
 
 class ParcelReader:
-    """Reads the frames of one parcel. Raises ProtocolError for frames that don't make one."""
+    """Reads one parcel. Raises ProtocolError for a header or bytes that make none.
+
+    Sizes are checked against dtypes and shapes first; memory is taken by room() and add().
+    """
 
     def __init__(self, header: worker_pb2.ParcelHeader) -> None:
         self.job = header.job
         self.timeline = header.timeline
         self.key = ParcelKey(header.step, header.replica, header.stage, header.microbatch, header.back)
+        self.sender = Identity(header.task, header.incarnation, header.secret)
+        """Of a call of Deliver."""
         at_most(len(header.tensors), MAX_PARCEL_TENSORS, f"{self.key}: tensors")
         at_most(len(header.places), MAX_PARCEL_TENSORS, f"{self.key}: places")
         self._check_places(header)
@@ -110,8 +144,10 @@ class ParcelReader:
                 f"{self.key}: {header.payload_bytes} bytes announced for shapes {shapes}, which take {size}; the limit "
                 f"is {MAX_PARCEL_BYTES}"
             )
+        self.nbytes = size
+        """Bytes that follow the header."""
         self._header = header
-        self._at = 0
+        self._open = deque(reader for reader in self._readers if reader.nbytes)
 
     def _check_places(self, header: worker_pb2.ParcelHeader) -> None:
         """A gradient has a place for each tensor; an activation has tensors, and a place is one of them."""
@@ -123,25 +159,32 @@ class ParcelReader:
         if not fits:
             raise ProtocolError(f"{self.key}: places {places} of {tensors} tensors")
 
-    def add(self, payload: bytes) -> None:
+    def room(self) -> memoryview:
+        """Where the next bytes belong; empty once all have come."""
+        return self._open[0].room() if self._open else memoryview(b"")
+
+    def filled(self, nbytes: int) -> None:
+        """Note that the first bytes of room() have come."""
+        self._open[0].came += nbytes
+        if self._open[0].came == self._open[0].nbytes:
+            self._open.popleft()
+
+    def add(self, payload: Buffer) -> None:
         """Append the bytes of a frame."""
         left = memoryview(payload)
-        while left:
-            while self._at < len(self._readers) and not self._readers[self._at].missing:
-                self._at += 1
-            if self._at == len(self._readers):
-                raise ProtocolError(f"{self.key}: more than the announced {self._header.payload_bytes} bytes")
-            reader = self._readers[self._at]
-            part = left[: reader.missing]
-            reader.add(part)
-            left = left[len(part) :]
+        while len(left):
+            room = self.room()[: len(left)]
+            if not len(room):
+                raise ProtocolError(f"{self.key}: more than the announced {self.nbytes} bytes")
+            copy_bytes(room, left[: len(room)])
+            self.filled(len(room))
+            left = left[len(room) :]
 
     def parcel(self) -> Parcel:
-        """The parcel, once all its frames have come."""
-        missing = sum(reader.missing for reader in self._readers)
-        if missing:
-            size = self._header.payload_bytes
-            raise ProtocolError(f"{self.key}: {size - missing} bytes of {size} came; nothing was kept")
+        """The parcel, once all its bytes have come."""
+        if self._open:
+            came = sum(reader.came for reader in self._readers)
+            raise ProtocolError(f"{self.key}: {came} bytes of {self.nbytes} came; nothing was kept")
         return Parcel(
             self.key,
             tuple(reader.tensor() for reader in self._readers),

@@ -515,20 +515,24 @@ class Post(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     address: _builtins.str
     """Address of its services, host:port."""
     incarnation: _builtins.int
+    key: _builtins.bytes
+    """SHA-256 of the secret of this life, by which other workers know it."""
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
         address: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

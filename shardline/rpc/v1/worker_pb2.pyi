@@ -75,6 +75,9 @@ class ParcelHeader(_message.Message):
     RANDOM_STATE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     step: _builtins.int
@@ -88,6 +91,10 @@ class ParcelHeader(_message.Message):
     """State of torch's random generator after the forward pass."""
     payload_bytes: _builtins.int
     """Bytes of all tensors, which follow."""
+    task: _builtins.str
+    """The sender, in a call of Deliver; empty on a lane, whose socket belongs to one sender."""
+    incarnation: _builtins.int
+    secret: _builtins.bytes
     @_builtins.property
     def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of an activation: which tensor each element of the tuple is that a stage has returned; empty: it returned one tensor.
@@ -110,10 +117,13 @@ class ParcelHeader(_message.Message):
         random_state: _builtins.bytes = ...,
         tensors: _abc.Iterable[Global___ParcelTensor] | None = ...,
         payload_bytes: _builtins.int = ...,
+        task: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "job", b"job", "microbatch", b"microbatch", "payload_bytes", b"payload_bytes", "places", b"places", "random_state", b"random_state", "replica", b"replica", "stage", b"stage", "step", b"step", "tensors", b"tensors", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "incarnation", b"incarnation", "job", b"job", "microbatch", b"microbatch", "payload_bytes", b"payload_bytes", "places", b"places", "random_state", b"random_state", "replica", b"replica", "secret", b"secret", "stage", b"stage", "step", b"step", "task", b"task", "tensors", b"tensors", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -163,3 +173,70 @@ class ParcelReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParcelReply: _TypeAlias = ParcelReply  # noqa: Y015
+
+@_typing.final
+class OpenParcelLaneRequest(_message.Message):
+    """Asks for another lane for the parcels of one life of a worker. On it, a parcel is a frame REQUEST with a ParcelHeader
+    and then the bytes of its tensors; the answer is a frame DONE, or FAILED and the end of the socket.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    incarnation: _builtins.int
+    secret: _builtins.bytes
+    lane: _common_pb2.Lane.ValueType
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+        lane: _common_pb2.Lane.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lane", b"lane", "secret", b"secret", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenParcelLaneRequest: _TypeAlias = OpenParcelLaneRequest  # noqa: Y015
+
+@_typing.final
+class OpenParcelLaneReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFERED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    offered: _builtins.bool
+    """False: `reason` says why this worker does not offer the lane."""
+    reason: _builtins.str
+    token: _builtins.bytes
+    """For one connection, valid for a short time."""
+    port: _builtins.int
+    """tcp: port on the host that was called."""
+    socket: _builtins.str
+    """shm: unix socket; "@name" is in the abstract namespace."""
+    def __init__(
+        self,
+        *,
+        offered: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        port: _builtins.int = ...,
+        socket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offered", b"offered", "port", b"port", "reason", b"reason", "socket", b"socket", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenParcelLaneReply: _TypeAlias = OpenParcelLaneReply  # noqa: Y015

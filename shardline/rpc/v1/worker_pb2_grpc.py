@@ -34,6 +34,11 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenParcelLane = channel.unary_unary(
+                '/shardline.rpc.v1.Worker/OpenParcelLane',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneRequest.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneReply.FromString,
+                _registered_method=True)
         self.Deliver = channel.stream_unary(
                 '/shardline.rpc.v1.Worker/Deliver',
                 request_serializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.ParcelFrame.SerializeToString,
@@ -43,6 +48,12 @@ class WorkerStub:
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def OpenParcelLane(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Deliver(self, request_iterator, context):
         """One parcel. Repeating it is harmless.
@@ -54,6 +65,11 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenParcelLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenParcelLane,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneRequest.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneReply.SerializeToString,
+            ),
             'Deliver': grpc.stream_unary_rpc_method_handler(
                     servicer.Deliver,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_worker__pb2.ParcelFrame.FromString,
@@ -69,6 +85,33 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def OpenParcelLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardline.rpc.v1.Worker/OpenParcelLane',
+            shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneRequest.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_worker__pb2.OpenParcelLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Deliver(request_iterator,

@@ -31,16 +31,25 @@ class WorkerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
+    OpenParcelLane: _grpc.UnaryUnaryMultiCallable[_worker_pb2.OpenParcelLaneRequest, _worker_pb2.OpenParcelLaneReply]
     Deliver: _grpc.StreamUnaryMultiCallable[_worker_pb2.ParcelFrame, _worker_pb2.ParcelReply]
     """One parcel. Repeating it is harmless."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    OpenParcelLane: _aio.UnaryUnaryMultiCallable[_worker_pb2.OpenParcelLaneRequest, _worker_pb2.OpenParcelLaneReply]  # type: ignore[assignment]
     Deliver: _aio.StreamUnaryMultiCallable[_worker_pb2.ParcelFrame, _worker_pb2.ParcelReply]  # type: ignore[assignment]
     """One parcel. Repeating it is harmless."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def OpenParcelLane(
+        self,
+        request: _worker_pb2.OpenParcelLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.OpenParcelLaneReply, _abc.Awaitable[_worker_pb2.OpenParcelLaneReply]]: ...
+
     @_abc_1.abstractmethod
     def Deliver(
         self,
