@@ -226,11 +226,31 @@ class Costs:
         """
         ahead = (copies + behind - 1) // copies
         trained, fixed = self.total("trained", first, end), self.total("fixed", first, end)
-        flushes = self.schedule.flushes
-        held = self.schedule.held(0, ahead + 1, self.share(copies)) if flushes else ahead + 1
-        versions = kept_versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), self.share(copies))
-        state = trained * (1 + self.optimizer_bytes)
-        return (trained + fixed) * versions + state + held * self.held_bytes(first, end)
+        share, flushes, each = self.share(copies), self.schedule.flushes, self.held_bytes(first, end)
+        count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
+        passes, arrival = versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), share)
+        # Gradients are added up from the second microbatch on; the first one's memory may have been used again by then.
+        added = count if share > count or not flushes else count - 1
+        busiest = max(
+            count * each + self._passing_bytes(first, end, added=False),
+            added * each + self._passing_bytes(first, end, added=share > 1),
+        )
+        moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + count * each)
+        return trained * (1 + self.optimizer_bytes) + max(moments)
+
+    def _passing_bytes(self, first: int, end: int, *, added: bool) -> int:
+        """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of its input.
+
+        added: and those of its largest parameter, to be added to what there is.
+        """
+        layers = self.profile.layers
+
+        def of(number: int) -> int:
+            output = layers[number].gradient_bytes if number < end - 1 else 0
+            given = layers[number - 1].gradient_bytes if number else 0
+            return output + given + (layers[number].largest_bytes if added else 0)
+
+        return layers[end - 1].gradient_bytes + max(map(of, range(first, end)))
 
     # A plan
 
@@ -332,13 +352,18 @@ def _pairs(left: Sequence[int], right: Sequence[int], microbatches: int) -> list
     return [(left[m % len(left)], right[m % len(right)], microbatches / cycle) for m in range(cycle)]
 
 
-def kept_versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> int:
-    """Copies of its parameters that a worker of a stage has. ahead: stages after it; most: after the first one.
+def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> tuple[int, int]:
+    """Copies of its parameters that a worker of a stage has: at most during passes, and when new ones have come.
 
-    With a flush one. Without, what pulls fill, and those from the oldest that a pass still needs to the newest.
+    ahead: stages after it; most: after the first one. With a flush there is one. Without, there is what pulls fill, and
+    those that passes of a step need, from the oldest on, until the step is over.
     """
     if schedule.flushes:
-        return 1
-    stages, full = most + 1, (most + 2) * 2
-    oldest = (schedule.version(step * microbatches, most - ahead, stages, microbatches) for step in range(full))
-    return 1 + max(step - version + 1 for step, version in enumerate(oldest))
+        return 1, 1
+    during = after = 0
+    for step in range(2 * (most + 2)):
+        passes = (step * microbatches, (step + 1) * microbatches - 1 + ahead)
+        oldest, newest = (schedule.version(one, most - ahead, most + 1, microbatches) for one in passes)
+        during = max(during, min(newest, step) - oldest + 1)
+        after = max(after, step - oldest + 1)
+    return 1 + during, 1 + after

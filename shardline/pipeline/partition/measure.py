@@ -213,11 +213,13 @@ def _saving(saved: list[torch.Tensor]) -> Iterator[None]:
 
 def _sizes(layer: nn.Module, counted: set[int]) -> dict[str, int]:
     """Bytes of a layer's tensors, without those of layers before."""
-    found = {"trained_bytes": 0, "fixed_bytes": 0}
+    found = {"trained_bytes": 0, "largest_bytes": 0, "fixed_bytes": 0}
     for tensor in (*layer.parameters(), *layer.buffers()):
         if id(tensor) not in counted:
             counted.add(id(tensor))
             found["trained_bytes" if tensor.requires_grad else "fixed_bytes"] += tensor.nbytes
+            if tensor.requires_grad:
+                found["largest_bytes"] = max(found["largest_bytes"], tensor.nbytes)
     return found
 
 

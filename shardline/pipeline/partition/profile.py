@@ -30,6 +30,8 @@ class Layer:
     """What comes back for it; 0 if it depends on nothing that is trained."""
     trained_bytes: int
     """Parameters that are trained. Those that layers share count in the first one."""
+    largest_bytes: int = 0
+    """The largest tensor among them: where gradients of several microbatches are added up, there is one more of it."""
     fixed_bytes: int = 0
     """Buffers, and parameters that are not trained."""
     output: tuple[tuple[int, int], ...] = ()
