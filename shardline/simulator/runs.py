@@ -19,7 +19,7 @@ from shardline.job import Job
 from shardline.pipeline import PIPELINES
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel
-from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.simulator.simulation import StageCosts
 from shardline.simulator.times import Measured, Times
 
@@ -75,8 +75,7 @@ def measure_stages(job: Job, model: nn.Module) -> StageCosts:
                 break
             if number == FIRST_PASSES:
                 home.passes.clear()
-            model.zero_grad(set_to_none=True)
-            runner.run(Place(step=0, replica=0), range(model.num_stages))
+            runner.run(0, {0: range(model.num_stages)})
     finally:
         torch.set_num_threads(before)
     spent = [(one.stage, one.microbatch, one.back, one.end_s - one.start_s) for one in home.passes]

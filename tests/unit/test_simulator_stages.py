@@ -18,7 +18,7 @@ from shardline.errors import JobError, UsageError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, bubble
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.runner import AtHome, Place, StageRunner
+from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.simulator import Death, Gamma, Network, PipelineSimulation, Result, Setup, StageCosts, runs, simulated
 from shardline.simulator.gradients import training_contents
 
@@ -170,7 +170,7 @@ def test_a_worker_with_all_stages_computes_in_the_order_of_the_real_runner(pipel
     model = made.build_model()
     assert isinstance(model, Pipeline)
     home = AtHome()
-    StageRunner(model, made, BatchSource(made), PIPELINES.parse(pipeline), home).run(Place(step=0, replica=0), range(3))
+    StageRunner(model, made, BatchSource(made), PIPELINES.parse(pipeline), home).run(0, {0: range(3)})
     simulation = PipelineSimulation(
         Setup(job=spec(pipeline, 3, 4), workers=1, times=(), steps=1, stages=StageCosts(times=(Gamma(1.0),)))
     )
