@@ -236,7 +236,13 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
 
 
 def _check_unbroken(job: JobSpec, *, standbys: int) -> None:
-    """Refuse what needs all stages at the same step."""
+    """Refuse what needs all stages at the same step, and what needs the optimizer where it isn't."""
+    found = pipeline.of(job)
+    if isinstance(found, pipeline.Unbroken) and found.predict and job.apply != WORKER:
+        raise JobError(
+            f"pipeline {found} predicts parameters from the optimizer's state, which with apply 'server' no worker "
+            "has; choose apply='worker', or leave predict out"
+        )
     if job.consistency.clip_norm > 0.0:
         raise JobError(
             f"clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages, but those of "

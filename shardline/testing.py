@@ -12,6 +12,7 @@ the pipeline is empty where the training begins, or goes on from `start`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -163,8 +164,20 @@ class _Run:
         if schedule.flushes or not isinstance(self.model, Pipeline):
             return replica_gradients(self.model, self.job, self.source, self.at, replica)[0]
         if self._delayed is None:
-            self._delayed = Delayed(self.job, self.model, schedule, self.at)
+            predicts = isinstance(schedule, pipeline.Unbroken) and schedule.predict
+            self._delayed = Delayed(
+                self.job, self.model, schedule, self.at, predict=self._predict if predicts else None
+            )
         return self._delayed.gradients(self.at, replica)
+
+    def _predict(self, steps: int) -> list[Values]:
+        """All parameters after 1, 2, ... steps of the optimizer, without a gradient."""
+        twin = copy.deepcopy(self.stepper)
+        found = []
+        for number in range(steps):
+            twin.step({name: torch.zeros_like(value) for name, value in self.trained.items()}, self.at + number)
+            found.append({**_copies(self.params), **twin.parameters()})
+        return found
 
     def _combine(self, contributions: list[Gradients]) -> Gradients:
         """Canonical sum over the replicas, mean, clipping."""

@@ -5,7 +5,7 @@ It shares no code with the runner of stages, so that tests may compare the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,8 +19,23 @@ Values = dict[str, torch.Tensor]
 class Delayed:
     """Gradients of one replica after another, each microbatch of a stage under the parameters of its version."""
 
-    def __init__(self, job: DataSource, model: Pipeline, schedule: PipelineSchedule, first: int) -> None:
-        """first: the step with which training begins, or goes on: the pipeline is empty there."""
+    def __init__(
+        self,
+        job: DataSource,
+        model: Pipeline,
+        schedule: PipelineSchedule,
+        first: int,
+        *,
+        predict: Callable[[int], Sequence[Values]] | None = None,
+    ) -> None:
+        """first: the step with which training begins, or goes on: the pipeline is empty there.
+
+        predict: all parameters after 1, 2, ... steps of the optimizer without a gradient, so many; None = passes use
+        their version as it is.
+        """
+        self._predict = predict
+        self._predicted: dict[int, Sequence[Values]] = {}
+        """By version."""
         self._job = job
         self._model = model
         self._schedule = schedule
@@ -38,8 +53,11 @@ class Delayed:
         """
         model, count = self._model, self._job.accumulate
         self._history.setdefault(step, _copies(dict(model.named_parameters())))
+        if self._predict is not None and step not in self._predicted:
+            self._predicted[step] = self._predict(model.num_stages - 1)
         oldest = min(self._version(step * count, stage) for stage in range(model.num_stages))
         self._history = {version: values for version, values in self._history.items() if version >= oldest}
+        self._predicted = {version: found for version, found in self._predicted.items() if version >= oldest}
         buffers = dict(model.named_buffers())
         _assign(buffers, self._buffers.setdefault(replica, _copies(buffers)))
         model.zero_grad(set_to_none=True)
@@ -62,7 +80,10 @@ class Delayed:
     def _enter(self, number: int) -> None:
         for name, parameter in self._model.named_parameters():
             stage = self._model.stage_of_tensor(name)
-            _assign({name: parameter}, self._history[self._version(number, stage)])
+            version = self._version(number, stage)
+            late = number // self._job.accumulate - version
+            ahead = self._predict is not None and late > 0
+            _assign({name: parameter}, self._predicted[version][late - 1] if ahead else self._history[version])
 
 
 def _copies(values: Mapping[str, torch.Tensor]) -> Values:

@@ -49,7 +49,8 @@ class StreamRunner:
     parameters are pointed at the version that a pass needs; a backward pass has that of its forward pass. Stages and
     replicas take turns, whichever has what it needs.
 
-    pulled: the tensors that pulls fill, by name. steps: of the job.
+    pulled: the tensors that pulls fill, by name. steps: of the job. predict: a stage's parameters some updates after
+    those that have arrived last; needed if the pipeline predicts.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class StreamRunner:
         *,
         pulled: Callable[[], Values],
         steps: int,
+        predict: Callable[[int, int], Values] | None = None,
     ) -> None:
         self._job = job
         self._pipeline = pipeline
         self._exchange = exchange
         self._pulled = pulled
         self._steps = steps
+        self._predict = predict if pipeline.predict else None
         self._work = StageWork(model, job, source, exchange)
         self._stages = model.num_stages
         self._step = self._first = 0
@@ -75,6 +78,8 @@ class StreamRunner:
         """Timeline, and stages by replica."""
         self._versions: dict[int, Values] = {}
         """Parameters of this worker's stages, by version."""
+        self._predicted: dict[tuple[int, int, int], Values] = {}
+        """By version, stage, and how many updates later."""
         self._units: list[_Unit] = []
         self._parts: dict[int, StepPart] = {}
         """Of the open step, by replica."""
@@ -95,6 +100,7 @@ class StreamRunner:
             self._work.begin(stages)
             self._work.tensors.clear()
             self._versions.clear()
+            self._predicted.clear()
             self._units.clear()
             self._parts.clear()
         elif step != self._step:
@@ -128,6 +134,7 @@ class StreamRunner:
         # Nothing needs older versions than the first pass of the next step.
         oldest = min(self._version(end, stage) for stage in self._own)
         self._versions = {version: values for version, values in self._versions.items() if version >= oldest}
+        self._predicted = {key: values for key, values in self._predicted.items() if key[0] >= oldest}
 
     def _part(self, replica: int) -> StepPart:
         loss: float | None = None
@@ -160,9 +167,10 @@ class StreamRunner:
         self._units.sort(key=lambda unit: (-unit.stage, unit.forward + unit.backward, unit.replica))
         for unit in self._units:
             for at, back in self._passes(unit, end):
-                version = self._version(unit.backward if back else unit.forward, unit.stage)
+                number = unit.backward if back else unit.forward
+                version = self._version(number, unit.stage)
                 if version in self._versions and self._work.ready(at, back=back):
-                    self._point(unit.stage, version)
+                    self._point(unit.stage, version, late=at.step - version)
                     self._pass(unit, at, back=back)
                     return True
         return False
@@ -201,9 +209,11 @@ class StreamRunner:
     def _version(self, number: int, stage: int) -> int:
         return self._pipeline.version(number, stage, self._stages, self._job.accumulate, first=self._first)
 
-    def _point(self, stage: int, version: int) -> None:
-        """Have the stage's parameters be those of a version."""
+    def _point(self, stage: int, version: int, *, late: int) -> None:
+        """Have the stage's parameters be those of a version, or what is predicted for `late` updates after it."""
         values = self._versions.get(version)
+        if self._predict is not None and late:
+            values = self._predicted.get((version, stage, late))
         if values is None:
             raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions)}")
         self._work.version = version
@@ -219,3 +229,9 @@ class StreamRunner:
         self._versions[self._step] = {
             name: pulled[name].detach().clone() for stage in self._own for name in self._work.tensors.parameters[stage]
         }
+        if self._predict is None:
+            return
+        count = self._job.accumulate
+        for stage in self._own:
+            for late in self._pipeline.late(self._step, stage, self._stages, count, first=self._first) - {0}:
+                self._predicted[self._step, stage, late] = self._predict(stage, late)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +47,16 @@ class Server(AtHome):
     def staleness(self, stage: int, steps: int) -> None:
         self.stale.append((stage, steps))
 
+    def predict(self, stage: int, late: int) -> dict[str, torch.Tensor]:
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        for _ in range(late):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        assert isinstance(model, Pipeline)
+        named = model.named_parameters()
+        return {name: one.detach() for name, one in named if model.stage_of(int(name.partition(".")[0])) == stage}
+
     def step(self, gradients: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradients.get(name)
@@ -58,7 +70,16 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
     """Train with all stages in one runner. history(step): the timeline of a step."""
     server, model = Server(job), job.build_model()
     assert isinstance(model, Pipeline)
-    runner = StreamRunner(model, job, BatchSource(job), schedule, server, pulled=lambda: server.pulled, steps=job.steps)
+    runner = StreamRunner(
+        model,
+        job,
+        BatchSource(job),
+        schedule,
+        server,
+        pulled=lambda: server.pulled,
+        steps=job.steps,
+        predict=server.predict,
+    )
     losses = []
     for step in range(job.steps):
         if step and history(step) != history(step - 1):
@@ -332,3 +353,47 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
     expected = reference(job)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(shared.tensors[name], values), name
+
+
+MOMENTUM = {"optimizer_args": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}}
+ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01}}
+
+
+@EACH
+@pytest.mark.parametrize("fields", [MOMENTUM, ADAM, {**MOMENTUM, "accumulate": 3}], ids=["momentum", "adamw", "m=3"])
+def test_predicted_training_has_the_bits_of_one_process(schedule: Unbroken, fields: dict[str, object]) -> None:
+    plain = job_of(plain_layers, [1, 4], steps=9, pipeline=schedule, apply="worker", **fields)
+    job = job_of(plain_layers, [1, 4], steps=9, pipeline=replace(schedule, predict=True), apply="worker", **fields)
+    expected = reference(job)
+    server, losses = run(replace(schedule, predict=True), job)
+    assert losses == list(expected.losses)
+    for name, values in expected.params.items():
+        assert torch.equal(server.pulled[name], values), name
+    assert expected.sha256 != reference(plain).sha256
+
+
+@EACH
+def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Unbroken) -> None:
+    fields = {"steps": 9, "apply": "worker", "optimizer_args": {"lr": 0.02}}
+    plain, ahead = (
+        job_of(plain_layers, [1, 4], pipeline=one, **fields) for one in (schedule, replace(schedule, predict=True))
+    )
+    assert reference(ahead).sha256 == reference(plain).sha256
+
+
+@EACH
+def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedule: Unbroken) -> None:
+    for microbatches in (4, 5):
+        for stage in range(4):
+            late = schedule.late(7, stage, 4, microbatches)
+            numbers = range(7 * microbatches, 20 * microbatches)
+            own = [n for n in numbers if schedule.version(n, stage, 4, microbatches) == 7]
+            assert late == {number // microbatches - 7 for number in own}
+    assert PIPELINES.parse("stash").late(7, 1, 4, 1) == {2}
+    assert PIPELINES.parse("stash").late(0, 0, 4, 1) == {0, 1, 2, 3}
+
+
+def test_predictions_without_the_optimizer_s_state_are_refused() -> None:
+    job = job_of(plain_layers, [1, 4], pipeline="stash:predict=true")
+    with pytest.raises(JobError, match="no worker has; choose apply='worker', or leave predict out"):
+        job.spec(job.build_model())

@@ -86,8 +86,20 @@ def train_stream(
     def pulled() -> Mapping[str, torch.Tensor]:
         return session.trainer.methods.arrived
 
+    def predict(stage: int, late: int) -> Mapping[str, torch.Tensor]:
+        applied = session.trainer.methods.applied
+        assert applied is not None, "checked when the job was read"
+        return applied.predict(stage, late)
+
     runner = StreamRunner(
-        model, job, BatchSource(job), schedule, session.parcels, pulled=pulled, steps=session.job.steps
+        model,
+        job,
+        BatchSource(job),
+        schedule,
+        session.parcels,
+        pulled=pulled,
+        steps=session.job.steps,
+        predict=predict,
     )
     for step in session.steps():
         with session.attempt():

@@ -121,6 +121,24 @@ class Ground:
             buckets.setdefault(shard, []).append(at)
         return self.states.take(step, buckets)
 
+    def predict(self, job: JobSpec, stage: int, late: int, *, clock: int) -> dict[str, torch.Tensor]:
+        """See AppliedHere.predict. clock: the step of the parameters."""
+        found: dict[str, torch.Tensor] = {}
+        for key, rule in self.rules.items():
+            pieces = self._bucket(key).slices
+            if self.plan.tensors[pieces[0].tensor].fragment != stage:
+                continue
+            twin, values = self._rule(job, key), self.values(key)
+            twin.load(*rule.export())
+            for step in range(clock, clock + late):
+                twin.apply(values, torch.zeros_like(values), clock=step, present=[True] * len(pieces))
+            for piece in pieces:
+                spec = self.plan.tensors[piece.tensor]
+                whole = found.setdefault(spec.name, values.new_empty(spec.shape)).view(-1)
+                start = piece.first_row * spec.row_elements
+                whole[start : start + piece.elements] = values[piece.offset : piece.end]
+        return found
+
     # Buckets
 
     def values(self, key: Key) -> torch.Tensor:

@@ -136,6 +136,12 @@ class AppliedHere(LocalTraining):
         self._step = step + 1
         self._brought.clear()
 
+    @torch.no_grad()
+    def predict(self, stage: int, late: int) -> dict[str, torch.Tensor]:
+        """A pipeline stage's parameters after `late` more steps of the optimizer, without a gradient, by name."""
+        assert self._step is not None, "arrived() comes first"
+        return self.ground.predict(self._job, stage, late, clock=self._step)
+
     # A step that other stages have not closed
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardline.pipeline.base import Pass, PipelineSchedule
 from shardline.pipeline.schedules.flush import Flush
@@ -17,11 +18,19 @@ def ahead(stage: int, stages: int) -> int:
     return stages - 1 - stage
 
 
+@dataclass(frozen=True)
 class Unbroken(PipelineSchedule, abc.ABC):
     """1F1B that never drains, so that no stage idles once the pipeline is full; parameters are stale instead.
 
     A backward pass uses the very parameters of its forward pass, so a worker keeps several versions of its stages.
+
+    predict: compute each pass with the parameters that its version will have become when the gradient is applied, as
+    far as the optimizer's state tells: those after as many of its steps without a gradient. For SGD with momentum this
+    is w - lr * (m - m^(s+1)) / (1 - m) * v (Eliad et al.: FTPipe, 2021, weight prediction); schedules, weight decay and
+    Adam's moments are the optimizer's own.
     """
+
+    predict: bool = False
 
     @property
     def flushes(self) -> bool:
@@ -35,6 +44,12 @@ class Unbroken(PipelineSchedule, abc.ABC):
     @abc.abstractmethod
     def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
+
+    def late(self, version: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> set[int]:
+        """How many updates after a version the gradients of its passes are applied, 0 included."""
+        span = range(version * microbatches, (version + stages) * microbatches)
+        own = [n for n in span if self.version(n, stage, stages, microbatches, first=first) == version]
+        return {number // microbatches - version for number in own}
 
     def versions(self, stage: int, stages: int, microbatches: int) -> int:
         """Largest number of versions of its parameters that a stage uses at a time, in a full pipeline."""
