@@ -7,7 +7,7 @@ import time
 
 import click
 
-from benchmarks.reproductions import codecs, compressors, delays, local, momentum, slow_worker, spare_workers
+from benchmarks.reproductions import codecs, compressors, delays, local, momentum, slow_worker, spare_workers, staged
 from benchmarks.reproductions.base import SEEDS, Reproduction
 from benchmarks.reproductions.page import draw
 
@@ -19,6 +19,7 @@ ALL: tuple[Reproduction, ...] = (
     *codecs.ALL,
     *compressors.ALL,
     *slow_worker.ALL,
+    *staged.ALL,
 )
 
 
