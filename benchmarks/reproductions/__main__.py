@@ -7,7 +7,17 @@ import time
 
 import click
 
-from benchmarks.reproductions import codecs, compressors, delays, local, momentum, slow_worker, spare_workers, staged
+from benchmarks.reproductions import (
+    codecs,
+    compressors,
+    delays,
+    local,
+    momentum,
+    planned,
+    slow_worker,
+    spare_workers,
+    staged,
+)
 from benchmarks.reproductions.base import SEEDS, Reproduction
 from benchmarks.reproductions.page import draw
 
@@ -20,6 +30,7 @@ ALL: tuple[Reproduction, ...] = (
     *compressors.ALL,
     *slow_worker.ALL,
     *staged.ALL,
+    *planned.ALL,
 )
 
 
