@@ -20,7 +20,7 @@ from shardline.pipeline import PIPELINES, Unbroken
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, shapes
-from shardline.pipeline.runner import Place, StageRunner
+from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.stream import StreamRunner
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
@@ -98,12 +98,11 @@ def run_stage(job: Job, model: Pipeline, stage: int, neighbours: Neighbours) -> 
         stream = StreamRunner(model, job, source, schedule, neighbours, pulled=lambda: neighbours.pulled, steps=STEPS)
         for step in range(STEPS):
             stream.begin(step, 0, {0: [stage]})
-            stream.run(0)
+            stream.run()
         return
     runner = StageRunner(model, job, source, schedule, neighbours)
     for step in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        runner.run(Place(step=step, replica=0), [stage])
+        runner.run(step, {0: [stage]})
 
 
 @pytest.mark.parametrize("pipeline", ["gpipe", "flush", "stash", "vertical-sync", "double-buffer"])
