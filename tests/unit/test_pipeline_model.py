@@ -149,7 +149,6 @@ def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
         ({"consistency": "async"}, "takes every step with all stages of all replicas, but consistency async"),
         ({"consistency": "sync:spares=1", "replicas": 3}, "but consistency sync:spares=1 does not"),
         ({"cadence": "diloco"}, "cadence diloco needs workers that have the whole model"),
-        ({"apply": "worker"}, "apply 'worker' needs workers that have the whole model"),
         ({"nan_policy": "skip"}, "nan_policy 'skip' is for workers that see all gradients"),
         ({"codec_up": "topk"}, "codec topk remembers what it has sent"),
         ({"codec_down": "delta:by=int8,refresh=2", "checkpoint_every": 2}, "codec delta.* remembers what it has sent"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardline.cli.terminal import aligned
-
 if TYPE_CHECKING:
     from shardline.job import Job
     from shardline.pipeline.partition import Comparison, Costs, Rated
@@ -35,6 +33,8 @@ def report(job: Job, costs: Costs, choice: Comparison) -> list[str]:
 
 def table(costs: Costs, option: Rated) -> list[str]:
     """The stages of a plan."""
+    from shardline.cli.terminal import aligned
+
     rows: list[tuple[str, ...]] = [
         ("stage", "layers", "workers", "computing", "link", "weights", "activations out", "held", "memory")
     ]
