@@ -45,7 +45,7 @@ from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
 from shardline.pipeline import PIPELINES
-from shardline.pipeline.model import Pipeline
+from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
 from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
@@ -259,7 +259,7 @@ class Job(Settings):
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
-            hosts=model.hosts if isinstance(model, Pipeline) and PIPELINES.parse(self.pipeline).staged else (),
+            hosts=model.hosts if isinstance(model, StagedModel) and PIPELINES.parse(self.pipeline).staged else (),
         )
         spec = divide(spec)
         check_fit(spec)
@@ -269,7 +269,7 @@ class Job(Settings):
         """The tensors, each with its stage if there is a pipeline. Raises JobError for a model without stages."""
         if not PIPELINES.parse(self.pipeline).staged:
             return tensors
-        if not isinstance(model, Pipeline):
+        if not isinstance(model, StagedModel):
             raise JobError(
                 f"pipeline {self.pipeline} needs a model in stages, but model() returned a {type(model).__name__}; "
                 "return shardline.Pipeline([layer, layer, ...], stages=2)"

@@ -33,7 +33,7 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
 from shardline.pipeline.alone import Delayed
-from shardline.pipeline.model import Pipeline
+from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen
 
@@ -161,7 +161,7 @@ class _Run:
     def _compute(self, replica: int) -> float:
         """One replica's gradients in .grad; returns its mean loss."""
         schedule = pipeline.of(self.spec)
-        if schedule.flushes or not isinstance(self.model, Pipeline):
+        if schedule.flushes or not isinstance(self.model, StagedModel):
             return replica_gradients(self.model, self.job, self.source, self.at, replica)[0]
         if self._delayed is None:
             predicts = isinstance(schedule, pipeline.Unbroken) and schedule.predict

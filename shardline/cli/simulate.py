@@ -189,7 +189,7 @@ def load(flags: Mapping[str, Any]) -> Job:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     from shardline import pipeline
-    from shardline.pipeline.model import Pipeline
+    from shardline.pipeline.staged import StagedModel
     from shardline.simulator import Setup, quantities
 
     workers, servers, machines = flags["workers"], flags["ps"], {}
@@ -209,7 +209,7 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     model = job.build_model()
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
-    both = compares and isinstance(model, Pipeline) and model.num_stages > 1
+    both = compares and isinstance(model, StagedModel) and model.num_stages > 1
     stages = stage_costs(job, flags, model) if both or pipeline.of(described).staged else None
     return Setup(
         job=described,

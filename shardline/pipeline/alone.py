@@ -11,7 +11,7 @@ import torch
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.model import Pipeline
+from shardline.pipeline.staged import StagedModel
 
 Values = dict[str, torch.Tensor]
 
@@ -22,7 +22,7 @@ class Delayed:
     def __init__(
         self,
         job: DataSource,
-        model: Pipeline,
+        model: StagedModel,
         schedule: PipelineSchedule,
         first: int,
         *,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.pipeline.hosts import hosts_of
+from shardline.pipeline.split.model import Split
+from shardline.pipeline.staged import StagedModel
 
 
-class Pipeline(nn.Sequential):
+class Pipeline(nn.Sequential, StagedModel):
     """Layers that run one after another; `pipeline` of the job says how workers share them.
 
         Pipeline([nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)], stages=[2])
@@ -43,9 +43,35 @@ class Pipeline(nn.Sequential):
         self.cuts = tuple(self._checked(cuts))
         """First layer of each stage but stage 0."""
         self.hosts = hosts_of(workers, self.num_stages)
-        """Numbers of the workers of each stage; () = the chief chooses."""
         self._check_ties()
         self._check_stages()
+
+    @staticmethod
+    def split(
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        cuts: Sequence[str],
+        example_kwargs: Mapping[str, Any] | None = None,
+        workers: Sequence[int | Sequence[int]] = (),
+    ) -> Split:
+        """A model that is no sequence of layers, cut before some of its modules.
+
+            Pipeline.split(model, torch.zeros(8, 3, 32, 32), cuts=["blocks.2", "blocks.4"])
+
+        What a later stage needs of any earlier one, such as a skip connection, goes from stage to stage; a weight that
+        several stages use (tied) as well, from the first one, to which its gradients come back. state_dict has the
+        model's own names, and in one process the model itself runs. It is traced by torch.export and cut by
+        torch.distributed.pipelining; see https://docs.pytorch.org/docs/stable/export.html.
+
+        example_inputs: what the job's loss calls the model with, for one microbatch: a tensor or a tuple, with the very
+        shapes and dtypes. example_kwargs: inputs by name. Those that are no tensors must have these values. cuts: names
+        of modules, as in named_modules(), each called once per forward pass. workers: see Pipeline.
+
+        Raises JobError for names that are no modules. A model that can't be traced, and cuts that make no stages, raise
+        JobError before training starts, if the job has a pipeline.
+        """
+        return Split(model, example_inputs, example_kwargs or {}, cuts, workers)
 
     @property
     def num_stages(self) -> int:
@@ -85,19 +111,8 @@ class Pipeline(nn.Sequential):
         """A layer for messages: "layer 3 (Linear)"."""
         return f"layer {layer} ({type(self[layer]).__name__})"
 
-    def staged(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """The model's tensors, each with its stage as TensorSpec.fragment.
-
-        Raises JobError for a stage in which nothing is trained.
-        """
-        found = tuple(replace(one, fragment=self.stage_of_tensor(one.name)) for one in tensors)
-        trained = {one.fragment for one in found if one.kind is TensorKind.PARAM}
-        for stage in range(self.num_stages):
-            if stage not in trained:
-                raise JobError(f"nothing is trained in {self._where(stage)}; cut the model elsewhere")
-        return found
-
-    def _where(self, stage: int) -> str:
+    def where(self, stage: int) -> str:
+        """A stage for messages."""
         span = self.span(stage)
         return f"stage {stage}, {self.name_of(span[0])} to {self.name_of(span[-1])}"
 
@@ -153,10 +168,10 @@ class Pipeline(nn.Sequential):
                 raise JobError(
                     f"Pipeline: {first!r} of {self.name_of(home)} is also {name!r} of {self.name_of(layer)}, but "
                     f"stages {self.stage_of(home)} and {self.stage_of(layer)} can't share weights; cut the model so "
-                    "that both are in one stage, or give each its own"
+                    "that both are in one stage, give each its own, or use Pipeline.split, which hands them on"
                 )
 
     def _check_stages(self) -> None:
         for stage in range(self.num_stages):
             if not any(True for number in self.span(stage) for _ in self[number].parameters()):
-                raise JobError(f"Pipeline: {self._where(stage)}, has no parameters; cut the model elsewhere")
+                raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")

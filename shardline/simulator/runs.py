@@ -17,9 +17,9 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES
-from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel
 from shardline.pipeline.runner import AtHome, StageRunner
+from shardline.pipeline.staged import StagedModel
 from shardline.simulator.simulation import StageCosts
 from shardline.simulator.times import Measured, Times
 
@@ -64,7 +64,7 @@ class _Counting(AtHome):
 def measure_stages(job: Job, model: nn.Module) -> StageCosts:
     """Run some steps of a job in stages here, one pass after another. Raises what the job's own code raises."""
     before, home = torch.get_num_threads(), _Counting()
-    if not isinstance(model, Pipeline):
+    if not isinstance(model, StagedModel):
         raise UsageError(f"pipeline {job.pipeline} needs a model in stages: shardline.Pipeline([...], stages=...)")
     torch.set_num_threads(job.threads)
     try:

@@ -20,6 +20,7 @@ from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome, StageRunner
+from shardline.pipeline.staged import StagedModel
 from shardline.seams import doc_line
 from tests.support.pipelines import Mail, run_workers, stages_of
 
@@ -111,15 +112,82 @@ def cut_off_layers() -> list[nn.Module]:
     return [nn.Linear(12, 12), nn.Linear(12, 12), Counted(), nn.Linear(12, 4)]
 
 
+class Skips(nn.Module):
+    """Like a U-Net: what the first blocks make goes to the last ones, past those between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(12) for _ in range(3)])
+        self.up = nn.ModuleList([nn.Linear(24, 12) for _ in range(3)])
+        self.drop = nn.Dropout(0.3)
+        self.out = nn.Linear(12, 4)
+        self.register_buffer("scale", torch.full((12,), 0.5))
+
+    def forward(self, values: torch.Tensor, *, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = []
+        for down, norm in zip(self.down, self.norms, strict=True):
+            values = self.drop(norm(down(values)).relu_())
+            seen.append(values)
+        for up in self.up:
+            values = up(torch.cat([values * self.scale, seen.pop()], 1)) + torch.rand(12) + noise
+        return {"logits": self.out(values), "size": values.square().mean()}
+
+
+def skips() -> nn.Module:
+    noise = {"noise": torch.zeros(4, 12)}
+    cuts = ["down.1", "norms.2", "up.1", "out"]
+    return Pipeline.split(Skips(), torch.zeros(4, 12), cuts=cuts, example_kwargs=noise)
+
+
+def skips_loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    found = model(batch[0], noise=torch.randn(4, 12))
+    return nn.functional.cross_entropy(found["logits"], batch[1]) + found["size"]
+
+
+class Words(nn.Module):
+    """A small transformer whose head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True) for _ in range(3)])
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        mask = torch.full((12, 12), -torch.inf, device=words.device).triu(1)
+        values = self.embed(words)
+        for block in self.blocks:
+            values = block(values, src_mask=mask, is_causal=True)
+        return self.head(values)  # type: ignore[no-any-return]
+
+
+def words() -> nn.Module:
+    return Pipeline.split(Words(), torch.zeros(4, 12, dtype=torch.int64), cuts=["blocks.1", "blocks.2"])
+
+
+def words_loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    found = (batch[0] * 3).long() % 9
+    return nn.functional.cross_entropy(model(found).flatten(0, 1), found.roll(-1, 1).flatten())
+
+
 def frozen_layers() -> list[nn.Module]:
     layers = plain_layers()
     layers[0].weight.requires_grad_(False)
     return layers
 
 
-def job_of(layers: Callable[[], list[nn.Module]], cuts: list[int], **fields: object) -> Job:
+def job_of(layers: Callable[[], list[nn.Module] | nn.Module], cuts: list[int], **fields: object) -> Job:
+    """A job with these layers in stages, or with this model, which knows its stages."""
+
+    def model() -> nn.Module:
+        made = layers()
+        return made if isinstance(made, nn.Module) else Pipeline(made, stages=cuts)
+
+    used = {skips: skips_loss, words: words_loss}.get(layers, loss)
     given = {"batch_size": 4, "accumulate": 3, "steps": 4, "optimizer": "SGD", "optimizer_args": {"lr": 0.1}, **fields}
-    return Job(model=lambda: Pipeline(layers(), stages=cuts), loss=loss, dataset=Points(), **given)  # type: ignore[arg-type]
+    return Job(model=model, loss=used, dataset=Points(), **given)  # type: ignore[arg-type]
 
 
 def play(schedule: PipelineSchedule, stages: int, microbatches: int) -> int:
@@ -194,6 +262,8 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         pytest.param(several_layers, [2, 3, 4], id="several tensors, some twice, some unused"),
         pytest.param(several_layers, [1, 5], id="several tensors inside of a stage"),
         pytest.param(cut_off_layers, [1, 2], id="no gradient comes back"),
+        pytest.param(skips, [], id="traced, with skip connections"),
+        pytest.param(words, [], id="traced, with tied weights"),
     ],
 )
 def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
@@ -201,7 +271,7 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
 ) -> None:
     job = job_of(layers, cuts)
     whole, parts = job.build_model(), job.build_model()
-    assert isinstance(parts, Pipeline)
+    assert isinstance(parts, StagedModel)
     home = AtHome()
     runner = StageRunner(parts, job, BatchSource(job), schedule, home)
     for step in range(3):

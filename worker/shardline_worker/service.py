@@ -15,9 +15,9 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
-from shardline.pipeline.model import Pipeline
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import StageRunner
+from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
 
 log = logging.getLogger("shardline.worker")
@@ -50,10 +50,10 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)
     schedule = pipeline.of(spec)
-    if isinstance(model, Pipeline) and isinstance(schedule, pipeline.Unbroken):
+    if isinstance(model, StagedModel) and isinstance(schedule, pipeline.Unbroken):
         train_stream(session, optimizer, model, job, schedule)
         return
-    if isinstance(model, Pipeline) and schedule.staged:
+    if isinstance(model, StagedModel) and schedule.staged:
         train_stages(session, optimizer, StageRunner(model, job, source, schedule, session.parcels))
         return
     for step in session.steps():
@@ -79,7 +79,7 @@ def train_stages(session: Session, optimizer: ShardlineOptimizer, runner: StageR
 
 
 def train_stream(
-    session: Session, optimizer: ShardlineOptimizer, model: Pipeline, job: Job, schedule: pipeline.Unbroken
+    session: Session, optimizer: ShardlineOptimizer, model: StagedModel, job: Job, schedule: pipeline.Unbroken
 ) -> None:
     """The same without a flush: what is computed of later steps stays in the runner."""
 
