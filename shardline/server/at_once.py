@@ -1,64 +1,30 @@
-"""Small steps are answered where they are read: on the loop, without a task, a queue or a wake-up in between.
+"""Steps in one request are answered where they are read: on the loop, without tasks and queues in between.
 
-A call that is a single request, with a push that the loop counts and a pull that this push completes, needs nothing of
-what PushPullTalk keeps for long streams. The same coroutines run; usually they have nothing to wait for.
+A call that is a single request, with a push whose gradients stay in place or are small and the pull that follows, needs
+nothing of what PushPullTalk keeps for long streams. The same coroutines run. In a small step they have nothing to wait
+for; in others one task waits until all buckets are counted, and answers with all of them in one message.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
 
+from shardline.host.started import Started
 from shardline.lanes.attachments import Attachments
 from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.server.admission import attachment_of
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
+from shardline.server.conversation import is_soon_whole
 from shardline.server.incoming_push import PushResult, gradient_kind
-from shardline.server.inline_apply import applies_inline
-from shardline.server.pull_sender import SHARED_CALL, pull, ready_reply
+from shardline.server.pull_sender import SHARED_CALL, STATES_PER_FRAME, pull, ready_reply
 from shardline.server.push_receiver import PushReceiver
 from shardline.wire.protobuf import PushFrameView, ReplyView, RequestView, write_reply
 
-T = TypeVar("T")
 
-
-class Started(Generic[T]):
-    """A coroutine that has run up to its first wait, without a task. On the loop.
-
-    ended: it had nothing to wait for; `result` is what it returned. Raises what the coroutine raises.
-    """
-
-    result: T
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._coroutine = coroutine
-        self._awaited: Any = None
-        self.ended = False
-        try:
-            self._awaited = coroutine.send(None)
-        except StopIteration as end:
-            self.ended, self.result = True, end.value
-
-    @types.coroutine
-    def rest(self) -> Generator[Any, Any, T]:
-        """The rest of it, for a task."""
-        while not self.ended:
-            try:
-                try:
-                    sent = yield self._awaited
-                except BaseException as error:
-                    self._awaited = self._coroutine.throw(error)
-                else:
-                    self._awaited = self._coroutine.send(sent)
-            except StopIteration as end:
-                self.ended, self.result = True, end.value
-        return self.result
-
-
-class SmallSteps:
-    """Answers calls that are one small push, and the pull of the step that it completes. Used on the server's loop.
+class SingleRequests:
+    """Answers calls that are one push, in place or small, and the pull that follows. Used on the server's loop.
 
     on_push: called with the result of every push that has ended.
     """
@@ -76,12 +42,12 @@ class SmallSteps:
         self._on_push = on_push
 
     def answer(self, request: RequestView) -> Answered | None:
-        """The replies so far, and what is left to do; None if this request is not a small step: nothing was done.
+        """The replies so far, and what is left to do. None if this is no such request: nothing was done.
 
         Raises the error that ends the call.
         """
         frame = request.push
-        if request.error is not None or frame is None or not self._is_small(frame):
+        if request.error is not None or frame is None or not self._fits(frame):
             return None
         receiver = PushReceiver(self._backend, self._attachments, spawn=_never)
         try:
@@ -92,17 +58,11 @@ class SmallSteps:
             Started(receiver.abandon())
             raise
         assert push.result is not None, "a frame with a commit ends its push"
-        ack = self._counted(push.result)
-        if request.pull is None:
-            return Answered([ack], None)
-        served = ready_reply(self._backend, self._attachments, request.pull, outer=SHARED_CALL)
-        if served is None:
-            return Answered([ack], self._rest(request, receiver, None))
-        # Fields of one message may be in any order.
-        return Answered([served + ack], None)
+        reply, served = self._replied(push.result, request)
+        return Answered([reply], None if served else self._rest(request, receiver, None))
 
-    def _is_small(self, frame: PushFrameView) -> bool:
-        """Whether a frame is a whole push of gradients in place that the loop counts."""
+    def _fits(self, frame: PushFrameView) -> bool:
+        """Whether a frame is a whole push of gradients that a single message answers: in place, or small."""
         header, commit = frame.header, frame.commit
         if header is None or commit is None or not frame.refs or frame.chunk is not None or frame.bucket is not None:
             return False
@@ -111,15 +71,21 @@ class SmallSteps:
             return False
         if header.empty_buckets or commit.empty_buckets:
             return False
-        numbers = [ref.bucket.bucket for ref in frame.refs]
-        if max(numbers) >= len(shard.buckets) or not applies_inline(shard, numbers):
-            return False
         attachment = attachment_of(self._attachments, header.data)
-        return attachment is not None and attachment.borrowed
+        if attachment is None:
+            return False
+        # With more, the first should be answered while the last are counted.
+        return len(frame.refs) <= STATES_PER_FRAME if attachment.borrowed else is_soon_whole(frame)
 
-    def _counted(self, result: PushResult) -> bytes:
+    def _replied(self, result: PushResult, request: RequestView) -> tuple[bytes, bool]:
+        """A message with the ack of a push, and with the answer of the pull if it is ready; whether nothing is left."""
         self._on_push(result)
-        return write_reply(ReplyView(ack=result.ack))
+        ack = write_reply(ReplyView(ack=result.ack))
+        if request.pull is None:
+            return ack, True
+        served = ready_reply(self._backend, self._attachments, request.pull, outer=SHARED_CALL)
+        # Fields of one message may be in any order.
+        return (ack, False) if served is None else (served + ack, True)
 
     def _rest(
         self, request: RequestView, receiver: PushReceiver, push: Started[PushResult | None] | None
@@ -137,7 +103,10 @@ class SmallSteps:
                     finally:
                         await receiver.abandon()
                     assert result is not None, "a frame with a commit ends its push"
-                    await call.write(writer, self._counted(result))
+                    reply, served = self._replied(result, request)
+                    await call.write(writer, reply)
+                    if served:
+                        return
                 if request.pull is not None:
                     async for message in pull(self._backend, self._attachments, request.pull, outer=SHARED_CALL):
                         await call.write(writer, message)

@@ -18,7 +18,7 @@ from shardline.rpc import errors as rpc_errors
 from shardline.rpc.messages.data import lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.admission import admit_data, holder_of, outcome_to_proto
-from shardline.server.at_once import SmallSteps
+from shardline.server.at_once import SingleRequests
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import PushPullTalk, Replies, readable
@@ -41,7 +41,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         self._attachments = attachments
         self._on_push = on_push
         self.calls = OpenCalls()
-        self._small = SmallSteps(backend, attachments, self.calls, on_push)
+        self._single = SingleRequests(backend, attachments, self.calls, on_push)
 
     @rpc_errors.unary
     async def OpenLane(
@@ -121,9 +121,9 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             raise
 
     def answer_at_once(self, request: RequestView) -> Answered | None:
-        """The same for a small step, as far as it need not wait; None = it is none. Raises like answer()."""
+        """The same for a step in one request, as far as it need not wait; None = it is none. Raises like answer()."""
         try:
-            return self._small.answer(request)
+            return self._single.answer(request)
         except Exception as error:
             rpc_errors.count_refusal(self, "PushPull", error)
             raise

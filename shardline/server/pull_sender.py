@@ -15,12 +15,14 @@ from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
+from shardline.host.started import Started
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.server.inline_apply import QUICK_BYTES
 from shardline.storage.base import ParameterBlock
 from shardline.storage.writes import Intact
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
@@ -243,7 +245,7 @@ def ready_reply(
 ) -> bytes | None:
     """The whole answer of a pull as one message, if all that it asks for can be referred to now; None = see pull().
 
-    Raises ProtocolError, UnreachableError.
+    Bytes that don't stay in place are sent if they are few. Raises ProtocolError, UnreachableError.
     """
     if admit_data(backend, request.data, init=False).outcome is not Outcome.SERVED:
         return None
@@ -251,18 +253,27 @@ def ready_reply(
     _wait_s(request)
     attachment, coding = attachment_of(attachments, request.data), backend.coding.pull
     wanted = wanted_buckets(shard, request)
-    if attachment is None or not attachment.borrowed or not wanted or not may_refer(shard, want, coding):
+    if attachment is None or not wanted or not may_refer(shard, want, coding):
         return None
-    states, raw_bytes = [], 0
+    buckets, raw_bytes, wire_bytes = [], 0, 0
     for number in wanted:
         found = refer_bucket(shard, want, coding, attachment, number)
-        if isinstance(found, Outcome) or len(found.payload):
+        if isinstance(found, Outcome):
             return None
-        states.append(found.state)
+        buckets.append(found)
         raw_bytes += found.raw_bytes
-    backend.count(pull_raw=raw_bytes)
-    backend.pulled(request.data.task, coding.name, attachment.lane, raw_bytes, 0, time.monotonic() - started_s)
-    return write_pull(PullFrameView(buckets=states, end=pull_end(backend, shard, Outcome.SERVED)), outer=outer)
+        wire_bytes += len(found.payload)
+        if wire_bytes > QUICK_BYTES:
+            return None
+    states = [found.state for found in buckets]
+    message = write_pull(PullFrameView(buckets=states, end=pull_end(backend, shard, Outcome.SERVED)), outer=outer)
+    for found in buckets:
+        if len(found.payload):
+            # They are queued; who asked for them waits for them, so there is no need to wait here.
+            Started(attachment.send(found.payload, found.intact)).close()
+    backend.count(pull_raw=raw_bytes, pull_wire=wire_bytes)
+    backend.pulled(request.data.task, coding.name, attachment.lane, raw_bytes, wire_bytes, time.monotonic() - started_s)
+    return message
 
 
 class _UnservedError(Exception):

@@ -47,13 +47,16 @@ def places(text: str) -> list[Place]:
 
 
 def rooms(way: str, lane: str = "grpc") -> list[Place]:
-    """The rows of a way, with the lane's own room in the row that is the lane's, without those of copies on shm."""
+    """The rows of a way, with the lane's own room in the row that is the lane's.
+
+    On shm without those of copies and streams.
+    """
     found = []
     for number, line in enumerate(re.findall(r"^\| \d+.*$", section(way), re.MULTILINE), start=1):
-        row = re.match(r"\| (\d+)(?: \((lane|copied)\))? \| ", line)
+        row = re.match(r"\| (\d+)(?: \((lane|copied|stream)\))? \| ", line)
         assert row is not None and int(row.group(1)) == number, line
         (place,) = places(line)
-        if row.group(2) != "copied" or lane != "shm":
+        if row.group(2) not in ("copied", "stream") or lane != "shm":
             found.append(rooms_of_lanes()[lane][way] if row.group(2) == "lane" and lane != "grpc" else place)
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import math
@@ -23,8 +22,7 @@ from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import inline_apply as quick
-from shardline.server import push_receiver
-from shardline.server.at_once import SmallSteps
+from shardline.server.at_once import SingleRequests
 from shardline.server.calls import OpenCalls
 from shardline.server.incoming_push import PushResult
 from shardline.server.push_receiver import NoRoomError, PushReceiver
@@ -601,7 +599,7 @@ def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int)
     run(main)
 
 
-# Small steps
+# Steps in one request
 
 
 class Published(Segment):
@@ -622,7 +620,7 @@ class Steps:
         self.attachments = Attachments()
         self.attachments.offer(PublishedOffer(encoded(store, 0)))
         self.calls, self.results = OpenCalls(), list[PushResult]()
-        self.small = SmallSteps(store, self.attachments, self.calls, self.results.append)
+        self.single = SingleRequests(store, self.attachments, self.calls, self.results.append)
         self.written: list[bytes] = []
 
     def request(self, worker: int, step: int = 0) -> RequestView:
@@ -653,7 +651,7 @@ def told(messages: list[bytes]) -> tuple[list[int], list[int]]:
 def test_a_small_step_is_answered_at_once_in_one_message() -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=1))
-        answered = steps.small.answer(steps.request(0))
+        answered = steps.single.answer(steps.request(0))
         assert answered is not None and answered.rest is None and len(answered.replies) == 1
         assert told(answered.replies) == ([common_pb2.OUTCOME_COUNTED], [1])
         assert [result.task for result in steps.results] == ["worker/0"]
@@ -667,13 +665,13 @@ def test_a_small_step_is_answered_at_once_in_one_message() -> None:
 def test_a_small_step_that_waits_for_others_is_acknowledged_at_once_and_served_when_they_came() -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=2))
-        first = steps.small.answer(steps.request(0))
+        first = steps.single.answer(steps.request(0))
         assert first is not None and first.rest is not None
         assert told(first.replies) == ([common_pb2.OUTCOME_COUNTED], [])
         waiting = asyncio.create_task(first.rest(steps))
         await asyncio.sleep(0)
         assert [call.senders for call in steps.calls.open] == [{("worker/0", 1)}], "a fence can end it"
-        last = steps.small.answer(steps.request(1))
+        last = steps.single.answer(steps.request(1))
         assert last is not None and last.rest is None
         assert told(last.replies) == ([common_pb2.OUTCOME_COUNTED], [1])
         await waiting
@@ -684,28 +682,29 @@ def test_a_small_step_that_waits_for_others_is_acknowledged_at_once_and_served_w
     run(main)
 
 
-def test_a_small_step_that_can_not_be_counted_at_once_waits_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_threads_count_waits_in_a_task_and_is_answered_in_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=1))
-        # As if a thread had taken the bucket's lock right after the first look.
-        monkeypatch.setattr(push_receiver, "applies_inline", lambda shard, numbers: False)
-        answered = steps.small.answer(steps.request(0))
+        monkeypatch.setattr(quick, "QUICK_BYTES", NBYTES - 1)
+        answered = steps.single.answer(steps.request(0))
         assert answered is not None and answered.replies == [] and answered.rest is not None
         await answered.rest(steps)
-        assert told(steps.written) == ([common_pb2.OUTCOME_COUNTED], [1])
+        assert len(steps.written) == 1 and told(steps.written) == ([common_pb2.OUTCOME_COUNTED], [1])
         await nothing_is_left(steps.store)
         steps.store.close()
 
     run(main)
 
 
-def test_a_small_step_whose_wait_is_cancelled_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_wait_is_cancelled_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=2, threads=1))
-        monkeypatch.setattr(push_receiver, "applies_inline", lambda shard, numbers: False)
+        monkeypatch.setattr(quick, "QUICK_BYTES", NBYTES - 1)
         gate = threading.Event()
         blocked = steps.store.pool.submit(gate.wait, 20.0)
-        answered = steps.small.answer(steps.request(0))
+        answered = steps.single.answer(steps.request(0))
         assert answered is not None and answered.rest is not None
         task = asyncio.create_task(answered.rest(steps))
         await asyncio.sleep(0.01)
@@ -722,12 +721,12 @@ def test_a_small_step_whose_wait_is_cancelled_gives_everything_back(monkeypatch:
     run(main)
 
 
-def test_a_small_step_with_nan_ends_its_attachment() -> None:
+def test_a_step_with_nan_ends_its_attachment() -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=1))
         steps.attachments.offer(PublishedOffer(torch.full((ELEMENTS,), math.nan).numpy().tobytes()))
         with pytest.raises(NonFiniteError, match="t0"):
-            steps.small.answer(steps.request(0))
+            steps.single.answer(steps.request(0))
         assert steps.attachments.count() == {"shm": 0}
         assert torch.equal(steps.store.shards[0].buckets[0].values, torch.ones(ELEMENTS))
         await nothing_is_left(steps.store)
@@ -736,22 +735,17 @@ def test_a_small_step_with_nan_ends_its_attachment() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("change", ["large", "several requests", "asynchronous", "locked", "first values"])
-def test_what_is_no_small_step_is_left_alone(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["several requests", "asynchronous", "first values"])
+def test_what_is_no_step_in_one_request_is_left_alone(change: str) -> None:
     async def main() -> None:
         steps = Steps(make_store("async" if change == "asynchronous" else "sync", replicas=1))
-        request, lock = steps.request(0), contextlib.nullcontext()
+        request = steps.request(0)
         assert request.push is not None and request.push.header is not None
-        if change == "large":
-            monkeypatch.setattr(quick, "QUICK_BYTES", NBYTES - 1)
-        elif change == "several requests":
+        if change == "several requests":
             request.push.commit = None
-        elif change == "locked":
-            lock = steps.store.shards[0].buckets[0].lock  # type: ignore[assignment]
         elif change == "first values":
             request.push.header.kind = data_pb2.PUSH_KIND_INIT
-        with lock:
-            assert steps.small.answer(request) is None
+        assert steps.single.answer(request) is None
         assert not steps.results and steps.attachments.count() == {"shm": 1}
         steps.store.close()
 

@@ -218,7 +218,7 @@ def referred_requests(
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
     once the references of a batch are sent, on the same thread; a tcp lane sends the bytes then.
-    If is_one_message() is true, there is a single request.
+    If is_one_message() is true, there is a single request, and after() comes before it.
     """
     stays = attached.in_place
 
@@ -236,8 +236,9 @@ def referred_requests(
         items = gathered(push)
         frame = PushFrameView(header=push_header(sender, shard, push, attached), refs=refer(items))
         frame.commit = push_commit(push, len(items), sum(len(item.data) for item in items))
-        yield RequestView(pull=pull, push=frame)
+        # Before its reference: few bytes wait in the socket, and the shard need not wait for them.
         after(items)
+        yield RequestView(pull=pull, push=frame)
         return
     if pull is not None:
         yield RequestView(pull=pull)
