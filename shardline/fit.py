@@ -199,39 +199,62 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 
 def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int, workers: int | None) -> None:
     """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
-    chosen_pipeline = pipeline.of(job)
-    if not chosen_pipeline.staged:
+    if not pipeline.divided(job):
         return
+    chosen_pipeline = pipeline.of(job)
+    how = (
+        f"pipeline {chosen_pipeline}" if chosen_pipeline.staged else f"tensor_parallel over {pipeline.ranks(job)} ranks"
+    )
     if not mode.sums_in_tree or mode.drops_late:
         raise JobError(
-            f"pipeline {chosen_pipeline} takes every step with all stages of all replicas, but consistency {mode} "
-            "does not; choose consistency='sync' without spares"
+            f"{how} takes every step with all parts of all replicas, but consistency {mode} does not; choose "
+            "consistency='sync' without spares"
         )
     if not pace.streams:
         raise JobError(
-            f"cadence {pace} needs workers that have the whole model, but those of pipeline {chosen_pipeline} have a "
-            "stage; leave it out"
+            f"cadence {pace} needs workers that have the whole model, but those of {how} have a part of it; leave it "
+            "out"
         )
     if job.consistency.nan_policy == "skip":
         raise JobError(
-            f"nan_policy 'skip' is for workers that see all gradients of a replica, but those of pipeline "
-            f"{chosen_pipeline} see a stage's; choose nan_policy='stop'"
+            f"nan_policy 'skip' is for workers that see all gradients of a replica, but those of {how} see a part; "
+            "choose nan_policy='stop'"
         )
     keeping = next((one for one in codecs.of(job).ups if one.memory is not Memory.NONE), None)
     keeping = keeping or next((one for one in codecs.of(job).downs if one.shares_memory), None)
     if keeping is not None:
         raise JobError(
-            f"codec {keeping} remembers what it has sent, which moves with a stage when its worker dies; with pipeline "
-            f"{chosen_pipeline} choose a codec without memory, such as bf16 or int8"
+            f"codec {keeping} remembers what it has sent, which moves to another worker when its worker dies; with "
+            f"{how} choose a codec without memory, such as bf16 or int8"
         )
     if any(one.undecided for one in codecs.of(job).ups):
         raise JobError(
-            f"codec {job.codec} measures workers that have the whole model; with pipeline {chosen_pipeline} choose a "
-            "codec, such as bf16"
+            f"codec {job.codec} measures workers that have the whole model; with {how} choose a codec, such as bf16"
         )
     chosen_pipeline.check(pipeline.stages(job), job.accumulate)
+    ranks = pipeline.ranks(job)
+    if workers is not None and workers < ranks:
+        raise JobError(
+            f"tensor_parallel shares layers among {ranks} workers of one host, but the cluster has {workers}; start "
+            "more, or choose another tensor_ranks"
+        )
+    if ranks > 1 and job.hosts:
+        raise JobError(
+            "the Pipeline names the workers of each stage, but tensor_parallel makes teams of workers by itself; leave "
+            "`workers` out of the Pipeline, or tensor_parallel out of the job"
+        )
+    if ranks > 1 and job.apply == WORKER:
+        raise JobError(
+            f"with apply 'worker' every worker runs the optimizer on whole tensors, but those of {how} have a "
+            "part; leave `apply` out, or tensor_parallel"
+        )
     pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=workers)
     if not chosen_pipeline.flushes:
+        if ranks > 1:
+            raise JobError(
+                f"pipeline {chosen_pipeline} has no flush, and workers that share layers begin a step together; choose "
+                "pipeline='flush', or leave tensor_parallel out"
+            )
         _check_unbroken(job, standbys=standbys)
 
 

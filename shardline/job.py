@@ -44,7 +44,7 @@ from shardline.errors import JobError
 from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
-from shardline.pipeline import PIPELINES
+from shardline.pipeline import PIPELINES, across
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
@@ -101,6 +101,9 @@ class Job(Settings):
     """Which task a worker talks to for each shard."""
     pipeline: str | Resident = "whole-model"  # type: ignore[assignment]
     """How workers share the stages of a shardline.Pipeline, with `accumulate` microbatches per step."""
+    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
+    """Layers that `tensor_ranks` workers share, by pattern of their names: {"blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise"}, or {"blocks.*.mlp": "colwise/rowwise"}. See docs/tensor-parallel.md."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
@@ -129,6 +132,9 @@ class Job(Settings):
         _require(isinstance(self.codec_tensors, Mapping), "codec_tensors", self.codec_tensors, "give a dict")
         chosen = {str(pattern): methods.canonical("codec", codec) for pattern, codec in self.codec_tensors.items()}
         object.__setattr__(self, "codec_tensors", chosen)
+        shared = self.tensor_parallel
+        _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
+        across.check_choices({str(pattern): str(style) for pattern, style in shared.items()})
         check_settings(self)
         _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
@@ -247,6 +253,7 @@ class Job(Settings):
         tensors = assigned(tensors, self.codec_tensors)
         tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
+        tensors = across.cut(tensors, self.shared_layers(model), self.tensor_ranks)
         if self.samples:
             self.data_order()
         spec = JobSpec(
@@ -264,6 +271,12 @@ class Job(Settings):
         spec = divide(spec)
         check_fit(spec)
         return spec
+
+    def shared_layers(self, model: nn.Module) -> tuple[across.SharedLayer, ...]:
+        """The model's layers that workers share; () if tensor_ranks is 1. Raises JobError, see tensor_parallel."""
+        if self.tensor_ranks == 1:
+            return ()
+        return across.shared_layers(model, self.tensor_parallel)
 
     def _staged(self, model: nn.Module, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         """The tensors, each with its stage if there is a pipeline. Raises JobError for a model without stages."""

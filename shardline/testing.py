@@ -7,7 +7,8 @@ Synchronous: the R logical replicas, or those chosen for the step, run one after
 along the canonical tree, and a torch.optim object steps on the model's own parameters. Asynchronous: one worker's
 batches, one after another. Under an update rule other than the optimizer's own, the rule itself updates the parameters,
 like one server with one worker. In a pipeline without a flush, each stage computes with parameters as old as there, and
-the pipeline is empty where the training begins, or goes on from `start`.
+the pipeline is empty where the training begins, or goes on from `start`. Layers that workers share are refused: their
+sums are rounded in another order.
 """
 
 from __future__ import annotations
@@ -111,6 +112,11 @@ class _Run:
         self.spec: JobSpec = job.spec(self.model)
         if cadence.of(self.spec).ticks != 1 or self.spec.inner is not None:
             raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
+        if pipeline.ranks(self.spec) > 1:
+            raise JobError(
+                "reference() computes with whole layers, and a sum over ranks is rounded in another order; compare "
+                "with the job with tensor_ranks=1, up to rounding"
+            )
         self.plan: Plan = make_plan(self.spec.tensors, 1)
         values = named_values(self.model)
         kinds = {tensor.name: tensor.kind for tensor in self.spec.tensors}

@@ -153,4 +153,7 @@ job = Job(
     clip_norm=1.0,
     checkpoint_every=250,
     best_metric="bits_per_character",
+    # --set tensor_ranks=2 has two workers share each of these.
+    tensor_parallel={"blocks.*.mlp": "colwise/rowwise"},
+    tensor_ranks=1,
 )

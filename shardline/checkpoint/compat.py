@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardline import consistency
-from shardline.core.spec import JobSpec, TensorSpec
+from shardline.core.spec import JobSpec, TensorSpec, joined
 from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, JobError
 from shardline.update import chosen
@@ -35,18 +36,18 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
 
 def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
     """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
-    before, after = _flat(job_to_json(stored)), _flat(job_to_json(job))
+    before, after = (_flat(job_to_json(replace(one, tensors=joined(one.tensors)))) for one in (stored, job))
     return {
         path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
-        # Fragments follow from the cadence.
+        # Fragments follow from the cadence, and from who computes what.
         if before.get(path, "absent") != after.get(path, "absent") and not path.endswith(".fragment")
     }
 
 
 def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
-    before: dict[str, TensorSpec] = {tensor.name: tensor for tensor in stored.tensors}
-    after: dict[str, TensorSpec] = {tensor.name: tensor for tensor in job.tensors}
+    before: dict[str, TensorSpec] = {tensor.name: tensor for tensor in joined(stored.tensors)}
+    after: dict[str, TensorSpec] = {tensor.name: tensor for tensor in joined(job.tensors)}
     out = [f"tensor {name!r} is in the job but not in the checkpoint" for name in after if name not in before]
     out += [f"tensor {name!r} is in the checkpoint but not in the job" for name in before if name not in after]
     for name, new in after.items():

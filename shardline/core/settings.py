@@ -59,6 +59,9 @@ class Settings:
     cadence: str = setting("every-step", doc="When a worker exchanges with the servers, and what it sends.")
     topology: str = setting("flat", doc="Which tasks a worker exchanges with.")
     pipeline: str = setting("whole-model", doc="How workers share the layers of a model.")
+    tensor_ranks: int = setting(
+        2, lowest=1, doc="Workers that share each layer in `tensor_parallel`; 1 = none is shared."
+    )
 
     def settings(self) -> dict[str, Any]:
         """The values of the fields declared here, to make another object with the same settings."""

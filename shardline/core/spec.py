@@ -86,6 +86,14 @@ class TensorSpec:
     parameters have 0; or by the workers of a stage, see shardline.pipeline."""
     codec: str = ""
     """The codec of its gradients and parameters; "" = the job's."""
+    part_of: str = ""
+    """The state_dict name of the tensor that this is a part of, where workers share a layer; "" = it is whole."""
+    part_dim: int = 0
+    """The dimension along which that tensor is cut into equal parts."""
+    part: int = 0
+    """Number of this part, which is also the rank of the workers that compute with it."""
+    parts: int = 0
+    """Number of parts; 0 = it is whole."""
 
     @property
     def elements(self) -> int:
@@ -223,6 +231,44 @@ def differences(ours: JobSpec, theirs: JobSpec, *, where: str = "in the job", li
     if len(phrases) > limit:
         phrases[limit:] = [f"and {len(phrases) - limit} more"]
     return phrases
+
+
+def parts_of(tensor: TensorSpec, dim: int, count: int) -> tuple[TensorSpec, ...]:
+    """A tensor cut into this many equal parts along a dimension, whose size is a multiple of it."""
+    shape = list(tensor.shape)
+    shape[dim] //= count
+    return tuple(
+        dataclasses.replace(
+            tensor,
+            name=f"{tensor.name}[{part}/{count}]",
+            shape=tuple(shape),
+            part_of=tensor.name,
+            part_dim=dim,
+            part=part,
+            parts=count,
+        )
+        for part in range(count)
+    )
+
+
+def joined(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The tensors of the state_dict: parts of one put together."""
+    found = []
+    for tensor in tensors:
+        if not tensor.parts:
+            found.append(tensor)
+        elif tensor.part == 0:
+            shape = list(tensor.shape)
+            shape[tensor.part_dim] *= tensor.parts
+            whole = TensorSpec(name=tensor.part_of, shape=tuple(shape), dtype=tensor.dtype, kind=tensor.kind)
+            found.append(dataclasses.replace(whole, group=tensor.group, codec=tensor.codec))
+    return tuple(found)
+
+
+def span_of_part(tensor: TensorSpec) -> tuple[int, int]:
+    """(first index, length) of a part along the dimension in which its tensor is cut."""
+    length = tensor.shape[tensor.part_dim]
+    return tensor.part * length, length
 
 
 def names(tensors: Sequence[TensorSpec]) -> list[str]:

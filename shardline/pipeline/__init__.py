@@ -1,7 +1,8 @@
 """Pipelines: models cut into stages, each computed by another worker. One file per schedule, listed in PIPELINES.
 
-A unit is one stage of one replica, the smallest part of a step that a worker can be given. Units are numbered stage by
-stage, so that workers with several have the same stage of several replicas rather than several stages of one.
+A unit is one stage of one replica, the smallest part of a step that a worker can be given; where workers share layers,
+one rank of it. Units are numbered rank by rank, and stage by stage within a rank, so that workers with several have the
+same stage of several replicas rather than several stages of one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
+from shardline.pipeline.across import parts
 from shardline.pipeline.base import Pass, PipelineSchedule, bubble
 from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
 from shardline.pipeline.schedules.double_buffer import DoubleBuffer
@@ -32,24 +34,46 @@ def of(job: JobSpec) -> PipelineSchedule:
 
 def stages(job: JobSpec) -> int:
     """Number of stages of a job's model; 1 without a pipeline. Every stage has tensors of its own."""
-    return 1 + max(tensor.fragment for tensor in job.tensors) if of(job).staged else 1
+    if not of(job).staged:
+        return 1
+    return 1 + max(tensor.fragment for tensor in job.tensors) // parts.width(ranks(job))
 
 
-def units(job: JobSpec) -> int:
-    """Number of units of a job: its replicas, where there is no pipeline."""
+def ranks(job: JobSpec) -> int:
+    """Number of workers that share each layer in `tensor_parallel`; 1 if none is shared."""
+    return parts.ranks_of(job.tensors)
+
+
+def divided(job: JobSpec) -> bool:
+    """Whether a worker computes only a part of a replica's step: some stages, or a rank."""
+    return of(job).staged or ranks(job) > 1
+
+
+def cells(job: JobSpec) -> int:
+    """Number of stages of all replicas: what workers that share layers compute together."""
     return job.replicas * stages(job)
 
 
-def unit_of(job: JobSpec, stage: int, replica: int) -> int:
+def units(job: JobSpec) -> int:
+    """Number of units of a job: its replicas, where a worker computes the whole model."""
+    return cells(job) * ranks(job)
+
+
+def unit_of(job: JobSpec, stage: int, replica: int, rank: int = 0) -> int:
     """Number of a unit."""
-    return stage * job.replicas + replica
+    return rank * cells(job) + stage * job.replicas + replica
+
+
+def rank_of(job: JobSpec, owned: Iterable[int]) -> int:
+    """The rank of a worker with these units, which all have the same; 0 without any."""
+    return min(owned, default=0) // cells(job)
 
 
 def by_replica(job: JobSpec, owned: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
     """The stages among some units, ascending, by replica."""
     found: dict[int, list[int]] = {}
     for unit in sorted(owned):
-        found.setdefault(unit % job.replicas, []).append(unit // job.replicas)
+        found.setdefault(unit % job.replicas, []).append(unit % cells(job) // job.replicas)
     return {replica: tuple(found[replica]) for replica in sorted(found)}
 
 
@@ -59,19 +83,40 @@ def planned(job: JobSpec) -> dict[int, str]:
 
 
 def share_of(job: JobSpec, plan: Plan, owned: Iterable[int]) -> Share:
-    """What a worker with these units exchanges."""
-    found = by_replica(job, owned)
-    return Share(plan, found, stages=found if of(job).staged else None)
+    """What a worker with these units exchanges. What all ranks have, all pull, and rank 0 pushes."""
+    own = list(owned)
+    found = by_replica(job, own)
+    if not divided(job):
+        return Share(plan, found)
+    count, rank = ranks(job), rank_of(job, own)
+    shared = {stage: parts.fragment(stage, count, None) for stages_ in found.values() for stage in stages_}
+    parted = {stage: parts.fragment(stage, count, rank) for stage in shared} if count > 1 else {}
+    pushed = {
+        stage: [*([shared[stage]] if rank == 0 else []), *([parted[stage]] if parted else [])] for stage in shared
+    }
+    return Share(
+        plan,
+        found,
+        fragments={replica: [one for stage in own_ for one in pushed[stage]] for replica, own_ in found.items()},
+        pulled=shared.values(),
+    )
 
 
 def named(job: JobSpec, owned: Sequence[int]) -> str:
-    """Units for messages: "replicas 0, 1", or in a pipeline "stage 1 of replicas 0, 1"."""
-    if not of(job).staged:
+    """Units for messages: "replicas 0, 1", "stage 1 of replicas 0, 1", "rank 0 of replica 0"."""
+    if not divided(job):
         return _numbered("replica", owned)
     found: dict[int, list[int]] = {}
     for unit in sorted(owned):
         found.setdefault(unit // job.replicas, []).append(unit % job.replicas)
-    return ", ".join(f"stage {stage} of {_numbered('replica', replicas)}" for stage, replicas in found.items())
+    return ", ".join(f"{_part(job, part)} of {_numbered('replica', replicas)}" for part, replicas in found.items())
+
+
+def _part(job: JobSpec, number: int) -> str:
+    """Which part of a replica's step a unit is: its number without the replica."""
+    rank, stage = divmod(number, stages(job))
+    names = [f"rank {rank}"] if ranks(job) > 1 else []
+    return " of ".join([*names, f"stage {stage}"] if of(job).staged else names)
 
 
 def _numbered(what: str, numbers: Sequence[int]) -> str:
@@ -93,10 +138,14 @@ __all__ = [
     "assign_hosts",
     "bubble",
     "by_replica",
+    "cells",
     "check_hosts",
+    "divided",
     "named",
     "of",
     "planned",
+    "rank_of",
+    "ranks",
     "share_of",
     "stages",
     "unit_of",

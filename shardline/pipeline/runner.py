@@ -13,6 +13,9 @@ from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
+Unit = tuple[int, int]
+"""(replica, stage)."""
+
 
 class StageRunner:
     """Computes some stages of some replicas, one step at a time, for schedules with a flush. Used by one thread.
@@ -68,20 +71,25 @@ class StageRunner:
             for stage in own
         }
         while todo:
-            first = {unit: (At(step, *unit, passes[0].microbatch), passes[0]) for unit, passes in todo.items()}
-            ready = [unit for unit, (at, one) in first.items() if work.ready(at, back=one.back)]
-            if not ready:
-                needed = [work.needs(at, back=one.back) for at, one in first.values()]
-                self._parcels.wait([key for key in needed if key is not None])
-                continue
             # The last stages first: what they send back frees memory. Then the replica that has most to do.
-            unit = min(ready, key=lambda unit: (-unit[1], -len(todo[unit]), unit[0]))
+            units = sorted(todo, key=lambda unit: (-unit[1], -len(todo[unit]), unit[0]))
+            first = {unit: (At(step, *unit, todo[unit][0].microbatch), todo[unit][0]) for unit in units}
+            unit = self.choose(first)
             at, one = first[unit]
             todo[unit].popleft()
             self._pass(at, one, totals)
             if not todo[unit]:
                 del todo[unit]
         return totals
+
+    def choose(self, first: Mapping[Unit, tuple[At, Pass]]) -> Unit:
+        """The first of these units whose next pass has what it needs, once one has. Raises what Parcels.wait() does."""
+        while True:
+            for unit, (at, one) in first.items():
+                if self._work.ready(at, back=one.back):
+                    return unit
+            needed = [self._work.needs(at, back=one.back) for at, one in first.values()]
+            self._parcels.wait([key for key in needed if key is not None])
 
     def _pass(self, at: At, one: Pass, totals: dict[int, float]) -> None:
         if one.back:

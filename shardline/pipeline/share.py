@@ -13,23 +13,30 @@ Key = tuple[int, int]
 
 
 class Share:
-    """Buckets of a plan that a worker pushes and pulls: all of them, or in a pipeline those of its units."""
+    """Buckets of a plan that a worker pushes and pulls: all of them, or those of the fragments that it computes."""
 
     def __init__(
-        self, plan: Plan, replicas: Iterable[int] = (), *, stages: Mapping[int, Sequence[int]] | None = None
+        self,
+        plan: Plan,
+        replicas: Iterable[int] = (),
+        *,
+        fragments: Mapping[int, Sequence[int]] | None = None,
+        pulled: Iterable[int] = (),
     ) -> None:
-        """replicas: the worker's. stages: by replica; None = the whole model."""
+        """replicas: the worker's. fragments: by replica, to push and pull; None = the whole model. pulled: more
+        fragments to pull, that others push.
+        """
         self.replicas = sorted(replicas)
-        self.partial = stages is not None
+        self.partial = fragments is not None
         """Only some buckets. Those of one worker's replicas may differ, so that their gradients are not added up."""
-        self._stages = {replica: frozenset(own) for replica, own in (stages or {}).items()}
+        self._fragments = {replica: frozenset(own) for replica, own in (fragments or {}).items()}
         self._all = [
             ((s, b), plan.tensors[bucket.slices[0].tensor].fragment)
             for s, shard in enumerate(plan.shards)
             for b, bucket in enumerate(shard.buckets)
         ]
-        own = frozenset[int]().union(*self._stages.values())
-        self.keys = [key for key, stage in self._all if not self.partial or stage in own]
+        own = frozenset(pulled).union(*self._fragments.values())
+        self.keys = [key for key, fragment in self._all if not self.partial or fragment in own]
         """Every bucket that is pulled, in the plan's order."""
         self._shards = sorted({shard for shard, _ in self.keys})
 
@@ -37,8 +44,8 @@ class Share:
         """Buckets to which this replica's part of a step contributes."""
         if not self.partial:
             return self.keys
-        stages = self._stages.get(replica, frozenset())
-        return [key for key, stage in self._all if stage in stages]
+        fragments = self._fragments.get(replica, frozenset())
+        return [key for key, fragment in self._all if fragment in fragments]
 
     def asks(self, want: Want) -> Mapping[int, Want]:
         """A pull of these buckets, by shard."""

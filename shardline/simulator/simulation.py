@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline import cadence as cadences
-from shardline import codecs, consistency
+from shardline import codecs, consistency, pipeline
 from shardline import topology as topologies
 from shardline.codecs import coding_of
 from shardline.consistency import Consistency
@@ -97,6 +97,11 @@ class Setup:
             raise UsageError(
                 f"topology {self.job.topology} can't be simulated: workers exchange with the servers themselves;"
                 f" choose {Flat()}"
+            )
+        if pipeline.ranks(self.job) > 1:
+            raise UsageError(
+                "layers that workers share can't be simulated; --set tensor_ranks=1 simulates the same job with "
+                "workers that have whole layers"
             )
         for what, count in (("workers", self.workers), ("servers", self.servers), ("steps", self.steps or 1)):
             if count < 1:

@@ -16,7 +16,7 @@ from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
-from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec, parts_of
 from shardline.errors import CheckpointError, UsageError
 from shardline.update import BucketRule, bucket_rule, chosen, rule, wants_whole
 from tests.support.checkpoints import (
@@ -53,6 +53,48 @@ def test_images_are_exact_on_another_plan(tmp_path: Path, shards: int, bucket_by
     checkpoint = store.open(7)
     for shard, expected in images_of(other, 7).items():
         assert_same_images(list(checkpoint.images(other, shard)), expected)
+
+
+def cuts_of(tensors: tuple[TensorSpec, ...], dims: tuple[int, ...], count: int) -> tuple[TensorSpec, ...]:
+    """The tensors, each in parts along the dimension given for it, if any."""
+    found: list[TensorSpec] = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        found += [tensor] if dim < 0 or count == 1 else parts_of(tensor, dim, count)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("first", [((0, 0, 1), 2), ((1, -1, 2), 4), ((-1, -1, -1), 1)], ids=str)
+@pytest.mark.parametrize("second", [((0, 0, 1), 4), ((1, 0, 0), 2), ((-1, -1, -1), 1)], ids=str)
+def test_tensors_in_parts_are_read_whole_and_in_other_parts(
+    tmp_path: Path, first: tuple[tuple[int, ...], int], second: tuple[tuple[int, ...], int]
+) -> None:
+    tensors = (spec("up", (400, 300)), spec("bias", (8,)), spec("deep", (4, 8, 12)))
+    jobs = [job_of(cuts_of(tensors, *cuts)) for cuts in (first, second)]
+    store = CheckpointStore(tmp_path, keep=2)
+    before = cut_of(jobs[0], step=3, plan=make_plan(jobs[0].tensors, 2, bucket_bytes=1 << 17))
+    store.commit(before)
+    checkpoint = store.open(3)
+    parts = state_of(jobs[0].tensors, 3)
+    whole = {}
+    for tensor in tensors:
+        own = [one for one in jobs[0].tensors if tensor.name in (one.name, one.part_of)]
+        joint = [parts[one.name] for one in own]
+        whole[tensor.name] = torch.cat(joint, own[0].part_dim) if len(joint) > 1 else joint[0]
+        assert torch.equal(checkpoint.tensor(tensor.name), whole[tensor.name]), tensor.name
+    assert list(checkpoint.state_dict()) == [tensor.name for tensor in tensors]
+    assert torch.equal(checkpoint.read_slice("up", 37, 201), whole["up"][37:238])
+    assert checkpoint.compatible(jobs[1]) == []
+    # Through images of the other cuts, and back.
+    plan = make_plan(jobs[1].tensors, 3, bucket_bytes=1 << 16)
+    images = {shard: list(checkpoint.images(plan, shard)) for shard in range(len(plan.shards))}
+    images = {shard: [dataclasses.replace(one, step=4) for one in held] for shard, held in images.items()}
+    store.commit(dataclasses.replace(before, job=jobs[1], plan=plan, step=4, versions=[3] * len(images), images=images))
+    after = store.open(4)
+    for tensor in tensors:
+        assert torch.equal(after.tensor(tensor.name), whole[tensor.name]), tensor.name
+        for state in checkpoint.states(tensor.name):
+            rows = (0, tensor.rows, state)
+            assert torch.equal(after.read_slice(tensor.name, *rows), checkpoint.read_slice(tensor.name, *rows))
 
 
 def test_every_dtype_and_shape_is_read_by_name_and_by_rows(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardline.core.orders import Phase
-from shardline.core.spec import TensorSpec
+from shardline.core.spec import JobSpec, TensorSpec
 from shardline.errors import JobError
 from shardline.fit import check_fit
 from shardline_chief.rules.actions import Cut, Restore
@@ -208,9 +208,13 @@ def test_the_next_chief_goes_back_since_it_cannot_know_who_had_what() -> None:
     assert cluster.finish is not None and cluster.finish.exit_code == 0
 
 
+def give(work: Work, lives: dict[str, int], job: JobSpec) -> None:
+    work.reassign(lives, job, machines=dict.fromkeys(lives, "here"), own=False)
+
+
 def test_where_workers_run_the_optimizer_one_that_has_other_stages_lacks_the_state_of_this_one() -> None:
     work, job = Work(), replace(make_job(apply="worker", replicas=2, pipeline="flush"), tensors=STAGED)
-    work.reassign({"worker/0": 1, "worker/1": 2, "worker/2": 3, "worker/3": 4}, job, own=False)
+    give(work, {"worker/0": 1, "worker/1": 2, "worker/2": 3, "worker/3": 4}, job)
     assert not work.unready
     owners = dict(work.assignment)
     assert len(owners) == 4
@@ -218,9 +222,9 @@ def test_where_workers_run_the_optimizer_one_that_has_other_stages_lacks_the_sta
     gone = owners[0]
     lives = {task: number for number, task in enumerate(("worker/0", "worker/1", "worker/2", "worker/3"), 1)}
     del lives[gone]
-    work.reassign(lives, job, own=False)
+    give(work, lives, job)
     (moved,) = work.moved
     assert moved == 0 and work.unready == (set() if work.assignment[0] == owners[1] else {0})
     # A worker that has given a replica away does not follow any more.
-    work.reassign({owners[2]: lives[owners[2]], owners[3]: lives[owners[3]]}, job, own=False)
+    give(work, {owners[2]: lives[owners[2]], owners[3]: lives[owners[3]]}, job)
     assert {0, 1} <= work.unready

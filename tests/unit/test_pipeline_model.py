@@ -146,7 +146,7 @@ def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
     ("fields", "sentence"),
     [
         ({"model": nn.Linear(4, 2)}, "pipeline gpipe needs a model in stages, but model.. returned a Linear"),
-        ({"consistency": "async"}, "takes every step with all stages of all replicas, but consistency async"),
+        ({"consistency": "async"}, "takes every step with all parts of all replicas, but consistency async"),
         ({"consistency": "sync:spares=1", "replicas": 3}, "but consistency sync:spares=1 does not"),
         ({"cadence": "diloco"}, "cadence diloco needs workers that have the whole model"),
         ({"nan_policy": "skip"}, "nan_policy 'skip' is for workers that see all gradients"),

@@ -25,11 +25,6 @@ CROWDED = {
 }
 """Folders of more modules than MODULES, with how many, and why."""
 ALLOWED: dict[str, tuple[int, int, str]] = {
-    "shardline/checkpoint/reader.py:Checkpoint": (
-        327,
-        28,
-        "public: what a person asks of a checkpoint, one short method each",
-    ),
     "shardline/cli/launcher.py:LocalCluster": (
         327,
         29,

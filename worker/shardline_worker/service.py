@@ -46,6 +46,13 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     """Join with the job's model, then run the replicas that the chief assigns, step by step."""
     model = job.build_model().to(session.device)
     spec = job.spec(model)
+    if pipeline.ranks(spec) > 1:
+        # Only here: torch.distributed takes a second to import.
+        from shardline_worker.ranks import RankWorker
+
+        RankWorker(session, job, model, spec).train()
+        _log_end(session)
+        return
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)

@@ -284,7 +284,7 @@ def parameters_digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of the parameters in a checkpoint, as hex; "" if it can't be read any more."""
     try:
         return params_sha256(
-            {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.job.tensors if spec.kind in _PARAMETERS}
+            {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.tensors if spec.kind in _PARAMETERS}
         )
     except CheckpointError as error:
         log.warning("no digest of the parameters: %s", error)

@@ -227,7 +227,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         try:
             checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
             first = True
-            for spec in checkpoint.job.tensors:
+            for spec in checkpoint.tensors:
                 async for frame in _tensor_frames(checkpoint, spec.name):
                     if first:
                         frame.step = step

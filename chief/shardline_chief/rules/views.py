@@ -55,8 +55,8 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
 
 
 def posts(state: State) -> tuple[Post, ...]:
-    """Who computes each unit of a pipeline; empty without one, and while a unit has nobody."""
-    if state.job is None or not pipeline.of(state.job).staged:
+    """Who computes each unit; empty where a worker computes the whole model, and while a unit has nobody."""
+    if state.job is None or not pipeline.divided(state.job):
         return ()
     members = [
         state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in range(pipeline.units(state.job))

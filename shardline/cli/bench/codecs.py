@@ -76,7 +76,7 @@ def gradients(flags: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], dict[st
     """The tensors of the job's model, and their gradients by name; random ones without a job."""
     import torch
 
-    from shardline.core.spec import TensorSpec
+    from shardline.core.spec import TensorSpec, joined
     from shardline.data import BatchSource, replica_gradients
     from shardline.job import load_job
 
@@ -97,7 +97,7 @@ def gradients(flags: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], dict[st
         if step < PASSES - 1:
             optimizer.step()
     found = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
-    return job.spec(model).tensors, found
+    return joined(job.spec(model).tensors), found
 
 
 def rows(found: Sequence[CodecFigures], link_bytes_per_s: float) -> list[tuple[str, ...]]:

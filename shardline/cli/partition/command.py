@@ -85,7 +85,7 @@ def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
 
     model = job.build_model()
     profile = read_profile(job, model, flags["profile"])
-    whole = replace(job, pipeline="whole-model")
+    whole = replace(job, pipeline="whole-model", tensor_ranks=1)
     spec = whole.spec(model)
     return Costs(
         profile=profile,

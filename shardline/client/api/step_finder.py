@@ -263,7 +263,7 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         assert self._place.view is not None
-        again = self._mode.leases_batches or not self.iterating or self._trainer.methods.unbroken
+        again = self._mode.leases_batches or not self.iterating or self._trainer.methods.resends
         if orders.timeline == self._place.view.timeline and again and not isinstance(error, Overtaken):
             # Sending again is harmless: what was counted is a duplicate.
             if not isinstance(error, Interrupted):

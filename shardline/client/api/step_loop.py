@@ -309,7 +309,7 @@ class StepLoop:
         self._accounted_s = time.monotonic()
         meter_step(self._metrics, self.trainer, figures, sent.reports, step_s, self.place.peers)
         last = pipeline.stages(self.trainer.job) - 1
-        for item in sent.reports:
+        for item in sent.reports if self.place.office.rank == 0 else ():
             if last and last not in self.place.office.stages(item.replica):
                 # Only the last stage knows the loss, and the chief counts one report per replica.
                 continue

@@ -87,7 +87,8 @@ class Workplace:
         self._config = config
         self._metrics = metrics
         self.office = PostOffice(config, metrics, still_open=still_open, settle=settle)
-        """Activations and gradients from and to other workers, where there is a pipeline."""
+        """The ties to other workers, where these compute parts of a replica's step."""
+        self.office.still_ordered = still_ordered
         self._wait_for = wait_for
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)

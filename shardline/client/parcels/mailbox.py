@@ -144,7 +144,9 @@ class Mailbox:
     def _origin(self, key: ParcelKey) -> Post | None:
         """Who sends such a parcel."""
         assert self._job is not None
-        unit = pipeline.unit_of(self._job, key.stage + (1 if key.back else -1), key.replica)
+        own = [unit for unit, post in enumerate(self._posts) if post.task == self._task]
+        rank = pipeline.rank_of(self._job, own)
+        unit = pipeline.unit_of(self._job, key.stage + (1 if key.back else -1), key.replica, rank)
         return self._posts[unit] if unit < len(self._posts) else None
 
     @staticmethod

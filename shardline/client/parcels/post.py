@@ -41,6 +41,10 @@ class PostOffice:
         settle: Callable[[], None],
     ) -> None:
         self.settle = settle
+        self.still_ordered: Callable[[], bool] = lambda: True
+        """Whether the orders are still those that the open step began with."""
+        self.on_interrupt: Callable[[], None] = lambda: None
+        """Called by interrupt(), to end other waits for workers."""
         self._config = config
         self._peers = Peers(config.timeouts, config.security)
         self._metrics = metrics
@@ -87,6 +91,7 @@ class PostOffice:
     def interrupt(self) -> None:
         """End waits: the orders have changed."""
         self.mailbox.interrupt()
+        self.on_interrupt()
 
     def here(self, key: ParcelKey) -> bool:
         """Whether a parcel has come."""
@@ -110,12 +115,26 @@ class PostOffice:
         """Timeline of the open step."""
         return self._timeline
 
+    @property
+    def rank(self) -> int:
+        """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
+        return pipeline.rank_of(self._job, self._own()) if self._job is not None else 0
+
+    def team(self) -> tuple[Post, ...]:
+        """The workers that share this one's layers in the open step, by rank. Raises StepAgain if there are none."""
+        own = self._own()
+        if self._job is None or not own:
+            raise StepAgain
+        return self._posts[own[0] % pipeline.cells(self._job) :: pipeline.cells(self._job)]
+
+    def _own(self) -> list[int]:
+        return [unit for unit, post in enumerate(self._posts) if post.task == self._config.task]
+
     def all_stages(self) -> dict[int, tuple[int, ...]]:
         """The stages that this worker computes in the open step, by replica."""
         if self._job is None:
             return {}
-        own = [unit for unit, post in enumerate(self._posts) if post.task == self._config.task]
-        return dict(pipeline.by_replica(self._job, own))
+        return dict(pipeline.by_replica(self._job, self._own()))
 
     def staleness(self, stage: int, steps: int) -> None:
         """See shardline.pipeline.stream.StageExchange."""
@@ -126,7 +145,7 @@ class PostOffice:
     def send(self, parcel: Parcel) -> None:
         """Hand a parcel over; it is delivered in the background."""
         assert self._job is not None
-        unit = pipeline.unit_of(self._job, parcel.key.stage, parcel.key.replica)
+        unit = pipeline.unit_of(self._job, parcel.key.stage, parcel.key.replica, self.rank)
         if unit >= len(self._posts):
             raise StepAgain
         post = self._posts[unit]
@@ -152,8 +171,9 @@ class PostOffice:
         return sender
 
     def passed(self, report: PassReport) -> None:
-        """Note a pass that was computed."""
-        self.passes.add(report)
+        """Note a pass that was computed. All ranks compute the same ones."""
+        if self.rank == 0:
+            self.passes.add(report)
 
     def server(self) -> RpcServer:
         """A server for this worker, which takes parcels in."""

@@ -118,8 +118,10 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
             "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
             f"{job.cadence} and {job.topology}"
         )
-    if pipeline.of(job).staged:
-        return f"zero_copy needs workers that pull the whole model; those of pipeline {job.pipeline} pull their stages"
+    if pipeline.divided(job):
+        return (
+            "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
+        )
     return ""
 
 

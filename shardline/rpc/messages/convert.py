@@ -171,6 +171,12 @@ def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
     at_most(len(message.aliases), MAX_ALIASES, f"aliases of tensor {message.name!r}")
     for alias in message.aliases:
         short(alias, f"alias of tensor {message.name!r}")
+    short(message.part_of, f"the tensor that {message.name!r} is a part of")
+    if message.parts and not (message.part < message.parts and message.part_dim < len(message.shape)):
+        raise ProtocolError(
+            f"tensor {message.name!r} is part {message.part} of {message.parts} along dimension {message.part_dim} of "
+            f"shape {tuple(message.shape)}, which does not exist"
+        )
     if any(size < 0 for size in message.shape):
         raise ProtocolError(f"tensor {message.name!r} has shape {tuple(message.shape)}; sizes can't be negative")
     if message.kind not in _KIND_FROM_PROTO:

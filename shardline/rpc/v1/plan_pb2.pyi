@@ -58,6 +58,10 @@ class TensorSpec(_message.Message):
     ALIASES_FIELD_NUMBER: _builtins.int
     FRAGMENT_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    PART_OF_FIELD_NUMBER: _builtins.int
+    PART_DIM_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's state_dict, unique in the job."""
     dtype: _common_pb2.DType.ValueType
@@ -70,6 +74,13 @@ class TensorSpec(_message.Message):
     """Part of the model that is exchanged at a time; see Cadence.fragments. 0 for buffers and frozen parameters."""
     codec: _builtins.str
     """The codec of its gradients and parameters; empty = the job's."""
+    part_of: _builtins.str
+    """Where workers share a layer: the state_dict name of the tensor of which this is one of `parts` equal parts, along
+    dimension part_dim; empty and 0 = it is whole.
+    """
+    part_dim: _builtins.int
+    part: _builtins.int
+    parts: _builtins.int
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -88,10 +99,14 @@ class TensorSpec(_message.Message):
         aliases: _abc.Iterable[_builtins.str] | None = ...,
         fragment: _builtins.int = ...,
         codec: _builtins.str = ...,
+        part_of: _builtins.str = ...,
+        part_dim: _builtins.int = ...,
+        part: _builtins.int = ...,
+        parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "kind", b"kind", "name", b"name", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "kind", b"kind", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

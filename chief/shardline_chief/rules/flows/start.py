@@ -179,6 +179,8 @@ class Start:
         replicas = f", {job.replicas} replicas" if state.mode.assigns_replicas else ""
         if pipeline.of(job).staged:
             replicas += f" in {pipeline.stages(job)} stages"
+        if pipeline.ranks(job) > 1:
+            replicas += f", layers shared by {pipeline.ranks(job)} ranks"
         sentence = f"training from step {state.progress.base_step} {until}: {job.consistency.mode}, {there} workers"
         state.say("running", sentence + replicas)
 

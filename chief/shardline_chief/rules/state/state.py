@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from shardline import codecs, consistency
+from shardline import codecs, consistency, pipeline
 from shardline.consistency import Consistency
 from shardline.core.orders import Phase
 from shardline.core.settings import EXACT
@@ -115,8 +115,10 @@ class State:
         self.figures.started_s = now_s
 
     def adopt(self, job: JobSpec) -> None:
-        """The job becomes known."""
+        """The job becomes known. It pauses with fewer workers than share a layer."""
         self.job = job
+        least = max(self.settings.min_workers, pipeline.ranks(job))
+        self.tasks.settings = dataclasses.replace(self.settings, min_workers=least)
         self.progress.mode = consistency.of(job.consistency)
 
     def emit(self, event: Event) -> None:
@@ -157,12 +159,14 @@ class State:
             moved.append(f"{sum(lease.count for lease in leases)} batches are assigned again")
         if self.phase not in (Phase.RUNNING, Phase.STOPPING):
             return moved
-        lives = {member.task: member.incarnation for member in self.tasks.trainers()}
+        trainers = self.tasks.trainers()
+        lives = {member.task: member.incarnation for member in trainers}
+        machines = {member.task: member.address.rpartition(":")[0] for member in trainers}
         self.work.most_trainers = max(self.work.most_trainers, len(lives))
         if self.job is None or not self.mode.assigns_replicas or self.tasks.too_few():
             return moved
         # A script's worker computes its own replica only.
-        return moved + self.work.reassign(lives, self.job, own=self.script)
+        return moved + self.work.reassign(lives, self.job, machines=machines, own=self.script)
 
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""

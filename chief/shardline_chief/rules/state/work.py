@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardline import pipeline
-from shardline.consistency.assignment import assign
+from shardline.consistency.assignment import assign_teams
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
 from shardline_chief.rules.state.leases import Leases
 
 
-def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -> dict[int, str]:
+def assigned(job: JobSpec, previous: Mapping[int, str], machines: Mapping[str, str]) -> dict[int, str]:
     """Task by unit: the one that the job's model names, or where it names none, about equally many for each.
 
-    living: tasks in order of index. {} if nobody is.
+    machines: host of each living task, in order of index. {} if nobody is.
     """
     named = pipeline.planned(job)
     if named:
-        return pipeline.assign_hosts(named, previous, living)
-    return assign(previous, living, pipeline.units(job))
+        return pipeline.assign_hosts(named, previous, list(machines))
+    return assign_teams(previous, machines, pipeline.cells(job), pipeline.ranks(job))
 
 
 class Work:
@@ -27,7 +27,7 @@ class Work:
 
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
-        """Unit -> task: replicas, or in a pipeline stages of replicas; see shardline.pipeline."""
+        """Unit -> task: replicas, or parts of them that workers share; see shardline.pipeline."""
         self.given: dict[int, set[int]] = {}
         """Units that each living incarnation has or had."""
         self.leases: Leases | None = None
@@ -53,16 +53,16 @@ class Work:
             return self.leases.has_given_batch(incarnation, report.step)
         return any(unit % replicas == report.replica for unit in self.given.get(incarnation, ()))
 
-    def reassign(self, lives: Mapping[str, int], job: JobSpec, *, own: bool) -> list[str]:
+    def reassign(self, lives: Mapping[str, int], job: JobSpec, *, machines: Mapping[str, str], own: bool) -> list[str]:
         """Assign the job's units to these tasks; returns a phrase for each task that gained some.
 
-        lives: incarnation by task. own: each worker keeps the replica of its own index.
+        lives: incarnation by task. machines: host by task. own: each worker keeps the replica of its own index.
         """
-        before, tasks = self.assignment, list(lives)
+        before = self.assignment
         if own:
-            self.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
+            self.assignment = {int(task.rpartition("/")[2]): task for task in lives}
         else:
-            self.assignment = assigned(job, before, tasks)
+            self.assignment = assigned(job, before, machines)
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
         # Who has the optimizer's state, where workers have it: those that have, or had last, a replica of the stage.
         ready = {(unit // max(1, job.replicas), life) for unit, life in self.holders.items()}

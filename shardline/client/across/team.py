@@ -1,0 +1,208 @@
+"""The workers that share layers, as a process group of torch.distributed over gloo, as long as all of them live."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardline.client.across.meeting import Meeting
+from shardline.client.overlap.watching import StepAgain
+from shardline.core.placement import Post
+from shardline.core.timeouts import Timeouts
+from shardline.errors import JobError, UnreachableError
+
+log = logging.getLogger("shardline.client")
+
+LOOPBACK = "127.0.0.1"
+MOST_FAILURES = 5
+"""Attempts in a row that may fail while the orders stay the same."""
+
+
+class Team:
+    """A worker and those that it shares layers with. Used by the session's thread, except interrupt().
+
+    still_ordered: whether the orders are still those that the open step began with.
+    """
+
+    def __init__(self, timeouts: Timeouts, still_ordered: Callable[[], bool]) -> None:
+        self._timeouts = timeouts
+        self._still_ordered = still_ordered
+        self._lock = threading.Lock()
+        self._members: tuple[Post, ...] = ()
+        self._rank = 0
+        self._mesh: DeviceMesh | None = None
+        self._inside = False
+        """Within together(), or in the middle of making a group."""
+        self._failures = 0
+        self._waiting_s = 0.0
+        self._told = False
+
+    def meet(self, members: tuple[Post, ...], rank: int, about: str) -> DeviceMesh:
+        """Leave the group there is, and make one of these workers, by rank, once all are about to begin the same.
+
+        Raises StepAgain if the step has to be found again, JobError if they are on several hosts, UnreachableError if
+        one of them lives and does not come.
+        """
+        self.leave()
+        hosts = {post.address.rpartition(":")[0] for post in members}
+        if len(hosts) > 1:
+            where = ", ".join(f"{post.task} at {post.address}" for post in members)
+            raise JobError(
+                f"workers that share layers have to be on one host, but these are not: {where}; start as many workers "
+                "as tensor_ranks on each host"
+            )
+        if members != self._members:
+            self._failures = 0
+        self._members, self._rank = members, rank
+        listener: list[socket.socket] = []
+        meeting = Meeting(
+            leader=f"{members[0].incarnation:x}",
+            rank=rank,
+            ranks=len(members),
+            about=about,
+            still_wanted=self._wait_for,
+        )
+        self._waiting_s, self._told = time.monotonic(), False
+        try:
+            port = meeting.meet(lambda: _listen(listener))
+            return self._join(port, listener[0] if listener else None)
+        finally:
+            for one in listener:
+                one.close()
+
+    def _wait_for(self, missing: list[int]) -> bool:
+        """Whether to go on waiting for these ranks."""
+        waited_s = time.monotonic() - self._waiting_s
+        who = ", ".join(f"{self._members[rank].task} (rank {rank})" for rank in missing)
+        if missing and waited_s > self._timeouts.join_s:
+            raise UnreachableError(f"{who} did not come to share layers with this worker within {waited_s:.0f} s")
+        if missing and waited_s >= self._timeouts.suspect_s and not self._told:
+            self._told = True
+            log.warning("waiting for %s since %.0f s, to share layers", who, waited_s)
+        return self._still_ordered()
+
+    def _join(self, port: int, listener: socket.socket | None) -> DeviceMesh:
+        if dist.is_initialized():
+            raise JobError("the job file uses torch.distributed itself, which tensor_parallel needs for its own groups")
+        # gloo otherwise asks for the host's name, which may lead anywhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        patience = datetime.timedelta(seconds=self._timeouts.total_s)
+        ranks = len(self._members)
+        self._inside = True
+        with self._leaving_after_errors():
+            try:
+                store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it at run time only
+                    LOOPBACK,
+                    port,
+                    ranks,
+                    listener is not None,
+                    timeout=patience,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach() if listener is not None else None,
+                )
+                dist.init_process_group("gloo", store=store, rank=self._rank, world_size=ranks, timeout=patience)
+                mesh = self._mesh = init_device_mesh("cpu", (ranks,))
+            finally:
+                self._inside = False
+        log.info("shares layers as rank %d with %s", self._rank, ", ".join(post.task for post in self._members))
+        return mesh
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around all that the group does: where a member is lost, or the orders change, StepAgain, without the group.
+
+        The others then miss this one, and begin again too. Raises UnreachableError if this happens again and again
+        while the orders stay the same.
+        """
+        with self._lock:
+            if self._mesh is None:
+                raise StepAgain
+            self._inside = True
+        with self._leaving_after_errors():
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._inside = False
+            if not self._still_ordered():
+                raise StepAgain
+        self._failures = 0
+
+    @contextlib.contextmanager
+    def _leaving_after_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.leave()
+            if not _is_of_group(error):
+                raise
+            self._failures += 1
+            if self._failures > MOST_FAILURES and self._still_ordered():
+                who = ", ".join(post.task for post in self._members)
+                raise UnreachableError(f"{who} can't compute together: {_root(error)}") from error
+            log.info("leaving the group of %s: %s", ", ".join(post.task for post in self._members), _root(error))
+            raise StepAgain from error
+        except BaseException:
+            self.leave()
+            raise
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The group, if there is one."""
+        return self._mesh
+
+    def interrupt(self) -> None:
+        """Leave the group unless it is computing: the orders have changed, and the others need not wait for this one.
+
+        Any thread may call this.
+        """
+        with self._lock:
+            if not self._inside:
+                self._close()
+
+    def leave(self) -> None:
+        """Leave the group; its other members notice."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        """With the lock: gloo closes its connections."""
+        self._mesh = None
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _listen(found: list[socket.socket]) -> int:
+    """A port of this host for the group's store."""
+    listener = socket.create_server((LOOPBACK, 0))
+    found.append(listener)
+    return int(listener.getsockname()[1])
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_group(error: BaseException) -> bool:
+    """Whether torch.distributed failed, rather than the job's own code."""
+    # gloo's errors are plain RuntimeErrors that begin with the place in its source.
+    return any(
+        isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and "gloo" in str(one).lower())
+        for one in _chain(error)
+    )
+
+
+def _root(error: BaseException) -> str:
+    return str(list(_chain(error))[-1]).splitlines()[0]

@@ -1,0 +1,316 @@
+"""Layers that workers share: which ones, their parts, who exchanges what, and how the workers meet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shardline import pipeline
+from shardline.client.across.meeting import Meeting
+from shardline.client.overlap.watching import StepAgain
+from shardline.consistency.assignment import assign, assign_teams
+from shardline.core.plan import make_plan
+from shardline.core.spec import JobSpec, TensorSpec, joined
+from shardline.errors import JobError, UsageError
+from shardline.job import Job
+from shardline.pipeline.across import cut, shared_layers
+from shardline.pipeline.model import Pipeline
+from shardline.simulator.simulation import Setup
+from shardline.testing import reference
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.mlp["up"](self.norm(values)))
+        return values + self.mlp["down"](inner)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 6)
+
+
+def job_of(model: nn.Module, shared: dict[str, str], **fields: object) -> Job:
+    given = {"batch_size": 2, "steps": 1, "optimizer": "SGD", "optimizer_args": {"lr": 0.1}, **fields}
+    return Job(
+        model=lambda: model,
+        loss=lambda model, batch: model(batch[0]).sum(),
+        dataset=TensorDataset(torch.zeros(8, 8)),
+        tensor_parallel=shared,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+def spec_of(model: nn.Module, shared: dict[str, str], **fields: object) -> JobSpec:
+    return job_of(model, shared, **fields).spec(model)
+
+
+BOTH = {"blocks.*.mlp": "colwise/rowwise"}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param(BOTH, id="a module"),
+        pytest.param({"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}, id="its layers"),
+        pytest.param({**BOTH, "*.*.*.up": "gathered"}, id="the first pattern counts"),
+    ],
+)
+def test_patterns_name_layers_or_modules_with_layers(choices: dict[str, str]) -> None:
+    assert list(map(str, shared_layers(Net(), choices))) == [
+        f"blocks.{number}.mlp.{name} (Linear, {style})"
+        for number in (0, 1)
+        for name, style in (("up", "colwise"), ("down", "rowwise"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        ({"blocks.*.mlp": "colwise/rowise"}, r"tensor_parallel\['blocks.\*.mlp'\] is 'colwise/rowise'; choose from"),
+        ({"layers.*": "colwise"}, r"pattern 'layers.\*', which matches no module of the model; it has words, blocks.0"),
+        ({"blocks.*.norm": "colwise"}, "matches 'blocks.0.norm', which is a LayerNorm; only torch.nn.Linear and"),
+        ({"blocks.*": "colwise"}, "names 1 styles, but 'blocks.0' has 2 layers with weights, blocks.0.mlp.up"),
+        ({"head": "colwise"}, r"head \(Linear, colwise\) leaves its output in parts, but no rowwise layer"),
+        ({"head": "rowwise"}, r"head \(Linear, rowwise\) takes its input in parts, but no colwise layer"),
+        ({"blocks.0.mlp.up": "colwise", "head": "gathered"}, r"blocks.0.mlp.up \(Linear, colwise\) leaves its output"),
+        ({"words": "colwise"}, r"words \(Embedding, colwise\) leaves its output in parts, which an Embedding can't"),
+    ],
+)
+def test_what_cant_be_shared_is_refused_with_its_name(choices: dict[str, str], sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        spec_of(Net(), choices)
+
+
+def test_parts_that_cross_stages_are_refused() -> None:
+    model = Pipeline([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], stages=[2])
+    with pytest.raises(
+        JobError, match=r"0 \(Linear, colwise\) leaves its output in parts, but no rowwise layer of the"
+    ):
+        shared_layers(model, {"0": "colwise", "2": "rowwise"})
+
+
+def test_traced_layers_are_refused() -> None:
+    model = Pipeline.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(2, 4), cuts=["1"])
+    with pytest.raises(JobError, match=r"shares layers that are modules, but Pipeline.split traces those of its model"):
+        shared_layers(model, {"*": "gathered"})
+
+
+def tied() -> nn.Module:
+    model = Net()
+    model.blocks[1].mlp["up"].weight = model.blocks[0].mlp["up"].weight  # type: ignore[union-attr,index]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "sentence"),
+    [
+        (
+            Net(),
+            {"tensor_ranks": 3},
+            r"can't be shared by 3 workers: 'blocks.0.mlp.up.weight' has shape \(32, 8\), and 3",
+        ),
+        (tied(), {}, "'blocks.0.mlp.up.weight' is also 'blocks.1.mlp.up.weight', and tied weights stay whole"),
+        (Net(), {"optimizer": "Adafactor"}, "update rule or codec needs 'blocks.0.mlp.up.weight' whole"),
+        (Net(), {"consistency": "async"}, "tensor_parallel over 2 ranks takes every step with all parts of all"),
+        (Net(), {"cadence": "local-sgd:every=2"}, "needs workers that have the whole model, but those of tensor_par"),
+        (Net(), {"apply": "worker"}, "runs the optimizer on whole tensors, but those of tensor_parallel over 2"),
+        (Net(), {"codec": "topk"}, "remembers what it has sent, .* with tensor_parallel over 2 ranks choose a codec"),
+        (Net(), {"nan_policy": "skip"}, "those of tensor_parallel over 2 ranks see a part; choose nan_policy='stop'"),
+        (Net(), {"tensor_ranks": 0}, "tensor_ranks is 0; give a whole number >= 1"),
+    ],
+)
+def test_what_does_not_work_with_shared_layers_is_refused(
+    model: nn.Module, fields: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(JobError, match=sentence):
+        spec_of(model, BOTH, **fields)
+
+
+def test_one_rank_means_that_nothing_is_shared() -> None:
+    assert spec_of(Net(), BOTH, tensor_ranks=1).tensors == spec_of(Net(), {}).tensors
+
+
+def test_one_process_does_not_claim_the_bits_of_ranks() -> None:
+    with pytest.raises(JobError, match="a sum over ranks is rounded in another order; compare with the job with"):
+        reference(job_of(Net(), BOTH))
+
+
+def test_ranks_are_not_simulated() -> None:
+    with pytest.raises(UsageError, match="layers that workers share can't be simulated; --set tensor_ranks=1"):
+        Setup(job=spec_of(Net(), BOTH), workers=2, times=())
+
+
+def test_the_parts_of_all_ranks_make_the_tensors_of_the_model() -> None:
+    spec, whole = spec_of(Net(), {**BOTH, "words": "rowwise"}), spec_of(Net(), {})
+    assert joined(spec.tensors) == whole.tensors
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    assert shapes["blocks.0.mlp.up.weight[1/2]"] == (16, 8) and shapes["blocks.0.mlp.up.bias[0/2]"] == (16,)
+    assert shapes["blocks.0.mlp.down.weight[0/2]"] == (8, 16) and shapes["blocks.0.mlp.down.bias"] == (8,)
+    assert shapes["words.weight[1/2]"] == (6, 8)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_every_bucket_is_pushed_by_one_rank_for_each_replica_and_pulled_where_it_is_used(
+    stages: int, ranks: int, replicas: int, shards: int
+) -> None:
+    layers = [nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)) for _ in range(stages)]
+    model = Pipeline(layers, stages=list(range(1, stages)))
+    shared = {"*.0": "colwise", "*.1": "rowwise"}
+    spec = spec_of(model, shared, tensor_ranks=ranks, replicas=replicas, pipeline="flush")
+    plan = make_plan(spec.tensors, shards)
+    assert (pipeline.stages(spec), pipeline.ranks(spec)) == (stages, ranks)
+    pushed: dict[tuple[int, tuple[int, int]], int] = {}
+    for unit in range(pipeline.units(spec)):
+        rank, stage = divmod(unit // replicas, stages)
+        assert unit == pipeline.unit_of(spec, stage, unit % replicas, rank)
+        share = pipeline.share_of(spec, plan, [unit])
+        for key in share.of(unit % replicas):
+            pushed[unit % replicas, key] = pushed.get((unit % replicas, key), 0) + 1
+        own = {spec.tensors[piece.tensor].name for s, b in share.keys for piece in plan.shards[s].buckets[b].slices}
+        assert own == {
+            one.name
+            for one in spec.tensors
+            if one.name[0] == str(stage) and one.part in (0, rank) and (not one.parts or one.part == rank)
+        }
+    every = {(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))}
+    assert pushed == {(replica, key): 1 for replica in range(replicas) for key in every}
+
+
+def test_units_are_named_by_rank_and_stage() -> None:
+    model = Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], stages=[1])
+    spec = spec_of(model, {"*": "gathered"}, replicas=2, pipeline="flush")
+    assert pipeline.named(spec, [4, 5]) == "rank 1 of stage 0 of replicas 0, 1"
+    plain = spec_of(Net(), BOTH, replicas=2)
+    assert pipeline.named(plain, [0, 1]) == "rank 0 of replicas 0, 1"
+
+
+# Who works with whom
+
+WORKERS = [f"worker/{number}" for number in range(9)]
+
+
+def teams_of(assignment: dict[int, str], cells: int, ranks: int) -> list[tuple[str, ...]]:
+    return [tuple(assignment[rank * cells + cell] for rank in range(ranks)) for cell in range(cells)]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(2, 3),
+    st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=6),
+    st.integers(1, 2),
+)
+def test_teams_are_whole_on_one_host_and_each_worker_has_one_rank(
+    cells: int, ranks: int, history: list[set[str]], machines: int
+) -> None:
+    found: dict[int, str] = {}
+    for alive in history:
+        hosts = {worker: f"host{int(worker[-1]) % machines}" for worker in sorted(alive)}
+        before, found = found, assign_teams(found, hosts, cells, ranks)
+        possible = sum(list(hosts.values()).count(host) // ranks for host in set(hosts.values()))
+        if not possible:
+            assert found == {}
+            continue
+        teams = teams_of(found, cells, ranks)
+        assert sorted(found) == list(range(cells * ranks))
+        assert len(set(teams)) == min(cells, possible)
+        assert all(len({hosts[worker] for worker in team}) == 1 for team in teams)
+        assert len({worker for team in set(teams) for worker in team}) == len(set(teams)) * ranks
+        counts = [teams.count(team) for team in set(teams)]
+        assert max(counts) - min(counts) <= 1
+        # Nothing moves where nothing has happened.
+        assert assign_teams(found, hosts, cells, ranks) == found, before
+
+
+def test_a_team_gets_another_member_in_the_place_of_the_lost_one() -> None:
+    hosts = dict.fromkeys(WORKERS[:5], "here")
+    before = assign_teams({}, hosts, 2, 2)
+    assert teams_of(before, 2, 2) == [("worker/0", "worker/1"), ("worker/2", "worker/3")]
+    del hosts["worker/2"]
+    assert teams_of(assign_teams(before, hosts, 2, 2), 2, 2) == [("worker/0", "worker/1"), ("worker/4", "worker/3")]
+    del hosts["worker/4"]
+    alone = assign_teams(before, hosts, 2, 2)
+    assert teams_of(alone, 2, 2) == [("worker/0", "worker/1"), ("worker/0", "worker/1")]
+    assert assign_teams({}, hosts, 4, 1) == assign({}, list(hosts), 4)
+
+
+# How they meet
+
+
+def meeting(rank: int, *, leader: str, ranks: int = 3, about: str = "step 1", wanted: bool = True) -> Meeting:
+    return Meeting(leader=leader, rank=rank, ranks=ranks, about=about, still_wanted=lambda missing: wanted)
+
+
+def test_all_get_the_number_that_rank_0_has_made_once_all_are_there() -> None:
+    leader, made = uuid.uuid4().hex, []
+
+    def offer() -> int:
+        made.append(1)
+        return 4711
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(meeting(rank, leader=leader).meet, offer) for rank in (2, 1, 0)]
+        assert [one.result(timeout=20) for one in found] == [4711] * 3
+    assert made == [1]
+
+
+def test_those_that_begin_something_else_begin_again() -> None:
+    leader = uuid.uuid4().hex
+    asked = [meeting(0, leader=leader), meeting(1, leader=leader), meeting(2, leader=leader, about="step 2")]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(one.meet, lambda: 1) for one in asked]
+        assert [type(one.exception(timeout=20)) for one in found] == [StepAgain] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_that_is_not_wanted_any_more_ends(rank: int) -> None:
+    with pytest.raises(StepAgain):
+        meeting(rank, leader=uuid.uuid4().hex, wanted=False).meet(lambda: 1)
+
+
+def test_one_that_has_come_and_left_is_not_counted_but_may_come_again() -> None:
+    leader, enough = uuid.uuid4().hex, threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meeting(0, leader=leader).meet, lambda: 7)
+        impatient = dataclasses.replace(meeting(1, leader=leader), still_wanted=lambda missing: not enough.is_set())
+        leaving = pool.submit(impatient.meet, lambda: 0)
+        with contextlib.suppress(TimeoutError):
+            leaving.result(timeout=0.5)
+        enough.set()
+        assert isinstance(leaving.exception(timeout=20), StepAgain)
+        others = [pool.submit(meeting(rank, leader=leader, about="step 1").meet, lambda: 0) for rank in (2, 1)]
+        assert [one.result(timeout=20) for one in (first, *others)] == [7] * 3
+
+
+def test_cutting_says_which_fragment_each_part_is_in() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tensors: Sequence[TensorSpec] = spec_of(model, {}).tensors
+    found = cut(tensors, shared_layers(model, {"0": "colwise", "1": "rowwise"}), 2)
+    assert [(one.name, one.fragment) for one in found] == [
+        ("0.weight[0/2]", 1),
+        ("0.weight[1/2]", 2),
+        ("0.bias[0/2]", 1),
+        ("0.bias[1/2]", 2),
+        ("1.weight[0/2]", 1),
+        ("1.weight[1/2]", 2),
+        ("1.bias", 0),
+    ]

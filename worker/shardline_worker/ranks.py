@@ -1,0 +1,93 @@
+"""The loop of a worker that shares layers with others of its host: each step with all of them, or again."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardline import pipeline
+from shardline.client.across.rank_model import RankModel
+from shardline.client.across.team import Team
+from shardline.client.across.team_runner import TeamRunner
+from shardline.client.api.session import Session
+from shardline.core.spec import JobSpec
+from shardline.data import BatchSource, replica_gradients
+from shardline.errors import JobError
+from shardline.host.process import tell_ready
+from shardline.job import Job
+from shardline.pipeline.model import Pipeline
+
+
+class RankWorker:
+    """A worker's rank in shared layers, also in the stages of a pipeline. Attaches the session to the job's model."""
+
+    def __init__(self, session: Session, job: Job, model: nn.Module, spec: JobSpec) -> None:
+        if session.device.type != "cpu":
+            raise JobError(
+                f"workers that share layers compute on CPUs, but this one was given {session.device}; start it with "
+                "--device cpu, or train with --set tensor_ranks=1"
+            )
+        self._session = session
+        self._job = job
+        self._source = BatchSource(job)
+        self._schedule = pipeline.of(spec)
+        optimizer = job.build_optimizer(model)
+        self._model = RankModel(model, spec.tensors, job.shared_layers(model))
+        self._optimizer = session.attach(self._model.values, optimizer, job=spec)
+        self._team = Team(session.config.timeouts, session.parcels.still_ordered)
+        self._module = model
+        """Of the present team."""
+        self._runner: TeamRunner | None = None
+        """Set if the model has stages."""
+
+    def train(self) -> None:
+        """Compute step after step, until the job ends."""
+        session = self._session
+        session.parcels.on_interrupt = self._team.interrupt
+        tell_ready(session.config.ready_fd, session.link.task)
+        try:
+            for step in session.steps():
+                with session.attempt():
+                    self._gather(step)
+                    if self._runner is None:
+                        self._compute_replicas(step)
+                    else:
+                        self._compute_stages(step, self._runner)
+                    self._optimizer.step()
+        finally:
+            self._team.leave()
+
+    def _gather(self, step: int) -> None:
+        """Have a team for this step. Where a worker has looked for its step again, all of its team do."""
+        session, office, team = self._session, self._session.parcels, self._team
+        if team.mesh is not None and not session.trainer.open.first:
+            return
+        about = f"timeline {office.timeline}, step {step} of replicas {session.replicas}, stages {office.all_stages()}"
+        mesh = team.meet(office.team(), office.rank, about)
+        with team.together():
+            self._module = self._model.module(mesh)
+        if isinstance(self._module, Pipeline) and self._schedule.staged:
+            self._runner = TeamRunner(self._module, self._job, self._source, self._schedule, office)
+
+    # All ranks have the same loss, and what all have is pushed by rank 0: see shardline.pipeline.share_of.
+
+    def _compute_replicas(self, step: int) -> None:
+        session = self._session
+        for replica in session.replicas:
+            session.begin_replica(replica)
+            with self._team.together():
+                loss, samples = replica_gradients(self._module, self._job, self._source, step, replica)
+                named = self._module.named_parameters()
+                gradients = self._model.gradients({name: one.grad for name, one in named if one.grad is not None})
+            session.contribute(replica, loss=loss, samples=samples, gradients=gradients, keep=True)
+
+    def _compute_stages(self, step: int, runner: TeamRunner) -> None:
+        session = self._session
+        replicas = session.replicas
+        session.begin_replica(min(replicas))
+        with self._team.together():
+            parts = runner.run(step, {replica: session.parcels.stages(replica) for replica in replicas})
+            gradients = {replica: self._model.gradients(parts[replica].gradients) for replica in replicas}
+        for replica in replicas:
+            loss = parts[replica].loss
+            samples = runner.samples if loss is not None else 0
+            session.contribute(replica, loss=loss, samples=samples, gradients=gradients[replica], keep=True)
