@@ -8,19 +8,23 @@ for; in others one task waits until all buckets are counted, and answers with al
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from shardline.host.started import Started
 from shardline.lanes.attachments import Attachments
 from shardline.lanes.call_server import Answered, ReplyWriter
+from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import attachment_of
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import is_soon_whole
 from shardline.server.incoming_push import PushResult, gradient_kind
 from shardline.server.pull_sender import SHARED_CALL, STATES_PER_FRAME, pull, ready_reply
-from shardline.server.push_receiver import PushReceiver
+from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.wire.protobuf import PushFrameView, ReplyView, RequestView, write_reply
+
+Counted: TypeAlias = tuple[PushResult, data_pb2.PullRequest | None]
+"""The result of a push, and the pull that follows it."""
 
 
 class SingleRequests:
@@ -51,15 +55,15 @@ class SingleRequests:
             return None
         receiver = PushReceiver(self._backend, self._attachments, spawn=_never)
         try:
-            push = Started(receiver.feed(frame))
-            if not push.ended:
-                return Answered([], self._rest(request, receiver, push))
+            push = Started(_counted(receiver, frame, request.pull))
         except BaseException:
             Started(receiver.abandon())
             raise
-        assert push.result is not None, "a frame with a commit ends its push"
-        reply, served = self._replied(push.result, request)
-        return Answered([reply], None if served else self._rest(request, receiver, None))
+        if not push.ended:
+            return Answered([], self._rest(request, receiver, push))
+        Started(receiver.abandon())
+        reply, waits = self._replied(*push.result)
+        return Answered([reply], self._rest(request, receiver, push) if waits else None)
 
     def _fits(self, frame: PushFrameView) -> bool:
         """Whether a frame is a whole push of gradients that a single message answers: in place, or small."""
@@ -77,18 +81,18 @@ class SingleRequests:
         # With more, the first should be answered while the last are counted.
         return len(frame.refs) <= STATES_PER_FRAME if attachment.borrowed else is_soon_whole(frame)
 
-    def _replied(self, result: PushResult, request: RequestView) -> tuple[bytes, bool]:
-        """A message with the ack of a push, and with the answer of the pull if it is ready; whether nothing is left."""
+    def _replied(self, result: PushResult, wanted: data_pb2.PullRequest | None) -> tuple[bytes, bool]:
+        """A message with the ack of a push, and with the answer of its pull if it is ready; whether the pull waits."""
         self._on_push(result)
         ack = write_reply(ReplyView(ack=result.ack))
-        if request.pull is None:
-            return ack, True
-        served = ready_reply(self._backend, self._attachments, request.pull, outer=SHARED_CALL)
+        if wanted is None:
+            return ack, False
+        served = ready_reply(self._backend, self._attachments, wanted, outer=SHARED_CALL)
         # Fields of one message may be in any order.
-        return (ack, False) if served is None else (served + ack, True)
+        return (ack, True) if served is None else (served + ack, False)
 
     def _rest(
-        self, request: RequestView, receiver: PushReceiver, push: Started[PushResult | None] | None
+        self, request: RequestView, receiver: PushReceiver, push: Started[Counted]
     ) -> Callable[[ReplyWriter], Awaitable[None]]:
         """What is left of a step: counting the push, if it waits, and the pull."""
 
@@ -97,21 +101,31 @@ class SingleRequests:
                 for part in (request.push.header if request.push is not None else None, request.pull):
                     if part is not None:
                         call.of(part.data.task, part.data.incarnation)
-                if push is not None:
+                wanted = request.pull
+                if not push.ended:
                     try:
-                        result = await push.rest()
+                        result, wanted = await push.rest()
                     finally:
                         await receiver.abandon()
-                    assert result is not None, "a frame with a commit ends its push"
-                    reply, served = self._replied(result, request)
+                    reply, waits = self._replied(result, wanted)
                     await call.write(writer, reply)
-                    if served:
+                    if not waits:
                         return
-                if request.pull is not None:
-                    async for message in pull(self._backend, self._attachments, request.pull, outer=SHARED_CALL):
-                        await call.write(writer, message)
+                assert wanted is not None
+                async for message in pull(self._backend, self._attachments, wanted, outer=SHARED_CALL):
+                    await call.write(writer, message)
 
         return rest
+
+
+async def _counted(receiver: PushReceiver, frame: PushFrameView, wanted: data_pb2.PullRequest | None) -> Counted:
+    """Count a push that is one frame. If it finds no room, its answer ends the call, as for any push."""
+    try:
+        result = await receiver.feed(frame)
+    except NoRoomError as no_room:
+        return no_room.result, None
+    assert result is not None, "a frame with a commit ends its push"
+    return result, wanted
 
 
 def _never(coroutine: Coroutine[Any, Any, None]) -> NoReturn:

@@ -172,10 +172,10 @@ from shardline.client.applied.here import AppliedHere
 
 plain = AppliedHere._bring
 
-def _bring(applied):
+def _bring(applied, **whom):
     if "worker/0" in sys.argv and applied._step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
-    plain(applied)
+    plain(applied, **whom)
 
 AppliedHere._bring = _bring
 """

@@ -698,6 +698,24 @@ def test_a_step_that_threads_count_waits_in_a_task_and_is_answered_in_one_messag
     run(main)
 
 
+@pytest.mark.parametrize("patience_s", [0.0, 0.05])
+def test_a_step_in_one_request_that_finds_no_room_is_told_to_wait_and_pulls_nothing(patience_s: float) -> None:
+    async def main() -> None:
+        steps = Steps(make_store(replicas=4))
+        staging = steps.store.staging
+        staging.ledger.limit, steps.store.staging_wait_s = staging.ledger.reserved, patience_s
+        answered = steps.single.answer(steps.request(3))
+        assert answered is not None
+        if answered.rest is not None:
+            await answered.rest(steps)
+        assert told([*answered.replies, *steps.written]) == ([common_pb2.OUTCOME_WAITING], [])
+        assert [result.task for result in steps.results] == ["worker/3"] and not steps.calls.open
+        await nothing_is_left(steps.store)
+        steps.store.close()
+
+    run(main)
+
+
 def test_a_step_whose_wait_is_cancelled_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         steps = Steps(make_store(replicas=2, threads=1))
