@@ -136,6 +136,11 @@ class DataSource(Protocol):
         ...
 
     @property
+    def codec_parcels(self) -> object:
+        """Codec of activations and their gradients between stages, as text; "" = they travel as they are."""
+        ...
+
+    @property
     def collate(self) -> Callable[[list[Any]], Batch] | None:
         """Makes a batch of a list of samples; None = torch's default_collate."""
         ...

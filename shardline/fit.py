@@ -199,6 +199,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 
 def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int, workers: int | None) -> None:
     """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
+    codecs.of_parcels(job)
     if not pipeline.divided(job):
         return
     chosen_pipeline = pipeline.of(job)

@@ -92,6 +92,8 @@ class Job(Settings):
     """Encoding of gradients alone; "" = that of `codec`."""
     codec_down: str | Resident = ""  # type: ignore[assignment]
     """Encoding of parameters alone; "" = that of `codec`."""
+    codec_parcels: str | Resident = ""  # type: ignore[assignment]
+    """Encoding of activations and their gradients between the stages of a pipeline; "" = they travel as they are."""
     codec_tensors: Mapping[str, Any] = field(default_factory=dict)
     """Encoding of single tensors, both ways, by pattern of their names: {"*.bias": "raw", "embed*": "bf16"}. The first
     pattern that matches counts."""

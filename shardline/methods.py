@@ -30,8 +30,8 @@ SEAMS: Mapping[str, tuple[str, str, str]] = {
     "pipeline": ("shardline.pipeline", "PIPELINES", "How workers share the layers of a model."),
 }
 """By the name of the job's field: module and name of the table, and what it decides."""
-PARTS: Mapping[str, str] = {"codec_up": "codec", "codec_down": "codec"}
-"""Job fields that choose from the table of another field, for a part of what it decides; empty = the same choice."""
+PARTS: Mapping[str, str] = {"codec_up": "codec", "codec_down": "codec", "codec_parcels": "codec"}
+"""Job fields that choose from the table of another field, for a part of what it decides; empty = none."""
 FIELDS = (*SEAMS, *PARTS)
 """Every field of a job that chooses a method."""
 WRITTEN = Path(__file__).parent / "cli" / "methods.json"

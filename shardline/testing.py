@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.pipeline.alone import Delayed
+from shardline.pipeline.alone import CodedModel, Delayed
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen
@@ -131,6 +131,8 @@ class _Run:
         self.at = 0
         self.version = 0
         self.skipped: list[int] = []
+        staged = pipeline.of(self.spec).staged and isinstance(self.model, StagedModel)
+        self._coded = CodedModel(job, self.model) if staged and job.codec_parcels else None  # type: ignore[arg-type]
         self._delayed: Delayed | None = None
         """Set from the first step on if the job has a pipeline without a flush."""
 
@@ -168,13 +170,21 @@ class _Run:
         """One replica's gradients in .grad; returns its mean loss."""
         schedule = pipeline.of(self.spec)
         if schedule.flushes or not isinstance(self.model, StagedModel):
-            return replica_gradients(self.model, self.job, self.source, self.at, replica)[0]
+            return replica_gradients(self.model, self._as_computed(replica), self.source, self.at, replica)[0]
         if self._delayed is None:
             predicts = isinstance(schedule, pipeline.Unbroken) and schedule.predict
             self._delayed = Delayed(
                 self.job, self.model, schedule, self.at, predict=self._predict if predicts else None
             )
         return self._delayed.gradients(self.at, replica)
+
+    def _as_computed(self, replica: int) -> Job:
+        """The job, with a loss of what stages compute if a codec encodes what they hand on."""
+        coded, loss = self._coded, self.job.loss
+        if coded is None:
+            return self.job
+        coded.begin(self.at, replica)
+        return replace(self.job, loss=lambda _, batch: loss(coded, batch))  # type: ignore[arg-type]
 
     def _predict(self, steps: int) -> list[Values]:
         """All parameters after 1, 2, ... steps of the optimizer, without a gradient."""

@@ -214,7 +214,7 @@ PANELS: tuple[Row | Panel, ...] = (
     Panel(
         title="Activations and their gradients sent",
         unit="Bps",
-        queries=[("{{task}} to {{peer}}", rate("shardline_parcel_bytes_total"))],
+        queries=[("{{task}} to {{peer}}", rate("shardline_parcel_wire_bytes_total"))],
     ),
     Panel(
         title="Waiting for activations and gradients",

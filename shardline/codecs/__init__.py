@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from shardline.codecs.auto import Auto
-from shardline.codecs.base import Codec, Direction
+from shardline.codecs.base import Codec, Direction, Memory
 from shardline.codecs.cast import Bf16, Fp16
-from shardline.codecs.coding import JobCodec, JobCoding, pulled, pushed
+from shardline.codecs.coding import PLAIN, JobCodec, JobCoding, pulled, pushed
 from shardline.codecs.delta import Delta
 from shardline.codecs.lossless import Lossless
 from shardline.codecs.low_rank import PowerSGD
@@ -77,6 +77,33 @@ def of(job: Settings) -> JobCodec:
     )
 
 
+def of_parcels(job: Settings) -> Codec:
+    """The codec of activations and their gradients between stages.
+
+    Raises JobError for one that does not exist, and for one that does more than encode the numbers at hand: activations
+    of different samples have nothing in common that it could remember.
+    """
+    found = CODECS.parse(job.codec_parcels or PLAIN.name)
+    needed = _needs(found)
+    if needed:
+        raise JobError(
+            f"codec_parcels is {str(found)!r}, which needs {needed}, but activations and their gradients are encoded "
+            "each by itself; choose a codec without memory, such as bf16 or int8"
+        )
+    return found
+
+
+def _needs(codec: Codec) -> str:
+    """What a codec needs besides the numbers that it encodes; "" = nothing."""
+    if codec.memory is not Memory.NONE or codec.has_momentum:
+        return "a memory of what it has sent"
+    if codec.direction is Direction.PULL:
+        return "values that the receiver already has"
+    if codec.votes:
+        return "several replicas that vote"
+    return "a chief that chooses" if codec.undecided else ""
+
+
 def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple[TensorSpec, ...]:
     """Tensors with the codecs that a job chooses for them, by pattern of their names; the first that matches counts.
 
@@ -110,4 +137,4 @@ def keep_whole(codecs: JobCodec, tensors: Iterable[TensorSpec]) -> tuple[TensorS
     return tuple(replace(tensor, whole=True) if codecs.wants_whole(tensor) else tensor for tensor in tensors)
 
 
-__all__ = ["CODECS", "Codec", "JobCodec", "assigned", "coding_of", "keep_whole", "of"]
+__all__ = ["CODECS", "Codec", "JobCodec", "assigned", "coding_of", "keep_whole", "of", "of_parcels"]

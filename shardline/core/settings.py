@@ -45,6 +45,9 @@ class Settings:
     codec: str = setting("raw", doc="How gradients and parameters are encoded on the wire.")
     codec_up: str = setting("", doc="The codec of gradients; empty = that of `codec`.")
     codec_down: str = setting("", doc="The codec of parameters; empty = that of `codec`.")
+    codec_parcels: str = setting(
+        "", doc="The codec of activations and their gradients between stages; empty = they travel as they are."
+    )
     error_memory: str = setting(
         RESET,
         choices=(RESET, EXACT),

@@ -213,12 +213,13 @@ TABLE: tuple[MetricSpec, ...] = (
     ),
     _gauge("shardline_clock_pushes", "pushes", ["worker"], [], "Clock of a worker that may be held back (mode ssp)"),
     _counter(
-        "shardline_parcel_bytes_total",
+        "shardline_parcel_raw_bytes_total",
         "bytes",
         ["worker"],
-        ["peer", "lane"],
-        "Activations and their gradients sent to the stages of other workers",
+        _WIRE,
+        "Activations and their gradients sent to the stages of other workers, as held in memory",
     ),
+    _counter("shardline_parcel_wire_bytes_total", "bytes", ["worker"], _WIRE, "The same, as sent after the codec"),
     _counter(
         "shardline_parcel_wait_seconds_total",
         "seconds",

@@ -1,4 +1,4 @@
-"""Pipelines without a flush in one process: each stage's parameters as old as the schedule says, and nothing else.
+"""Pipelines in one process: each stage's parameters as old as the schedule says, and what a codec does between stages.
 
 It shares no code with the runner of stages, so that tests may compare the two.
 """
@@ -6,14 +6,81 @@ It shares no code with the runner of stages, so that tests may compare the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.parcel import ParcelKey, flat, memory_order, unflat
+from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
 from shardline.pipeline.staged import StagedModel
 
 Values = dict[str, torch.Tensor]
+
+
+class CodedModel:
+    """A model for the job's loss whose activations and gradients are encoded and decoded between its stages."""
+
+    def __init__(self, job: DataSource, model: StagedModel) -> None:
+        self._model = model
+        self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
+        self._step = self._replica = self._microbatch = 0
+
+    def begin(self, step: int, replica: int) -> None:
+        """The next call is for the first microbatch of this step, the one after for the second."""
+        self._step, self._replica, self._microbatch = step, replica, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the model returns."""
+        returned = self._model.run(0, *inputs, **named)
+        plain: list[torch.Tensor] = []
+        for stage in range(1, self._model.num_stages):
+            elements = returned if isinstance(returned, tuple) else (returned,)
+            # A tensor that a tuple has twice goes once.
+            different = {id(element): element for element in elements}
+            handed = {
+                name: self._handed(value, stage, number, plain)
+                for number, (name, value) in enumerate(different.items())
+            }
+            plain = [value for name, value in handed.items() if value is different[name]]
+            given = tuple(handed[id(element)] for element in elements)
+            returned = self._model.run(stage, given if isinstance(returned, tuple) else given[0])
+        self._microbatch += 1
+        return returned
+
+    def _handed(self, value: torch.Tensor, stage: int, number: int, plain: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What a stage gets for a tensor. plain: what the stage before has got as it was."""
+        if not is_encoded(value) or any(value is other for other in plain):
+            return value
+        there = ParcelKey(self._step, self._replica, stage, self._microbatch, back=False)
+        back = ParcelKey(self._step, self._replica, stage - 1, self._microbatch, back=True)
+        if self._coding.encode(value, there, number, "an output")[1] is None:
+            return value
+        found: torch.Tensor = _Handed.apply(value, self._coding, there, back, number)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Handed(torch.autograd.Function):
+    """Encodes and decodes a tensor, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, coding: ParcelCoding, there: ParcelKey, back: ParcelKey, number: int
+    ) -> Any:
+        ctx.coding, ctx.key, ctx.number, ctx.order = coding, back, number, memory_order(value)
+        payload, form = coding.encode(value, there, number, "an output")
+        return coding.decode(payload, form, there, "an output").to(value.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # In the activation's order in memory, like a gradient that has been collected.
+        ordered = unflat(flat(gradient, ctx.order), gradient.shape, ctx.order)
+        payload, form = ctx.coding.encode(ordered, ctx.key, ctx.number, "a gradient")
+        return ctx.coding.decode(payload, form, ctx.key, "a gradient").to(gradient.device), None, None, None, None
 
 
 class Delayed:
@@ -38,6 +105,7 @@ class Delayed:
         """By version."""
         self._job = job
         self._model = model
+        self._coded = CodedModel(job, model) if job.codec_parcels else None
         self._schedule = schedule
         self._first = first
         self._source = BatchSource(job)
@@ -61,12 +129,14 @@ class Delayed:
         buffers = dict(model.named_buffers())
         _assign(buffers, self._buffers.setdefault(replica, _copies(buffers)))
         model.zero_grad(set_to_none=True)
-        total = 0.0
+        total, called = 0.0, self._coded or model
+        if self._coded is not None:
+            self._coded.begin(step, replica)
         for microbatch in range(count):
             self._enter(step * count + microbatch)
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
-            loss = self._job.loss(model, batch)
+            loss = self._job.loss(called, batch)  # type: ignore[arg-type]
             check_loss(loss)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())

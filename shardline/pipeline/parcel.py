@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardline.core.spec import itemsize
 from shardline.errors import JobError
 
 Values = torch.Tensor | tuple[torch.Tensor, ...]
@@ -35,12 +37,29 @@ class ParcelKey:
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a codec has made bytes of."""
+
+    codec: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Dimensions from the slowest to the fastest in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, before the codec."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
 class Parcel:
     """The tensors for one pass of one stage."""
 
     key: ParcelKey
     values: tuple[torch.Tensor, ...]
-    """Any number, of any dtypes and shapes. An activation has each tensor once, also if a tuple has it twice."""
+    """Any number, of any dtypes and shapes. An activation has each tensor once, also if a tuple has it twice. Of one
+    that a codec has encoded, its bytes."""
     needs_grad: tuple[bool, ...] = ()
     """Of an activation, by tensor: whether its stage takes a gradient for it."""
     places: tuple[int, ...] = ()
@@ -49,11 +68,42 @@ class Parcel:
     the loss."""
     random_state: bytes = b""
     """State of torch's generator after the forward pass, with which the next stage goes on; empty in gradients."""
+    forms: tuple[Form | None, ...] = ()
+    """By tensor, what it was before a codec encoded it; None: it is as it was. Empty: all are."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, as they travel."""
         return sum(value.nbytes for value in self.values)
+
+    def form(self, number: int) -> Form | None:
+        """The form of one tensor."""
+        return self.forms[number] if self.forms else None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all tensors, before the codec."""
+        forms = (self.form(number) for number in range(len(self.values)))
+        return sum(
+            value.nbytes if form is None else form.nbytes for value, form in zip(self.values, forms, strict=True)
+        )
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest, so that the receiver's kernels see the same memory layout."""
+    strides = value.stride()
+    return tuple(sorted(range(value.dim()), key=lambda number: -strides[number]))
+
+
+def flat(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A tensor on the CPU with its dimensions in this order, flat; a view where that is possible."""
+    return value.detach().cpu().permute(*order).contiguous().reshape(-1) if order else value.detach().cpu().reshape(-1)
+
+
+def unflat(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """The inverse of flat(), a view."""
+    turned = values.reshape([shape[number] for number in order])
+    return turned.permute([order.index(number) for number in range(len(shape))])
 
 
 def pack(returned: Any, stage: int, end: str) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:

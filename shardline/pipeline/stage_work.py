@@ -23,6 +23,7 @@ from shardline.data import (
 from shardline.errors import JobError
 from shardline.pipeline.batches import Batches
 from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
+from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
 from shardline.pipeline.replica_tensors import Named, ReplicaTensors
 
 
@@ -97,6 +98,8 @@ class _Held:
     """What came from the stage before, with the gradients to send back; none in stage 0."""
     outputs: tuple[torch.Tensor, ...]
     """What went to the next stage; the loss of the last one."""
+    encoded: tuple[bool, ...] = ()
+    """Which inputs came encoded, so that their gradients are, too."""
 
     @property
     def waits(self) -> bool:
@@ -138,6 +141,7 @@ class StageWork:
         self.version = 0
         """Of the parameters in the model, for reports; whoever puts others there sets it."""
         self.tensors = ReplicaTensors(model)
+        self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
         self._batches = Batches(job, source, self.last, self._device)
         self._held: dict[At, _Held] = {}
 
@@ -164,7 +168,7 @@ class StageWork:
         """
         start_s = time.monotonic()
         parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
-        inputs = () if parcel is None else self._leaves(parcel)
+        inputs, encoded = ((), ()) if parcel is None else self._leaves(parcel)
         ends = at.stage in (0, self.last)
         batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
         self.tensors.enter(at.replica, at.stage)
@@ -181,22 +185,30 @@ class StageWork:
         loss, end_s = 0.0, time.monotonic()
         # Its end is taken before it is sent: the next stage may be quicker than this thread.
         if at.stage == self.last:
-            self._held[at] = _Held(inputs, (output,))
+            self._held[at] = _Held(inputs, (output,), encoded)
             loss = float(output.detach())
         else:
             outputs, places = pack(output, at.stage, self._model.end_of(at.stage))
-            self._held[at] = _Held(inputs, outputs)
+            self._held[at] = _Held(inputs, outputs, encoded)
             values = tuple(one.detach() for one in outputs)
             needs_grad = tuple(one.requires_grad for one in outputs)
-            state = _random_state(self._device)
-            self._parcels.send(Parcel(at.key(back=False, towards=1), values, needs_grad, places, state))
+            made = Parcel(at.key(back=False, towards=1), values, needs_grad, places, _random_state(self._device))
+            passed_on = [one for one, came in zip(inputs, encoded, strict=True) if not came]
+            which = [is_encoded(one) and not any(one is other for other in passed_on) for one in outputs]
+            self._parcels.send(self._coding.encoded(made, which, self._border(at.stage)))
         self._passed(at, start_s, end_s, self._holds(at))
         return loss
 
-    def _leaves(self, parcel: Parcel) -> tuple[torch.Tensor, ...]:
-        """What came, as tensors that collect gradients."""
-        moved = [value.to(self._device).detach() for value in parcel.values]
-        return tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
+    def _leaves(self, parcel: Parcel) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
+        """What came, as tensors that collect gradients, and which of them came encoded."""
+        values = self._coding.decoded(parcel, self._border(parcel.key.stage - 1))
+        moved = [value.to(self._device).detach() for value in values]
+        leaves = tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
+        return leaves, tuple(parcel.form(number) is not None for number in range(len(leaves)))
+
+    def _border(self, stage: int, *, back: bool = False) -> str:
+        """What a stage hands to the next one, or its gradient, for messages."""
+        return f"the {'gradient of the ' if back else ''}output of {self._model.end_of(stage)}, stage {stage}"
 
     def _output(self, at: At, run: Callable[..., Any], batch: Batch) -> Any:
         """What a stage returns: the loss, of the last one. run(): the model's part of it."""
@@ -234,11 +246,14 @@ class StageWork:
                 parcel = self._parcels.take(at.key(back=True))
                 outputs = [held.outputs[number] for number in parcel.places]
                 if outputs:
-                    torch.autograd.backward(outputs, [gradient.to(self._device) for gradient in parcel.values])
+                    gradients = self._coding.decoded(parcel, self._border(at.stage, back=True))
+                    torch.autograd.backward(outputs, [gradient.to(self._device) for gradient in gradients])
         end_s = time.monotonic()
         if any(value.requires_grad for value in held.inputs):
             found = {n: value.grad for n, value in enumerate(held.inputs) if value.grad is not None}
-            self._parcels.send(Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found)))
+            made = Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found))
+            which = [held.encoded[number] for number in found]
+            self._parcels.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
         self._passed(at, start_s, end_s, holds, back=True)
 
     def _holds(self, at: At) -> int:

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from shardline.codecs import CODECS, of_parcels
+from shardline.codecs.base import Memory
+from shardline.core.settings import Settings
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, PipelineSchedule, bubble
+from shardline.pipeline.alone import CodedModel
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.replica_tensors import StepPart
@@ -26,6 +30,12 @@ from tests.support.pipelines import Mail, run_workers, stages_of
 
 STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
 EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
+CODED = [
+    one.name
+    for one in CODECS
+    if CODECS.parse(one.name).memory is Memory.NONE and one.name not in ("auto", "delta", "sign-vote")
+]
+"""Codecs that may encode parcels."""
 SIZES = [(stages, microbatches) for stages in (1, 2, 3, 5) for microbatches in (1, 2, 3, 8)]
 
 
@@ -290,6 +300,64 @@ def test_gradients_buffers_and_loss_have_the_bits_of_one_process(
             assert {one.version for one in told} == {step}
 
 
+def wide_layers() -> list[nn.Module]:
+    """Activations that every codec takes, one of them a view, with gradients that are added up from two uses."""
+    return [
+        nn.Sequential(nn.Linear(12, 512), nn.BatchNorm1d(512), Turned()),
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), Twice()),
+        nn.Sequential(nn.Flatten(), nn.Linear(1024, 300), nn.Tanh()),
+        nn.Linear(300, 4),
+    ]
+
+
+class Twice(nn.Module):
+    """Uses its input twice."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.sin() * values
+
+
+def alone(job: Job, whole: nn.Module, step: int, replica: int = 0) -> float:
+    """Gradients of one process, with the job's codec between stages; returns the loss."""
+    assert isinstance(whole, StagedModel)
+    coded = CodedModel(job, whole)
+    coded.begin(step, replica)
+    computed = replace(job, loss=lambda _, batch: job.loss(coded, batch))  # type: ignore[arg-type]
+    return replica_gradients(whole, computed, BatchSource(job), step, replica)[0]
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("layers", "cuts", "codec"),
+    [
+        *(pytest.param(wide_layers, [1, 2, 3], codec, id=codec) for codec in CODED),
+        pytest.param(wide_layers, [1, 2, 3], "int8:stochastic=true", id="random rounding"),
+        pytest.param(several_layers, [2, 3, 4], "bf16", id="several tensors, some twice, some unused, an order"),
+        pytest.param(cut_off_layers, [1, 2], "bf16", id="no gradient comes back"),
+        pytest.param(frozen_layers, [1, 4], "fp16", id="frozen weights"),
+        pytest.param(skips, [], "bf16", id="traced, with skip connections"),
+        pytest.param(words, [], "bf16", id="traced, with tied weights"),
+    ],
+)
+def test_with_a_codec_between_stages_the_bits_are_those_of_one_process_that_encodes_there(
+    schedule: PipelineSchedule, layers: Callable[[], list[nn.Module]], cuts: list[int], codec: str
+) -> None:
+    job = job_of(layers, cuts, codec_parcels=codec)
+    whole, parts, home = job.build_model(), job.build_model(), AtHome()
+    assert isinstance(parts, StagedModel)
+    runner = StageRunner(parts, job, BatchSource(job), schedule, home)
+    for step in range(2):
+        expected = alone(job, whole, step)
+        part = runner.run(step, {0: range(parts.num_stages)})[0]
+        assert part.loss == expected
+        assert_gradients(whole, part.gradients)
+    plain, _ = replica_gradients(job.build_model(), job, BatchSource(job), 0, 0)
+    if CODECS.parse(codec).exact:
+        assert alone(job, job.build_model(), 0) == plain
+    else:
+        assert alone(job, job.build_model(), 0) != plain
+
+
 def assert_gradients(whole: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
     """The gradients that one process has left in its model."""
     assert {name for name, one in whole.named_parameters() if one.grad is not None} == set(found)
@@ -308,11 +376,14 @@ HOSTS = [
 
 
 @EACH
+@pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
 def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
-    schedule: PipelineSchedule, workers: list[int | list[int]], replicas: int
+    schedule: PipelineSchedule, workers: list[int | list[int]], replicas: int, codec: str
 ) -> None:
-    job, hosts, mail = job_of(plain_layers, [1, 4], replicas=replicas), hosts_of(workers, 3), Mail()
+    layers, cuts = (wide_layers, [1, 2]) if codec else (plain_layers, [1, 4])
+    job = job_of(layers, cuts, replicas=replicas, codec_parcels=codec)
+    hosts, mail = hosts_of(workers, 3), Mail()
 
     def work(number: int) -> tuple[dict[int, StepPart], nn.Module]:
         model = job.build_model()
@@ -323,12 +394,13 @@ def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
     found = run_workers(hosts, mail.turn, work)
     for replica in range(replicas):
         whole = job.build_model()
-        expected, _ = replica_gradients(whole, job, BatchSource(job), 0, replica)
+        expected = alone(job, whole, 0, replica)
         parts = [parts[replica] for parts, _ in found if replica in parts]
         assert_gradients(whole, {name: values for part in parts for name, values in part.gradients.items()})
         assert [part.loss for part in parts if part.loss is not None] == [expected]
         if replica == 0:
-            owner = next(model for parts, model in found if 0 in parts and "1.bias" in parts[0].gradients)
+            norm = "0.1.bias" if codec else "1.bias"
+            owner = next(model for parts, model in found if 0 in parts and norm in parts[0].gradients)
             for (name, ours), theirs in zip(whole.named_buffers(), owner.buffers(), strict=True):
                 assert torch.equal(ours, theirs), name
 
@@ -366,6 +438,12 @@ def test_data_in_one_direction_is_read_once_although_replicas_take_turns() -> No
     for step, replica in itertools.product(range(2), range(2)):
         expected, _ = replica_gradients(job.build_model(), job, BatchSource(job), step, replica)
         assert parts[step][replica].loss == expected
+
+
+@pytest.mark.parametrize("name", [one.name for one in CODECS if one.name not in CODED])
+def test_codecs_that_need_more_than_the_numbers_are_refused(name: str) -> None:
+    with pytest.raises(JobError, match=f"codec_parcels is '{name}.*', which needs "):
+        of_parcels(Settings(codec_parcels=name))
 
 
 def calls_twice(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,16 @@ from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
 from shardline.testing import reference
-from tests.conformance.test_pipeline import HOSTS, job_of, plain_layers, several_layers, skips, turned_layers, words
+from tests.conformance.test_pipeline import (
+    HOSTS,
+    job_of,
+    plain_layers,
+    several_layers,
+    skips,
+    turned_layers,
+    wide_layers,
+    words,
+)
 from tests.support.pipelines import PATIENCE_S, Mail, run_workers, stages_of
 
 UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
@@ -174,6 +183,8 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
         pytest.param(several_layers, [2, 3, 4], {}, id="several tensors, some twice, some unused"),
         pytest.param(skips, [], {"accumulate": 4}, id="traced, with skip connections"),
         pytest.param(words, [], {}, id="traced, with tied weights"),
+        pytest.param(wide_layers, [1, 2, 3], {"codec_parcels": "int8"}, id="int8 between stages"),
+        pytest.param(words, [], {"codec_parcels": "bf16"}, id="bf16 between traced stages"),
     ],
 )
 def test_training_has_the_bits_of_one_process_with_that_delay(
@@ -330,11 +341,13 @@ class Desk:
 
 
 @EACH
+@pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
 def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_delay(
-    schedule: Unbroken, workers: list[int | list[int]], replicas: int
+    schedule: Unbroken, workers: list[int | list[int]], replicas: int, codec: str
 ) -> None:
-    job = job_of(plain_layers, [1, 4], replicas=replicas, steps=6, pipeline=schedule)
+    layers, cuts = (wide_layers, [1, 2]) if codec else (plain_layers, [1, 4])
+    job = job_of(layers, cuts, replicas=replicas, steps=6, pipeline=schedule, codec_parcels=codec)
     hosts, shared = hosts_of(workers, 3), Shared(job, 3)
 
     def work(number: int) -> None:

@@ -70,7 +70,7 @@ def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path:
     assert exchanged == pytest.approx(predicted.parameter_bytes, rel=0.05)
     # While it runs, so counters of workers are some passes apart: what goes with each step's pushes is compared.
     pushed = sum(total(page, "shardline_push_raw_bytes_total") for page in pages)
-    parcels = sum(total(page, "shardline_parcel_bytes_total") for page in pages)
+    parcels = sum(total(page, "shardline_parcel_wire_bytes_total") for page in pages)
     assert len(pages) == 6 and parcels > 0
     each = counted["push"]["raw"] / STEPS
     assert parcels / (pushed / each) == pytest.approx(predicted.parcel_bytes, rel=0.05)

@@ -38,8 +38,8 @@ def data():
 
 def model():
     layers = [
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(),
-        nn.Linear(32, 4),
+        nn.Linear(16, {width}), nn.BatchNorm1d({width}), nn.ReLU(), nn.Dropout(0.2), nn.Linear({width}, {width}),
+        nn.ReLU(), nn.Linear({width}, 4),
     ]
     return shardline.Pipeline(layers, stages={stages}, workers={workers})
 
@@ -51,7 +51,7 @@ def loss(model, batch):
 job = shardline.Job(
     model=model, loss=loss, dataset=data, optimizer="Adam", optimizer_args={{"lr": 0.01}}, batch_size=4,
     accumulate={accumulate}, steps={steps}, replicas={replicas}, checkpoint_every=10, pipeline="{pipeline}",
-    apply="{apply}",
+    apply="{apply}", codec_parcels="{codec}",
 )
 """
 
@@ -65,10 +65,12 @@ def write_job(
     steps: int = 60,
     replicas: int = 1,
     apply: str = "server",
+    codec: str = "",
+    width: int = 32,
 ) -> Path:
     path = folder / "job.py"
     fields = {"pipeline": pipeline, "stages": stages, "workers": workers, "steps": steps, "replicas": replicas}
-    text = JOB.format(**fields, accumulate=4, apply=apply)
+    text = JOB.format(**fields, accumulate=4, apply=apply, codec=codec, width=width)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -121,7 +123,7 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
 
 @pytest.mark.parametrize("pipeline", ["flush", "stash"])
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
-    job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2)
+    job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
     out = tmp_path / "run"
     finished = train(job, out, "--ps", "2", "--workers", "4")
     assert finished.code == 0, finished
@@ -155,7 +157,8 @@ def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
     ],
 )
 def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, bool]) -> None:
-    job, out = write_job(tmp_path), tmp_path / "run"
+    # Wide enough for int8; random rounding has to draw the same numbers again.
+    job, out = write_job(tmp_path, width=256, codec="int8:stochastic=true"), tmp_path / "run"
     with mortal_cluster(job, out, workers=3) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         wait_for_step(out, 13)

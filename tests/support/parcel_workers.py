@@ -108,7 +108,7 @@ class Workers:
 
     def sent(self, index: int, to: int, lane: str) -> float:
         """Bytes that a worker has sent to another on a lane."""
-        return self.count(index, "shardline_parcel_bytes_total", peer=f"worker/{to}", lane=lane)
+        return self.count(index, "shardline_parcel_wire_bytes_total", peer=f"worker/{to}", lane=lane)
 
     def close(self) -> None:
         """End all of them."""

@@ -12,9 +12,10 @@ import torch
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.parcels.post import PostOffice
 from shardline.core.identity import Identity
-from shardline.errors import ForbiddenError, ProtocolError, UnreachableError
+from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError
 from shardline.lanes.parcels import WORKER, register_worker
 from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.pipeline.parcel_coding import ParcelCoding
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
@@ -86,10 +87,67 @@ def test_a_gradient_says_which_tensors_it_is_for(places: tuple[int, ...]) -> Non
     assert found.places == places and all(map(torch.equal, found.values, values))
 
 
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "int8", "sparse"])
+def test_what_a_codec_has_encoded_arrives_in_its_form(codec: str) -> None:
+    values = (
+        torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last),
+        torch.arange(4),
+        torch.zeros(64, 64).T,
+    )
+    coding = ParcelCoding(codec, 7)
+    sent = coding.encoded(Parcel(KEY, values, (True, False, True), (0, 1, 2)), [True, False, True], "the output")
+    made = packed("j", 5, sent)
+    assert (made.nbytes, made.raw_bytes) == (sent.nbytes, sum(value.nbytes for value in values))
+    assert sent.nbytes < made.raw_bytes and sent.forms[1] is None
+    found = read(parcel_frames(made, WHO))
+    assert found == replace(sent, values=found.values)
+    for ours, theirs, value in zip(coding.decoded(found, ""), coding.decoded(sent, ""), values, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == value.dtype
+        assert torch.allclose(ours, value, atol=0.02) and ours.stride() == value.stride()
+
+
+def encoded(codec: str = "int8", cut: int = 0) -> Parcel:
+    sent = ParcelCoding(codec, 7).encoded(Parcel(KEY, (torch.ones(32, 64),), (True,)), [True], "the output")
+    return replace(sent, values=(sent.values[0][: len(sent.values[0]) - cut],))
+
+
+@pytest.mark.parametrize(
+    ("sent", "sentence"),
+    [
+        (encoded(cut=1), "the output of stage 0, float32 .32, 64. in 2083 bytes of codec int8: .* claims 2080 bytes"),
+        (encoded("bf16", cut=2), "codec_parcels is 'int8', which does not encode it so"),
+        (encoded(cut=2084), "payload of 0 bytes ends before part"),
+    ],
+)
+def test_bytes_that_no_codec_makes_of_a_tensor_are_told_with_it(sent: Parcel, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        ParcelCoding("int8", 7).decoded(sent, "the output of stage 0")
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_a_codec_can_t_write_is_told_with_its_layer(bad: float) -> None:
+    sent = Parcel(KEY, (torch.full((32, 64), bad),), (True,))
+    with pytest.raises(NonFiniteError, match=r"output of layer 3 has NaN or infinity in it, in step 3 .* codec int8"):
+        ParcelCoding("int8", 7).encoded(sent, [True], "the output of layer 3")
+    found = ParcelCoding("bf16", 7)
+    (value,) = found.decoded(found.encoded(sent, [True], ""), "")
+    assert not value.isfinite().any()
+
+
+def test_random_rounding_depends_on_the_pass_and_not_on_torch_s_generator() -> None:
+    values, coding = torch.randn(32, 64), ParcelCoding("int8:stochastic=true", 7)
+    keys = [KEY, replace(KEY, step=4), replace(KEY, replica=1), replace(KEY, stage=2), replace(KEY, microbatch=0)]
+    made = [coding.encode(values, one, number, "")[0] for one, number in [*((k, 0) for k in keys), (KEY, 1)]]
+    assert len({bytes(one.numpy()) for one in made}) == len(made)
+    torch.manual_seed(1)
+    assert torch.equal(ParcelCoding("int8:stochastic=true", 7).encode(values, KEY, 0, "")[0], made[0])
+    assert not torch.equal(ParcelCoding("int8:stochastic=true", 8).encode(values, KEY, 0, "")[0], made[0])
+
+
 def header(**changes: object) -> worker_pb2.ParcelHeader:
     made = packed("j", 5, Parcel(KEY, (torch.ones(2, 3),))).header
     for name, value in changes.items():
-        target = made.tensors[0] if name in ("dtype", "shape", "order") else made
+        target = made.tensors[0] if name in worker_pb2.ParcelTensor.DESCRIPTOR.fields_by_name else made
         if isinstance(value, tuple):
             target.ClearField(name)  # type: ignore[arg-type]
             getattr(target, name).extend(value)
@@ -110,6 +168,11 @@ def header(**changes: object) -> worker_pb2.ParcelHeader:
         ({"order": (0, 0)}, r"order \(0, 0\) of a tensor with 2 dimensions"),
         ({"order": (0, 7)}, "order"),
         ({"dtype": 999}, "dtype"),
+        (
+            {"codec": "int8", "encoded_bytes": 25},
+            r"25 bytes of codec 'int8' announced for float32 \(2, 3\), which is 24",
+        ),
+        ({"codec": "int8", "encoded_bytes": 20}, r"24 bytes announced for shapes \(2, 3\), which take 20"),
         ({"shape": (1 << 40,), "payload_bytes": 4 << 40}, "the limit is 4294967296"),
     ],
 )
@@ -190,6 +253,14 @@ def test_what_is_for_a_step_far_ahead_waits_at_its_sender(office: PostOffice, ti
 def test_a_parcel_for_no_pass_is_refused(office: PostOffice, job: str, key: ParcelKey) -> None:
     with pytest.raises(ProtocolError, match="is for no pass of job 'j'"):
         office.mailbox.awaits(reader(job, 1, key), wait_s=0.0)
+
+
+def test_a_parcel_of_another_codec_than_the_job_s_is_refused(office: PostOffice) -> None:
+    made = ParcelReader(packed("j", 1, encoded("bf16")).header)
+    with pytest.raises(ProtocolError, match="is encoded with codec 'bf16', but the job's codec_parcels is ''"):
+        office.mailbox.awaits(made, wait_s=0.0)
+    office.begin(replace(JOB, codec_parcels="bf16"), ORDERS, 3, identity(1))
+    assert office.mailbox.awaits(made, wait_s=0.0)
 
 
 def test_only_lives_that_compute_a_stage_may_send(office: PostOffice) -> None:

@@ -16,6 +16,7 @@ from shardline.core.spec import JobSpec
 from shardline.errors import ForbiddenError, ProtocolError, UnreachableError
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel, ParcelKey
+from shardline.rpc.limits import MAX_NAME
 from shardline.rpc.messages.parcels import ParcelReader
 from shardline.security import holds
 
@@ -102,6 +103,7 @@ class Mailbox:
             while True:
                 found = self._wanted(parcel.job, parcel.timeline, parcel.key)
                 if found is not None:
+                    self._check_codecs(parcel)
                     return found
                 left_s = end_s - time.monotonic()
                 if left_s <= 0.0 or self._closed:
@@ -122,6 +124,14 @@ class Mailbox:
         if key.step > self._step + pipeline.stages(self._job):
             return None
         return key.step >= self._step
+
+    def _check_codecs(self, parcel: ParcelReader) -> None:
+        assert self._job is not None
+        for codec in parcel.codecs - {self._job.codec_parcels}:
+            raise ProtocolError(
+                f"{parcel.key} is encoded with codec {codec[:MAX_NAME]!r}, but the job's codec_parcels is "
+                f"{self._job.codec_parcels!r}"
+            )
 
     def deliver(self, who: Identity, timeline: int, parcel: Parcel) -> bool:
         """See Inbox."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,7 @@ from shardline.lanes.parcels import WORKER, register_worker
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.rpc.channel import Peers
-from shardline.rpc.messages.parcels import packed
+from shardline.rpc.messages.parcels import Packed, packed
 from shardline.rpc.report_queue import PassQueue
 from shardline.rpc.server import RpcServer
 
@@ -161,14 +162,18 @@ class PostOffice:
                 self._config,
                 self._peers.get(post.task, post.address),
                 self._who,
-                sent=lambda lane, nbytes: self._metrics.counter(
-                    "shardline_parcel_bytes_total", peer=post.task, lane=lane
-                ).inc(nbytes),
+                sent=functools.partial(self._count, post.task),
                 on_fallback=lambda lane, reason: self._metrics.counter(
                     "shardline_lane_fallbacks_total", lane=lane
                 ).inc(),
             )
         return sender
+
+    def _count(self, peer: str, lane: str, packed: Packed) -> None:
+        codec = self._job.codec_parcels if self._job is not None else ""
+        labels = {"peer": peer, "codec": codec or "raw", "lane": lane}
+        self._metrics.counter("shardline_parcel_raw_bytes_total", **labels).inc(packed.raw_bytes)
+        self._metrics.counter("shardline_parcel_wire_bytes_total", **labels).inc(packed.nbytes)
 
     def passed(self, report: PassReport) -> None:
         """Note a pass that was computed. All ranks compute the same ones."""

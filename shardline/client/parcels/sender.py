@@ -34,9 +34,15 @@ class ParcelSender:
     """
 
     def __init__(
-        self, config: RoleConfig, peer: Peer, who: Identity, *, sent: Callable[[str, int], None], on_fallback: Fallback
+        self,
+        config: RoleConfig,
+        peer: Peer,
+        who: Identity,
+        *,
+        sent: Callable[[str, Packed], None],
+        on_fallback: Fallback,
     ) -> None:
-        """who: this life. sent(lane, bytes): called for every parcel that is sent. on_fallback: see ParcelWay."""
+        """who: this life. sent(lane, parcel): called for every parcel that is sent. on_fallback: see ParcelWay."""
         self._config = config
         self._peer = peer
         self._who = who
@@ -95,7 +101,7 @@ class ParcelSender:
         self._hear(line)
         packed = self._queue.popleft()
         self._unanswered.append(packed)
-        self._sent(line.lane, packed.nbytes)
+        self._sent(line.lane, packed)
         return line.begin(packed)
 
     def _hear(self, line: ParcelLine) -> None:
@@ -200,7 +206,7 @@ class ParcelSender:
         except ShardlineError as error:
             log.error("%s", error)
         else:
-            self._sent("grpc", packed.nbytes)
+            self._sent("grpc", packed)
             self._failing_s, self._told = None, False
         with self._changed:
             if self._queue and self._queue[0] is packed:

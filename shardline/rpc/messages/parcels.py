@@ -13,8 +13,15 @@ from shardline.core.identity import Identity
 from shardline.core.spec import DTYPES, dtype_name
 from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
 from shardline.errors import ProtocolError
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.rpc.limits import MAX_DIMENSIONS, MAX_PARCEL_BYTES, MAX_PARCEL_TENSORS, PARCEL_CHUNK_BYTES, at_most
+from shardline.pipeline.parcel import Form, Parcel, ParcelKey, flat, memory_order, unflat
+from shardline.rpc.limits import (
+    MAX_DIMENSIONS,
+    MAX_NAME,
+    MAX_PARCEL_BYTES,
+    MAX_PARCEL_TENSORS,
+    PARCEL_CHUNK_BYTES,
+    at_most,
+)
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, dtype_from_proto
 from shardline.rpc.v1 import worker_pb2
 
@@ -27,10 +34,12 @@ class Packed:
     header: worker_pb2.ParcelHeader
     payloads: Sequence[memoryview]
     """The bytes of its tensors, in order: views of them, as long as they are on the CPU and contiguous."""
+    raw_bytes: int
+    """Bytes of all tensors, before the codec."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, as they travel."""
         return self.header.payload_bytes
 
 
@@ -40,18 +49,10 @@ def packed(job: str, timeline: int, parcel: Parcel) -> Packed:
     tensors: list[worker_pb2.ParcelTensor] = []
     payloads: list[memoryview] = []
     for number, value in enumerate(parcel.values):
-        values = value.detach().cpu()
-        order = _order(values)
-        data = tensor_bytes(values.permute(order).contiguous().reshape(-1))
-        tensors.append(
-            worker_pb2.ParcelTensor(
-                dtype=DTYPE_TO_PROTO[dtype_name(values.dtype, str(key))],
-                shape=values.shape,
-                order=order if order != sorted(order) else (),
-                needs_grad=bool(parcel.needs_grad) and parcel.needs_grad[number],
-                digest=digest(data),
-            )
-        )
+        needs_grad = bool(parcel.needs_grad) and parcel.needs_grad[number]
+        tensor, data = _tensor(value, parcel.form(number), str(key))
+        tensor.MergeFrom(worker_pb2.ParcelTensor(needs_grad=needs_grad, digest=digest(data)))
+        tensors.append(tensor)
         payloads.append(data)
     header = worker_pb2.ParcelHeader(
         job=job,
@@ -66,13 +67,22 @@ def packed(job: str, timeline: int, parcel: Parcel) -> Packed:
         tensors=tensors,
         payload_bytes=sum(map(len, payloads)),
     )
-    return Packed(key, header, payloads)
+    return Packed(key, header, payloads, parcel.raw_bytes)
 
 
-def _order(values: torch.Tensor) -> list[int]:
-    """Dimensions from the slowest to the fastest, so that the receiver's kernels see the same memory layout."""
-    strides = values.stride()
-    return sorted(range(values.dim()), key=lambda number: -strides[number])
+def _tensor(value: torch.Tensor, form: Form | None, where: str) -> tuple[worker_pb2.ParcelTensor, memoryview]:
+    """The message of one tensor, without its digest, and its bytes."""
+    if form is None:
+        order, dtype, shape = memory_order(value), dtype_name(value.dtype, where), tuple(value.shape)
+        found, data = worker_pb2.ParcelTensor(), tensor_bytes(flat(value, order))
+    else:
+        order, dtype, shape = form.order, form.dtype, form.shape
+        found, data = worker_pb2.ParcelTensor(codec=form.codec, encoded_bytes=value.nbytes), tensor_bytes(value)
+    found.dtype = DTYPE_TO_PROTO[dtype]
+    found.shape.extend(shape)
+    if list(order) != sorted(order):
+        found.order.extend(order)
+    return found, data
 
 
 def parcel_frames(packed: Packed, who: Identity) -> Iterator[worker_pb2.ParcelFrame]:
@@ -100,8 +110,17 @@ class _TensorReader:
         self._order = tuple(tensor.order) or tuple(range(len(self._shape)))
         if sorted(self._order) != list(range(len(self._shape))):
             raise ProtocolError(f"{where}: order {self._order} of a tensor with {len(self._shape)} dimensions")
-        self._dtype = DTYPES[dtype_from_proto(tensor.dtype, where)]
-        self.nbytes = math.prod(self._shape) * self._dtype.itemsize
+        dtype = dtype_from_proto(tensor.dtype, where)
+        self._dtype = DTYPES[dtype]
+        raw_bytes = math.prod(self._shape) * self._dtype.itemsize
+        self.form = Form(tensor.codec, dtype, self._shape, self._order) if tensor.codec else None
+        """What has been encoded, if it was."""
+        self.nbytes = tensor.encoded_bytes if tensor.codec else raw_bytes
+        if self.nbytes > raw_bytes:
+            raise ProtocolError(
+                f"{where}: {self.nbytes} bytes of codec {tensor.codec[:MAX_NAME]!r} announced for {dtype} "
+                f"{self._shape}, which is {raw_bytes} bytes; no codec makes more of it"
+            )
         self._digest = tensor.digest
         self._octets = torch.empty(0, dtype=torch.uint8)
         self.came = 0
@@ -114,11 +133,12 @@ class _TensorReader:
         return memory_of(self._octets)[self.came :]
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, over its memory, once all its bytes have come."""
+        """The tensor, or what a codec has made of it, over its memory, once all its bytes have come."""
         if digest(memory_of(self._octets)) != self._digest:
             raise ProtocolError(f"{self._where}: the digest does not match, so its bytes were changed on their way")
-        values = self._octets.view(self._dtype).reshape([self._shape[number] for number in self._order])
-        return values.permute([self._order.index(number) for number in range(len(self._shape))])
+        if self.form is not None:
+            return self._octets
+        return unflat(self._octets.view(self._dtype), self._shape, self._order)
 
 
 class ParcelReader:
@@ -146,6 +166,8 @@ class ParcelReader:
             )
         self.nbytes = size
         """Bytes that follow the header."""
+        self.codecs = {reader.form.codec for reader in self._readers if reader.form is not None}
+        """What has encoded some of it."""
         self._header = header
         self._open = deque(reader for reader in self._readers if reader.nbytes)
 
@@ -191,4 +213,5 @@ class ParcelReader:
             needs_grad=() if self.key.back else tuple(tensor.needs_grad for tensor in self._header.tensors),
             places=tuple(self._header.places),
             random_state=self._header.random_state,
+            forms=tuple(reader.form for reader in self._readers) if self.codecs else (),
         )

@@ -30,11 +30,17 @@ class ParcelTensor(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     NEEDS_GRAD_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    ENCODED_BYTES_FIELD_NUMBER: _builtins.int
     dtype: _common_pb2.DType.ValueType
     needs_grad: _builtins.bool
     """The sender takes a gradient for this tensor of an activation."""
     digest: _builtins.int
-    """Of its bytes."""
+    """Of its bytes, as they travel."""
+    codec: _builtins.str
+    """What has encoded it: the job's codec_parcels; empty: its bytes are those in memory."""
+    encoded_bytes: _builtins.int
+    """Its length, if it is encoded."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -49,10 +55,12 @@ class ParcelTensor(_message.Message):
         order: _abc.Iterable[_builtins.int] | None = ...,
         needs_grad: _builtins.bool = ...,
         digest: _builtins.int = ...,
+        codec: _builtins.str = ...,
+        encoded_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "needs_grad", b"needs_grad", "order", b"order", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "digest", b"digest", "dtype", b"dtype", "encoded_bytes", b"encoded_bytes", "needs_grad", b"needs_grad", "order", b"order", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
