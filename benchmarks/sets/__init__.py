@@ -10,6 +10,7 @@ from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
     auto,
+    bubbles,
     codecs,
     data_plane,
     hooks,
@@ -61,5 +62,6 @@ ALL: dict[str, ModuleType] = {
         auto,
         hooks,
         pipelines,
+        bubbles,
     )
 }
