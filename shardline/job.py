@@ -45,6 +45,7 @@ from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
 from shardline.pipeline import PIPELINES, across
+from shardline.pipeline.model import Pipeline
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
@@ -118,6 +119,8 @@ class Job(Settings):
     """Makes a batch from a list of samples; None = torch's default_collate."""
     name: str = ""
     """Name in logs and checkpoints; "" = taken from the file."""
+    workers: int = 0
+    """Workers of the cluster, for a Pipeline with stages="auto"; 0 = unknown. Set where a job file is run."""
 
     def __post_init__(self) -> None:
         # A module is callable too, but needs an input.
@@ -218,6 +221,11 @@ class Job(Settings):
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model() returned {_short(model)}; it must return a torch.nn.Module")
+        if isinstance(model, Pipeline) and model.automatic:
+            # Only here: most jobs need none of it.
+            from shardline.pipeline.partition.automatic import settle
+
+            settle(model, self)
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -380,8 +388,10 @@ _OVERRIDES: Mapping[str, type] = {
 """Job fields that the command line can set, and the types to parse."""
 
 
-def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
+def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0) -> Job:
     """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
+
+    workers: of the cluster that runs it; 0 = unknown.
 
     The file runs as a module with a unique name. From then on its folder is first on sys.path, as with `python FILE`,
     so that it can import its siblings at any time. Raises JobError for a missing file, a file that raises or defines no
@@ -392,7 +402,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     job = getattr(_run_job_file(path), "job", None)
     if not isinstance(job, Job):
         raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"workers": job.workers or workers}
     if not job.name:
         changes["name"] = path.resolve().parent.name if path.stem == "job" else path.stem
     for name, text in overrides:

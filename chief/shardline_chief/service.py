@@ -130,7 +130,7 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
         if config.chief_trains:
             raise UsageError("--chief-trains needs --job: the chief builds the model itself")
         return None
-    job = load_job(config.job, config.overrides)
+    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
     return job.spec(job.build_model())
 
 

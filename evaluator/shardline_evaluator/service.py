@@ -27,7 +27,7 @@ def run(config: RoleConfig) -> int:
     termination.install()
     if config.job is None:
         raise UsageError("an evaluator needs --job JOB.py, which defines the model and `evaluate`")
-    job = load_job(config.job, config.overrides)
+    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
     device = resolve_device(config.device, config.gpu_memory_fraction)
     torch.set_num_threads(job.threads)
     model = job.build_model()

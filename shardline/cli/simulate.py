@@ -183,7 +183,9 @@ def load(flags: Mapping[str, Any]) -> Job:
     # Imports torch, which --help must not do.
     from shardline.job import load_job
 
-    return load_job(path, options.overrides(flags))
+    named = flags.get("cluster")
+    workers = len(read_spec(named).addresses("worker")) if named is not None else flags["workers"]
+    return load_job(path, options.overrides(flags), workers=workers)
 
 
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:

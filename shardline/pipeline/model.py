@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from shardline.errors import JobError
+from shardline.pipeline.balance import balanced
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
@@ -19,10 +21,11 @@ class Pipeline(nn.Sequential, StagedModel):
         Pipeline([nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)], stages=[2])
 
     stages: the layers that begin a new stage, ascending: [2] makes the stages of layers 0 and 1, and from 2 on. A whole
-    number makes that many stages of about equally many parameters. A layer gets what the one before has returned: a
-    tensor, or a tuple of tensors as one argument. workers: how many workers each stage has, [2, 1, 1], or which, by
-    number, [[0], [1], [0]]; () lets the chief choose. One process runs the model like a torch nn.Sequential of the same
-    layers, with the same names in its state_dict.
+    number makes that many stages of about equally many parameters. "auto:4" makes 4 that take about equally long, by
+    flops and bytes, when a job builds the model; "auto" as many as its cluster has workers for each replica. A layer
+    gets what the one before has returned: a tensor, or a tuple of tensors as one argument. workers: how many workers
+    each stage has, [2, 1, 1], or which, by number, [[0], [1], [0]]; () lets the chief choose. One process runs the
+    model like a torch nn.Sequential of the same layers, with the same names in its state_dict.
 
     Raises JobError, naming the layer, for a cut that is no layer, a stage without parameters, more stages than layers,
     and weights that layers of different stages share.
@@ -32,19 +35,41 @@ class Pipeline(nn.Sequential, StagedModel):
         self,
         layers: Sequence[nn.Module],
         *,
-        stages: int | Sequence[int],
+        stages: int | str | Sequence[int],
         workers: Sequence[int | Sequence[int]] = (),
     ) -> None:
         super().__init__(*layers)
         for number, layer in enumerate(layers):
             if not isinstance(layer, nn.Module):
                 raise JobError(f"Pipeline: layer {number} is a {type(layer).__name__}; it must be a torch.nn.Module")
-        cuts = self._balanced(stages) if isinstance(stages, int) else [int(cut) for cut in stages]
-        self.cuts = tuple(self._checked(cuts))
-        """First layer of each stage but stage 0."""
-        self.hosts = hosts_of(workers, self.num_stages)
+        self.automatic = stages if isinstance(stages, str) else ""
+        """"auto" or "auto:4"; "" = the cuts were given, or balanced by parameters."""
+        self.wanted = _number(stages) if isinstance(stages, str) else 0
+        """The 4 of "auto:4", else 0."""
+        self._cuts: tuple[int, ...] | None = None
+        if isinstance(stages, str):
+            self.hosts = hosts_of(workers, self.wanted or len(workers))
+        else:
+            cuts = self._balanced(stages) if isinstance(stages, int) else [int(cut) for cut in stages]
+            self.hosts = hosts_of(workers, len(cuts) + 1)
+            self.cut(cuts)
+
+    def cut(self, cuts: Sequence[int]) -> None:
+        """Begin stages with these layers. Raises JobError, see Pipeline."""
+        self._cuts = tuple(self._checked(list(cuts)))
         self._check_ties()
         self._check_stages()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """First layer of each stage but stage 0. Raises JobError for stages="auto" before a job has built the model."""
+        if self._cuts is None:
+            raise JobError(
+                f'Pipeline: stages={self.automatic!r} is settled when a job builds the model, and "auto" by the number '
+                'of workers in its cluster, which is not known here; give a number, such as stages="auto:4", or the '
+                "layers that begin a stage, as `shardline partition` finds them"
+            )
+        return self._cuts
 
     @staticmethod
     def split(
@@ -127,22 +152,10 @@ class Pipeline(nn.Sequential, StagedModel):
                 f"Pipeline: {stages} stages of {len(sizes)} layers, of which {len(heavy)} have parameters; each stage "
                 f"needs one, so give at most {max(1, len(heavy))} stages"
             )
-        # best[k][j]: (largest stage, first layer of the last one) of the first j heavy layers in k + 1 stages.
-        total = [0]
-        for number in heavy:
-            total.append(total[-1] + sizes[number])
-        best = [[(total[j], 0) for j in range(len(heavy) + 1)]]
-        for _ in range(1, stages):
-            row = [(0, 0)] * (len(heavy) + 1)
-            for j in range(len(best), len(heavy) + 1):
-                starts = range(len(best), j) if j > len(best) else range(j, j)
-                row[j] = min(((max(best[-1][i][0], total[j] - total[i]), i) for i in starts), default=(total[-1], j))
-            best.append(row)
-        cuts, end = [], len(heavy)
-        for row in reversed(best[1:]):
-            end = row[end][1]
-            cuts.append(heavy[end])
-        return cuts[::-1]
+        # A stage begins with a layer that has parameters, and has at least one.
+        found = balanced([0, *heavy[1:], len(sizes)], stages, lambda _, first, end: (float(sum(sizes[first:end])), 0.0))
+        assert found is not None, "there are as many layers as stages"
+        return found
 
     def _checked(self, cuts: list[int]) -> list[int]:
         if len(cuts) >= len(self):
@@ -175,3 +188,14 @@ class Pipeline(nn.Sequential, StagedModel):
         for stage in range(self.num_stages):
             if not any(True for number in self.span(stage) for _ in self[number].parameters()):
                 raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")
+
+
+def _number(stages: str) -> int:
+    """The number of stages in "auto:4"; 0 in "auto". Raises JobError for any other text."""
+    found = re.fullmatch(r"auto(?::([1-9]\d*))?", stages)
+    if found is None:
+        raise JobError(
+            f'Pipeline: stages is {stages!r}; give "auto:4" for 4 stages, "auto" for as many as there are workers, '
+            "a whole number, or the layers that begin a stage"
+        )
+    return int(found[1] or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def shared() -> list[nn.Module]:
         (layers(4, 4, 4), [3], "3 does not begin a stage"),
         (layers(4, 4), [1, 2, 3], "4 stages of 2 layers"),
         (layers(4, 4), 0, "stages is 0; give a whole number >= 1"),
+        (layers(4, 4), "auto:0", "stages is 'auto:0'; give \"auto:4\" for 4 stages"),
+        (layers(4, 4), "best", "stages is 'best'; give \"auto:4\" for 4 stages"),
         (layers(4, 0, 4), [1, 2], r"stage 1, layer 1 \(ReLU\) to layer 1 \(ReLU\), has no parameters"),
         (
             shared(),
@@ -61,7 +64,7 @@ def shared() -> list[nn.Module]:
         ),
     ],
 )
-def test_what_makes_no_stages_is_named(made: list[nn.Module], stages: int | list[int], sentence: str) -> None:
+def test_what_makes_no_stages_is_named(made: list[nn.Module], stages: int | str | list[int], sentence: str) -> None:
     with pytest.raises(JobError, match=sentence):
         Pipeline(made, stages=stages)
 
@@ -168,3 +171,100 @@ def test_a_stage_in_which_nothing_is_trained_is_named() -> None:
     job = job_of(model)
     with pytest.raises(JobError, match=r"nothing is trained in stage 0, layer 0 \(Linear\) to layer 1 \(ReLU\)"):
         job.spec(job.build_model())
+
+
+# stages="auto"
+
+
+class Wide(nn.Module):
+    """No parameters to speak of, and much to compute: a number of parameters says nothing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        large = values.repeat(512, 128)
+        return values @ self.rows + (large @ large.T)[:4, :1]
+
+
+def auto_job(stages: str, made: Sequence[nn.Module], hosts: Sequence[int] = (), **fields: object) -> Job:
+    given = {"pipeline": "flush", "accumulate": 4, **fields}
+    return replace(job_of(**given), model=lambda: Pipeline(list(made), stages=stages, workers=hosts))  # type: ignore[arg-type]
+
+
+def linear(count: int) -> list[nn.Module]:
+    return [layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.ReLU())]
+
+
+@pytest.mark.parametrize(
+    ("stages", "made", "hosts", "cuts"),
+    [
+        ("auto:4", linear(4), (), (2, 4, 6)),
+        ("auto:1", linear(4), (), ()),
+        # By parameters it would be [3]: the slow layer is the last one.
+        ("auto:2", [*(nn.Linear(4, 4) for _ in range(5)), Wide()], (), (5,)),
+        # A stage on three workers has three times as much to do.
+        ("auto", [nn.Linear(4, 4) for _ in range(8)], (3, 1), (6,)),
+        ("auto:2", [*shared(), nn.Linear(4, 4)], (), (3,)),
+    ],
+)
+def test_automatic_stages_take_equally_long_by_flops_and_bytes(
+    stages: str, made: list[nn.Module], hosts: Sequence[int], cuts: tuple[int, ...]
+) -> None:
+    job = auto_job(stages, made, hosts, replicas=3 if hosts else 1)
+    model = job.build_model()
+    assert isinstance(model, Pipeline) and model.cuts == cuts
+    assert pipeline.stages(job.spec(model)) == len(cuts) + 1
+
+
+@pytest.mark.parametrize(("workers", "replicas", "stages"), [(4, 1, 4), (4, 2, 2), (5, 2, 2), (2, 3, 1)])
+def test_plain_auto_gives_each_worker_of_a_replica_a_stage(workers: int, replicas: int, stages: int) -> None:
+    model = auto_job("auto", linear(4), replicas=replicas, workers=workers).build_model()
+    assert isinstance(model, Pipeline) and model.num_stages == stages
+
+
+def test_every_process_finds_the_same_cuts_and_leaves_values_and_random_numbers_as_they_were() -> None:
+    def made() -> nn.Module:
+        return Pipeline([nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 4)], stages="auto:2")
+
+    job = replace(job_of(accumulate=4), model=made)
+    torch.manual_seed(job.seed)
+    expected, state = made().state_dict(), torch.get_rng_state()
+    for _ in range(2):
+        model = job.build_model()
+        assert isinstance(model, Pipeline) and model.cuts == (2,)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("stages", "made", "fields", "sentence"),
+    [
+        ("auto:5", linear(3), {}, r"5 stages of 6 layers, .* the model has 3 of them: 0 \(Linear\), 2 \(Linear\), 4 "),
+        ("auto", linear(3), {"workers": 4}, 'give at most stages="auto:3", or start fewer workers'),
+        ("auto:2", shared(), {}, "no stage can begin with layer 1, 2: weights are shared across it"),
+        (
+            "auto",
+            linear(3),
+            {},
+            "the number of workers in its cluster, which is not known here; give a number, such as",
+        ),
+        (
+            "auto:2",
+            [nn.Linear(4, 4), nn.Linear(9, 4)],
+            {},
+            r"first microbatch, but layer 1 \(Linear\) raised RuntimeError",
+        ),
+    ],
+)
+def test_what_can_not_be_cut_automatically_is_named(
+    stages: str, made: list[nn.Module], fields: dict[str, object], sentence: str
+) -> None:
+    job = auto_job(stages, made, **fields)
+    with pytest.raises(JobError, match=sentence):
+        job.spec(job.build_model())
+    if stages == "auto" and not fields:
+        # Without a pipeline nobody asks for stages.
+        whole = replace(job, pipeline="whole-model")
+        assert len(whole.spec(whole.build_model()).tensors) == 6

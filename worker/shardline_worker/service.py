@@ -29,7 +29,7 @@ def run(config: RoleConfig) -> int:
     termination.install()
     if config.job is None:
         raise UsageError(f"{config.task} needs --job JOB.py; run a plain training script directly, see examples")
-    job = load_job(config.job, config.overrides)
+    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
     torch.set_num_threads(job.threads)
     session = Session(config, termination=termination)
     try:

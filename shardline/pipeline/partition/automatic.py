@@ -1,0 +1,113 @@
+"""stages="auto": cuts that every process finds by itself, from shapes alone, on a machine that is the same for all.
+
+Nothing is measured, since processes would measure different times. `shardline partition` measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardline.core.settings import WORKER
+from shardline.errors import JobError
+from shardline.pipeline.balance import balanced
+from shardline.pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
+from shardline.pipeline.partition.measure import shapes
+from shardline.pipeline.partition.profile import Layer, Profile
+from shardline.pipeline.schedules.flush import Flush
+
+if TYPE_CHECKING:
+    from shardline.job import Job
+    from shardline.pipeline.model import Pipeline
+
+FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 50e9, 10e9, 1.25e9
+"""Of the machine that all models are cut for: about one core, and 10 Gbit/s."""
+
+
+def settle(model: Pipeline, job: Job) -> None:
+    """Cut a model with stages="auto" or "auto:N" for a job.
+
+    Computes the job's first microbatch, forward. "auto" makes as many stages as the model names workers for, else as
+    there are workers for each replica; where neither is known, the model stays uncut, and says so when it is asked for
+    its stages. Raises JobError where the microbatch can't be computed, or the model has too few layers.
+    """
+    count = model.wanted or len(model.hosts) or (max(1, job.workers // job.contributors) if job.workers else 0)
+    if not count:
+        return
+    try:
+        profile = shapes(model, job)
+    except JobError as error:
+        raise JobError(
+            f"Pipeline: stages={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; or "
+            "give the layers that begin a stage, as `shardline partition` finds them"
+        ) from error
+    copies = [len(one) for one in model.hosts] or [1] * count
+    # With the optimizer on the one worker that has a stage, nothing is exchanged.
+    model.cut(
+        cuts(profile, copies, job.accumulate * job.contributors, exchanged=job.apply != WORKER or job.replicas > 1)
+    )
+
+
+def cuts(profile: Profile, copies: Sequence[int], microbatches: int, *, exchanged: bool = True) -> list[int]:
+    """The layers that begin a stage, so that the stage that takes longest takes as little time as possible.
+
+    Time is that of computing and of the link, one after the other, by flops and bytes. Of equals: fewest bytes of
+    activations. copies: workers of each stage. microbatches: of a step, of all replicas. exchanged: parameters with the
+    servers. Raises JobError for more stages than the model can have, with the names of those layers.
+    """
+    costs = Costs(
+        profile=nominal(profile),
+        cluster=Cluster(levels=(LinkLevel(count=sum(copies), bytes_per_s=LINK_BYTES_PER_S),)),
+        schedule=Flush(),
+        microbatches=microbatches,
+        exchange=() if exchanged else [LayerTraffic(push_bytes=0.0, pull_bytes=0.0)] * len(profile.layers),
+    )
+
+    def size(stage: int, first: int, end: int) -> tuple[float, float]:
+        if not costs.stage_allowed(first, end):
+            return math.inf, 0.0
+        own = first, end, copies[stage]
+        return costs.compute_s(*own) + costs.link_s(*own), sum(costs.parcels(*own))
+
+    # As with a number of stages: one begins with a trained layer, so that activation functions stay with theirs.
+    trained = [n for n in range(1, costs.count) if costs.cut_allowed(n) and profile.layers[n].trained_bytes]
+    points = [0, *trained, costs.count]
+    found = balanced(points, len(copies), size)
+    if found is None:
+        raise JobError(_too_many(costs, len(copies)))
+    return found
+
+
+def nominal(profile: Profile) -> Profile:
+    """The profile with the times of that machine: what a layer multiplies, or what it reads and writes."""
+    layers: list[Layer] = []
+    given = 0
+    for layer in profile.layers:
+        moved = given + layer.output_bytes + layer.trained_bytes + layer.fixed_bytes
+        seconds = max(layer.flops / FLOPS_PER_S, moved / MEMORY_BYTES_PER_S)
+        layers.append(replace(layer, forward_s=seconds, backward_s=2 * seconds))
+        given = layer.output_bytes
+    return replace(profile, layers=tuple(layers))
+
+
+def _too_many(costs: Costs, count: int) -> str:
+    """Why there are no so many stages."""
+    starts, first = [], 0
+    for end in range(1, costs.count + 1):
+        if costs.stage_allowed(first, end):
+            starts.append(next(n for n in range(first, end) if costs.profile.layers[n].trained_bytes))
+            first = end
+    names = ", ".join(costs.profile.layers[number].name for number in starts[:8])
+    tied = costs.profile.joined
+    why = (
+        f" (no stage can begin with layer {', '.join(map(str, tied[:8]))}: weights are shared across it)"
+        if tied
+        else ""
+    )
+    return (
+        f"Pipeline: {count} stages of {costs.count} layers, but each needs a layer that is trained, and the model has "
+        f"{len(starts)} of them: {names}{', ...' if len(starts) > 8 else ''}{why}; give at most "
+        f'stages="auto:{max(1, len(starts))}", or start fewer workers'
+    )
