@@ -39,6 +39,8 @@ TIMEOUT_S = 30.0
 GOODPUT = 0.94
 """Share of an Ethernet link's bits that are TCP payload."""
 LIMIT = 0.15
+Pass = dict[str, Any]
+"""A slice of a trace: "ts" and "dur" in microseconds, and in "args" the pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class Run:
     """A megabyte of parameters is a width of 256."""
     mean_s: float = 0.1
     """Of a pass."""
+    cv: float = 0.3
+    """Of passes: the standard deviation over the mean."""
     slow: float = 1.0
     """The last worker takes so many times as long."""
     pauses: float = 1.0
@@ -68,7 +72,7 @@ class Run:
     def arguments(self, worker: int) -> str:
         """What the job file is told by a worker's environment."""
         mean_s = self.mean_s * (self.slow if worker == self.workers - 1 else 1.0)
-        found = ["--width", str(self.width), "--mean", str(mean_s), "--pauses", str(self.pauses)]
+        found = ["--width", str(self.width), "--mean", str(mean_s), "--cv", str(self.cv), "--pauses", str(self.pauses)]
         return shlex.join([*found, "--stages", str(self.stages)] if self.stages else found)
 
     @property
@@ -86,7 +90,7 @@ class Run:
 
 
 def staged(pipeline: str, stages: int, microbatches: int, *, replicas: int = 1, **more: Any) -> Run:
-    """A run in stages of 40 ms per microbatch."""
+    """A run in stages of 40 ms per microbatch, unless `more` says otherwise."""
     times = f", {replicas} replicas" if replicas > 1 else ""
     return Run(
         name=f"{pipeline}, {stages} stages, {microbatches} microbatches{times}",
@@ -94,8 +98,7 @@ def staged(pipeline: str, stages: int, microbatches: int, *, replicas: int = 1, 
         stages=stages,
         pipeline=pipeline,
         microbatches=microbatches,
-        mean_s=0.04,
-        **more,
+        **{"mean_s": 0.04, **more},
     )
 
 
@@ -227,16 +230,20 @@ def calibrate(out: Path) -> tuple[tuple[Times, ...], float]:
     return times, max(0.0, 1 / found.steps_per_s - times[0].mean_s)
 
 
+def passes(out: Path) -> list[Pass]:
+    """The passes in the trace of a run in stages, by start: see shardline.pipeline.timeline.trace."""
+    events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    return sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
+
+
 def calibrate_stages(out: Path) -> tuple[StageCosts, float]:
     """Costs of the stages, and the time of an exchange in seconds.
 
     In a run of one microbatch, every pass waits for the parcel of the one before, and every step for its parameters.
     """
     real(STAGED_CALIBRATION, out)
-    events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    passes = sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
     waits: dict[bool, list[float]] = {True: [], False: []}
-    for before, one in itertools.pairwise(passes):
+    for before, one in itertools.pairwise(passes(out)):
         if before["pid"] != one["pid"] or before["args"]["step"] != one["args"]["step"]:
             within = before["args"]["step"] == one["args"]["step"]
             waits[within].append((one["ts"] - before["ts"] - before["dur"]) / 1e6)

@@ -9,8 +9,6 @@ so that three workers fit on two cores; what is drawn is when they ran.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,35 +16,23 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulated import Pass, passes, real, staged
 from shardline.pipeline import PIPELINES
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 STAGES, MICROBATCHES, STEPS, DRAWN = 3, 4, 14, (8, 9)
 """DRAWN: steps whose passes are drawn, with what lies between them."""
-JOB = ("--stages", str(STAGES), "--mean", "0.09", "--cv", "0", "--width", "32")
 WIDTH, LABEL, LANE, STASH, GAP = 900, 70, 24, 16, 14
 COLOURS = {"forward": ("#2f6fde", "#8fb2ef"), "backward": ("#b4690e", "#dcab6c")}
 """Of even and of odd steps."""
-Pass = dict[str, Any]
 
 
-def run(pipeline: str, out: Path) -> list[Pass]:
-    """Train, and read the slices of the run's trace."""
-    fields = {"pipeline": pipeline, "accumulate": MICROBATCHES, "steps": STEPS}
-    command = [sys.executable, "-m", "shardline", "train", "--workers", str(STAGES), "--out", str(out), "--no-page"]
-    command += [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-    command += [str(ROOT / "benchmarks" / "simulated_job.py"), "--", *JOB]
-    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
-    events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    return sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
-
-
-def picture(pipeline: str, passes: Sequence[Pass]) -> str:
+def picture(pipeline: str, found: Sequence[Pass]) -> str:
     """An SVG of the drawn steps: passes by stage, microbatches held, and the version of the parameters."""
-    steps = [one for one in passes if one["args"]["step"] in DRAWN]
+    steps = [one for one in found if one["args"]["step"] in DRAWN]
     begin, end = min(one["ts"] for one in steps), max(one["ts"] + one["dur"] for one in steps)
-    shown = [one for one in passes if begin <= one["ts"] and one["ts"] + one["dur"] <= end]
+    shown = [one for one in found if begin <= one["ts"] and one["ts"] + one["dur"] <= end]
     most = max(one["args"]["held"] for one in shown)
     each = LANE + STASH + GAP
     height = 24 + STAGES * each + 6
@@ -109,9 +95,11 @@ def main(names: Sequence[str]) -> None:
     chosen = names or [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
     for name in chosen:
         with tempfile.TemporaryDirectory(prefix="shardline-picture-") as folder:
-            passes = run(name, Path(folder) / "run")
+            out = Path(folder) / "run"
+            real(staged(name, STAGES, MICROBATCHES, steps=STEPS, mean_s=0.09, cv=0.0, width=32), out)
+            found = passes(out)
         path = IMAGES / f"pipeline-{name.partition(':')[0]}.svg"
-        path.write_text(picture(name, passes), encoding="utf-8")
+        path.write_text(picture(name, found), encoding="utf-8")
         print(path.relative_to(ROOT), flush=True)
 
 

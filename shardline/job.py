@@ -221,7 +221,7 @@ class Job(Settings):
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model() returned {_short(model)}; it must return a torch.nn.Module")
-        if isinstance(model, Pipeline) and model.automatic:
+        if isinstance(model, Pipeline) and model.automatic and PIPELINES.parse(self.pipeline).staged:
             # Only here: most jobs need none of it.
             from shardline.pipeline.partition.automatic import settle
 

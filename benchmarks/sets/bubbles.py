@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,26 +11,30 @@ from typing import Any
 
 from benchmarks.contenders import Bench, Contender, collect
 from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median
-from benchmarks.process import ROOT, ContenderError, environment
+from benchmarks.simulated import Pass, passes, real, staged
 from shardline.pipeline import bubble
 
 NAME = "bubbles"
 ABOUT = "3 equal stages on a worker each, whose passes wait 90 ms per microbatch, so that cores are no limit"
-STAGES, PASS_S = 3, 0.09
+STAGES, PASS_S, WIDTH = 3, 0.09, 32
 FLUSHING, UNBROKEN = ("gpipe", "flush"), ("stash", "double-buffer")
 MICROBATCHES = (2, 4, 8)
 STEADY = 4
 """Microbatches of a step without a flush."""
 WARMUP, STEPS = 4, 10
 NEAR_BAR, STEADY_BAR = 1.05, 0.9
-Pass = dict[str, Any]
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Run the set."""
 
     def run(pipeline: str, microbatches: int) -> dict[str, Any]:
-        return figures(passes(pipeline, microbatches, bench.loopback.prefix))
+        steps = WARMUP + STEPS + 1
+        job = staged(pipeline, STAGES, microbatches, steps=steps, mean_s=PASS_S, cv=0.0, width=WIDTH)
+        with tempfile.TemporaryDirectory(prefix="shardline-bench-") as folder:
+            out = Path(folder) / "run"
+            real(job, out)
+            return figures([one for one in passes(out) if step_of(one) >= WARMUP])
 
     shapes = [(name, count) for name in FLUSHING for count in MICROBATCHES] + [(name, STEADY) for name in UNBROKEN]
     contenders = [
@@ -41,30 +42,6 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
         for shape in shapes
     ]
     return collect(contenders, bench.scale.repeats, bench.say)
-
-
-def passes(pipeline: str, microbatches: int, prefix: Sequence[str]) -> list[Pass]:
-    """The passes of the steps after the warm-up, by start, from the trace of a run. Raises ContenderError."""
-    fields = {"pipeline": pipeline, "accumulate": microbatches, "steps": WARMUP + STEPS + 1}
-    job = [str(ROOT / "benchmarks" / "simulated_job.py"), "--", "--stages", str(STAGES), "--mean", str(PASS_S)]
-    with tempfile.TemporaryDirectory(prefix="shardline-bench-") as folder:
-        out = Path(folder) / "run"
-        command = [*prefix, sys.executable, "-m", "shardline", "train", "--workers", str(STAGES), "--out", str(out)]
-        command += [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-        done = subprocess.run(
-            [*command, *job, "--cv", "0", "--width", "32"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment(),
-            check=False,
-        )
-        if done.returncode:
-            raise ContenderError(f"shardline train ended with code {done.returncode}: {done.stderr[-1000:]}")
-        events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    kept = range(WARMUP, WARMUP + STEPS + 1)
-    found = [one for one in events if one["ph"] == "X" and step_of(one) in kept]
-    return sorted(found, key=lambda one: float(one["ts"]))
 
 
 def figures(found: Sequence[Pass]) -> dict[str, Any]:

@@ -191,6 +191,8 @@ def load(flags: Mapping[str, Any]) -> Job:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     from shardline import pipeline
+    from shardline.pipeline.model import Pipeline
+    from shardline.pipeline.partition.automatic import settle
     from shardline.pipeline.staged import StagedModel
     from shardline.simulator import Setup, quantities
 
@@ -209,6 +211,8 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         machines = {task: host for task, host in machines.items() if host != "*"}
     links, exchange_s = network(flags), quantities.seconds(flags["exchange"], "--exchange")
     model = job.build_model()
+    if compares and isinstance(model, Pipeline) and model.automatic:
+        settle(model, job)
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
     both = compares and isinstance(model, StagedModel) and model.num_stages > 1

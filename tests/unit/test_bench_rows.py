@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,19 @@ from benchmarks.machine import cpu_model, memory_gib
 from benchmarks.process import ContenderError
 from benchmarks.push_pull import Work, merge
 from benchmarks.run import sentence, write
-from benchmarks.sets import ALL, data_plane, links, overhead, overlap, scaling, sizes, small_tensors, start, workers
+from benchmarks.sets import (
+    ALL,
+    bubbles,
+    data_plane,
+    links,
+    overhead,
+    overlap,
+    scaling,
+    sizes,
+    small_tensors,
+    start,
+    workers,
+)
 from benchmarks.train_job import summary
 
 
@@ -280,6 +293,18 @@ def test_first_variant_of_a_rival_is_the_plainest() -> None:
 def test_machine_is_read_from_proc() -> None:
     assert cpu_model("processor\t: 0\nmodel name\t: Fast 3000\n") == "Fast 3000"
     assert memory_gib("MemTotal:       2097152 kB\nMemFree: 1 kB\n") == 2.0
+
+
+def test_bubbles_and_rates_come_from_the_passes_of_a_trace() -> None:
+    def one(step: int, stage: int, start: float, end: float) -> dict[str, Any]:
+        return {"ts": 1e6 * start, "dur": 1e6 * (end - start), "args": {"step": step, "stage": stage}}
+
+    # Three stages one after the other, two seconds each; step 1 begins four seconds after step 0's end.
+    found = [
+        one(step, stage, 10 * step + 2 * stage, 10 * step + 2 * stage + 2) for step in (4, 5, 6) for stage in (0, 1, 2)
+    ]
+    figures = bubbles.figures(found)
+    assert figures == {"median_s": 10.0, "longest_s": 2.0, "bubble": pytest.approx(2 / 3), "steps": 2}
 
 
 def test_results_are_written_as_json_and_png(tmp_path: Path) -> None:

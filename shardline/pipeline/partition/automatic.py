@@ -31,11 +31,15 @@ def settle(model: Pipeline, job: Job) -> None:
 
     Computes the job's first microbatch, forward. "auto" makes as many stages as the model names workers for, else as
     there are workers for each replica; where neither is known, the model stays uncut, and says so when it is asked for
-    its stages. Raises JobError where the microbatch can't be computed, or the model has too few layers.
+    its stages. Raises JobError where the microbatch can't be computed, or the model has too few layers, and what
+    Job.data_order() raises.
     """
     count = model.wanted or len(model.hosts) or (max(1, job.workers // job.contributors) if job.workers else 0)
     if not count:
         return
+    if job.samples:
+        # Too few samples are no matter of shapes.
+        job.data_order()
     try:
         profile = shapes(model, job)
     except JobError as error:
