@@ -59,12 +59,6 @@ class ParcelCoding:
             self.decode(value, parcel.form(number), parcel.key, what) for number, value in enumerate(parcel.values)
         )
 
-    def nbytes(self, dtype: str, shape: Sequence[int]) -> int:
-        """Bytes of a tensor for which a gradient is taken, as it travels."""
-        coder = self._coder(dtype, tuple(shape))
-        spec = TensorSpec(name="", shape=tuple(shape), dtype=dtype)
-        return spec.elements * DTYPES[dtype].itemsize if coder is None else coder.usual_bytes
-
     # One tensor
 
     def encode(self, value: torch.Tensor, key: ParcelKey, number: int, what: str) -> tuple[torch.Tensor, Form | None]:
