@@ -12,20 +12,26 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from shardline.client.parcels.mailbox import Mailbox
 from shardline.codecs import CODECS, of_parcels
 from shardline.codecs.base import Memory
+from shardline.core.orders import Orders
 from shardline.core.settings import Settings
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, PipelineSchedule, bubble
+from shardline.observability.metrics import Metrics
+from shardline.pipeline import PIPELINES, Pass, PipelineSchedule, bubble
 from shardline.pipeline.alone import CodedModel
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.parcel import ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.pipeline.staged import StagedModel
+from shardline.rpc.messages.parcels import ParcelReader, packed
 from shardline.seams import doc_line
+from tests.support.parcel_workers import JOB, parcel
 from tests.support.pipelines import Mail, run_workers, stages_of
 
 STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
@@ -218,6 +224,68 @@ def play(schedule: PipelineSchedule, stages: int, microbatches: int) -> int:
         done.update((stage, one.microbatch, one.back) for stage, one in ran)
         ticks += 1
     return ticks
+
+
+def order(schedule: PipelineSchedule, stage: int, stages: int, microbatches: int, steps: int) -> list[Pass]:
+    """The passes of a stage in so many steps. Microbatches are counted from the first step's first one."""
+    if not schedule.flushes:
+        return list(schedule.passes(stage, stages, steps * microbatches))
+    return [
+        Pass(step * microbatches + one.microbatch, one.back)
+        for step in range(steps)
+        for one in schedule.passes(stage, stages, microbatches)
+    ]
+
+
+def early(schedule: PipelineSchedule, slow: int, stages: int, microbatches: int, step: int) -> set[ParcelKey]:
+    """Parcels for later steps that come to a stage which has done this step and not begun the next one.
+
+    All others have done whatever they can without it.
+    """
+    todo = [deque(order(schedule, stage, stages, microbatches, step + 2 * stages + 2)) for stage in range(stages)]
+    done: set[tuple[int, Pass]] = set()
+
+    def ready(stage: int) -> bool:
+        if not todo[stage] or (stage == slow and waits()):
+            return False
+        near = stage + (1 if todo[stage][0].back else -1)
+        return near in (-1, stages) or (near, todo[stage][0]) in done
+
+    def waits() -> bool:
+        return (slow, Pass((step + 1) * microbatches - 1, back=True)) in done
+
+    while able := [stage for stage in range(stages) if ready(stage)]:
+        done.update((stage, todo[stage].popleft()) for stage in able)
+    assert {(slow, Pass(number, back=True)) for number in range((step + 1) * microbatches)} <= done
+    return {
+        ParcelKey(one.microbatch // microbatches, 0, slow, one.microbatch % microbatches, one.back)
+        for stage, one in done
+        if stage == slow + (1 if one.back else -1) and one.microbatch >= (step + 1) * microbatches
+    }
+
+
+@EACH
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_a_worker_takes_every_parcel_that_can_come_early(
+    schedule: PipelineSchedule, stages: int, microbatches: int
+) -> None:
+    job = replace(
+        JOB,
+        tensors=tuple(replace(JOB.tensors[0], name=f"{stage}.weight", fragment=stage) for stage in range(stages)),
+        pipeline=str(schedule),
+        accumulate=microbatches,
+    )
+    farthest = 0
+    for slow in range(stages):
+        mailbox = Mailbox("worker/0", Metrics("worker", "worker/0"), 1.0, still_open=lambda key: True)
+        mailbox.begin(job, Orders(timeline=1), 3)
+        for key in early(schedule, slow, stages, microbatches, 3):
+            header = packed(job.name, 1, parcel(key)).header
+            assert mailbox.awaits(ParcelReader(header), wait_s=0.0), key
+            farthest = max(farthest, key.step - 3)
+    assert farthest <= (1 if schedule.flushes else stages)
+    if stages > 1 and microbatches == 1:
+        assert farthest == (1 if schedule.flushes else stages), "the bound is wider than the schedules need"
 
 
 @EACH
