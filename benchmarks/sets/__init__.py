@@ -13,6 +13,7 @@ from benchmarks.sets import (
     bubbles,
     codecs,
     data_plane,
+    fixed_price,
     hooks,
     links,
     modes,
@@ -50,6 +51,7 @@ ALL: dict[str, ModuleType] = {
     for module in (
         data_plane,
         sizes,
+        fixed_price,
         small_tensors,
         workers,
         links,

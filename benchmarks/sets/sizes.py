@@ -1,12 +1,13 @@
-"""4 MB and 400 MB: the same ratios or better, and memory within what the plan adds up to."""
+"""4 MB and 400 MB: data-plane's rows at these sizes, and memory within what the plan adds up to."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.contenders import Bench, Contender, collect
-from benchmarks.figures import AT_MOST, Row, Sample, Samples, median, speed_row
+from benchmarks.figures import AT_MOST, Row, Sample, Samples, median
 from benchmarks.sets import data_plane
 
 NAME = "sizes"
@@ -55,11 +56,8 @@ def rows(samples: Samples) -> list[Row]:
     sizes = sorted({float(name.rsplit(", ", 1)[1].removesuffix(" MB")) for name in samples})
     found = []
     for megabytes in sizes:
-        for name, (rivals, bar) in data_plane.BARS.items():
-            named = [keyed(rival, megabytes) for rival in rivals]
-            own = keyed(name, megabytes)
-            found.append(speed_row(samples, own, own, named, bar, note="" if bar else "reported"))
-            found.append(memory_row(samples, own))
+        found += data_plane.rows_at(samples, functools.partial(keyed, megabytes=megabytes), megabytes)
+        found += [memory_row(samples, keyed(name, megabytes)) for name in data_plane.LANES]
     return found
 
 

@@ -13,7 +13,7 @@ TENSORS = 300
 KILOBYTES = (1.0, 100.0)
 TOTAL_MB = TENSORS * sum(KILOBYTES) / 2 / 1e3
 LANES = ("grpc", "tcp", "shm")
-BAR = 1.3
+BAR = 1.2
 
 
 def many(lane: str) -> str:
