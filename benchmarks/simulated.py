@@ -206,7 +206,8 @@ def predicted(run: Run, times: Sequence[Times], exchange_s: float, stages: Stage
     job = load_job(JOB, run.overrides)
     network = Network(bytes_per_s=quantities.bytes_per_s(run.link, "link") * GOODPUT) if run.link else Network()
     if stages is not None:
-        stages = replace(stages, parcel_bytes=runs.measure_stages(job, job.build_model()).parcel_bytes)
+        sizes = runs.measure_stages(job, job.build_model())
+        stages = replace(stages, parcel_bytes=sizes.parcel_bytes, gradient_bytes=sizes.gradient_bytes)
     setup = Setup(
         job=job.spec(job.build_model()),
         workers=run.workers,

@@ -11,6 +11,7 @@ from shardline.pipeline.partition import (
     SERVERS,
     Cluster,
     Costs,
+    Handed,
     Layer,
     LinkLevel,
     PlannedStage,
@@ -32,13 +33,11 @@ RESNET = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))
 def layer(name: str, parameters: int, operations: float, outputs: int, samples: int) -> Layer:
     """A layer by its parameters, and multiplications and outputs per sample; a backward pass takes twice as long."""
     forward_s = 2 * operations * samples / OPERATIONS_PER_S
-    size = FLOAT * outputs * samples
     return Layer(
         name=name,
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        output_bytes=size,
-        gradient_bytes=size,
+        handed=(Handed(dtype="float32", shape=(samples, outputs), needs_grad=True),),
         trained_bytes=FLOAT * parameters,
     )
 

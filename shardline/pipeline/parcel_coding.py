@@ -98,6 +98,11 @@ class ParcelCoding:
             raise ProtocolError(f"{where}: {error}") from error
         return unflat(values, form.shape, form.order)
 
+    def usual_bytes(self, dtype: str, shape: Sequence[int]) -> int | None:
+        """Bytes of a tensor of which this is the shape in memory, encoded; None if the codec does not take it."""
+        coder = self._coder(dtype, tuple(shape)) if dtype in DTYPES else None
+        return None if coder is None else coder.usual_bytes
+
     def _coder(self, dtype: str, shape: tuple[int, ...]) -> BucketCoding | None:
         """For tensors of which this is the shape in memory; None if the codec does not take them."""
         if (dtype, shape) not in self._coders:

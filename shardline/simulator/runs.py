@@ -48,16 +48,16 @@ def measure(job: Job) -> Measured:
 
 
 class _Counting(AtHome):
-    """Parcels at home, whose bytes are counted by the stage that sends them."""
+    """Parcels at home, whose bytes, encoded, are counted: (stage whose output it is, whether it is the gradient)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: dict[int, float] = {}
+        self.sent: dict[tuple[int, bool], float] = {}
 
     def send(self, parcel: Parcel) -> None:
         """See Parcels.send."""
-        if not parcel.key.back:
-            self.sent[parcel.key.stage - 1] = float(parcel.nbytes)
+        key = parcel.key
+        self.sent[key.stage if key.back else key.stage - 1, key.back] = float(parcel.nbytes)
         super().send(parcel)
 
 
@@ -80,7 +80,8 @@ def measure_stages(job: Job, model: nn.Module) -> StageCosts:
         torch.set_num_threads(before)
     spent = [(one.stage, one.microbatch, one.back, one.end_s - one.start_s) for one in home.passes]
     found = _costs(model.num_stages, spent)
-    return replace(found, parcel_bytes=tuple(home.sent.get(stage, 0.0) for stage in range(model.num_stages)))
+    sent, back = (tuple(home.sent.get((one, way), 0.0) for one in range(model.num_stages)) for way in (False, True))
+    return replace(found, parcel_bytes=sent, gradient_bytes=back)
 
 
 def _costs(stages: int, spent: Iterable[tuple[int, Hashable, bool, float]]) -> StageCosts:

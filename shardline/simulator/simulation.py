@@ -49,7 +49,9 @@ class StageCosts:
     forward: Sequence[float] = (1 / 3,)
     """Share of the forward pass in it."""
     parcel_bytes: Sequence[float] = (0.0,)
-    """Of the activation that a stage sends, and of its gradient."""
+    """Of the activation that a stage sends."""
+    gradient_bytes: Sequence[float] = ()
+    """Of the gradient that comes back for it; () = as many."""
     parcel_s: float = 0.0
     """Time of a parcel besides the links, in seconds."""
 
@@ -62,9 +64,9 @@ class StageCosts:
         return (Gamma(microbatches * sum(times.mean_s for times in self.times), cv),)
 
     def bytes_to(self, stage: int, *, back: bool) -> float:
-        """Bytes of the parcel to a stage: a gradient is as large as the activation that the stage has sent."""
-        sender = stage if back else stage - 1
-        return self.parcel_bytes[sender % len(self.parcel_bytes)]
+        """Bytes of the parcel to a stage."""
+        sizes, sender = (self.gradient_bytes or self.parcel_bytes, stage) if back else (self.parcel_bytes, stage - 1)
+        return sizes[sender % len(sizes)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from shardline.cli.partition.command import exchanges
 from shardline.job import load_job
 from shardline.pipeline import PIPELINES
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, shapes
+from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, shapes
 from tests.e2e.support import PATIENCE_S, mortal_cluster, scrape, summary_of, total, wait_for_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
@@ -36,23 +36,27 @@ def loss(model, batch):
 job = shardline.Job(
     model=model, loss=loss, dataset=TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,))),
     optimizer="SGD", optimizer_args={"lr": 0.01}, batch_size=4, accumulate=3, steps=STEPS, replicas=2, pipeline="flush",
+    codec_parcels="CODEC",
 )
 """
 STEPS = 120
 
 
-def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["", "bf16"])
+def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path: Path, codec: str) -> None:
     path, out = tmp_path / "job.py", tmp_path / "run"
-    path.write_text(JOB.replace("STEPS", str(STEPS)))
+    path.write_text(JOB.replace("STEPS", str(STEPS)).replace("CODEC", codec))
     job = load_job(path)
     model = job.build_model()
     assert isinstance(model, Pipeline)
+    profile = shapes(model, job)
     costs = Costs(
-        profile=shapes(model, job),
+        profile=profile,
         cluster=Cluster(levels=(LinkLevel(count=6),), servers=2),
         schedule=PIPELINES.parse("flush"),
         microbatches=job.replicas * job.accumulate,
         exchange=exchanges(replace(job, pipeline="whole-model").spec(model), len(model), 2),
+        coded=coded(profile, codec),
     )
     spans = [model.span(stage) for stage in range(model.num_stages)]
     plan = tuple(

@@ -18,6 +18,7 @@ from shardline.pipeline.partition import (
     SERVERS,
     Cluster,
     Costs,
+    Handed,
     Layer,
     LinkLevel,
     PlannedStage,
@@ -37,8 +38,8 @@ def layers(*sizes: tuple[float, int, int, int]) -> tuple[Layer, ...]:
     """Of (seconds, bytes of weights, of the output, of what is kept); each keeps storages of its own."""
     return tuple(
         Layer(
-            name=str(number), forward_s=seconds / 3, backward_s=seconds * 2 / 3, output_bytes=output,
-            gradient_bytes=output, trained_bytes=weights, output=((2 * number, output),),
+            name=str(number), forward_s=seconds / 3, backward_s=seconds * 2 / 3, trained_bytes=weights,
+            handed=(Handed(dtype="uint8", shape=(output,), needs_grad=True),), output=((2 * number, output),),
             saved=((2 * number + 1, held),),
         )
         for number, (seconds, weights, output, held) in enumerate(sizes)
@@ -386,7 +387,7 @@ def test_a_profile_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ('"version": 1', '"version": 9', "of another version"),
+        ('"version": 2', '"version": 9', "of another version"),
         ('"samples"', '"sample"', "sample"),
         ('"trained_bytes": 1', '"trained_bytes": -1', "trained_bytes of layer"),
         ("{", "[", "is no profile"),

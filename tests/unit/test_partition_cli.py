@@ -14,7 +14,7 @@ from torch import nn
 from shardline.cli.main import main
 from shardline.job import Job, load_job
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import measure, shapes
+from shardline.pipeline.partition import coded, measure, shapes
 
 JOB = """
 import torch
@@ -113,6 +113,43 @@ def test_codecs_count(linear: Path) -> None:
     plain, half = (planned(linear, "--link", "1Mbit", "--codec", codec) for codec in ("raw", "bf16"))
     ratio = half["data_parallel"]["parameter_bytes"] / plain["data_parallel"]["parameter_bytes"]
     assert ratio == pytest.approx(0.5, rel=0.02)
+
+
+def test_codec_parcels_counts(linear: Path) -> None:
+    plain, half, quarter = (
+        planned(linear, "--link", "1Mbit", "--set", "batch_size=32", "--codec-parcels", codec)["staged"]
+        for codec in ("", "bf16", "int8")
+    )
+    assert half["parcel_bytes"] / plain["parcel_bytes"] == pytest.approx(1 / 2)
+    assert quarter["parcel_bytes"] / plain["parcel_bytes"] == pytest.approx(1 / 4, rel=0.1)
+    assert plain["parameter_bytes"] == half["parameter_bytes"]
+
+
+class Several(nn.Module):
+    """Returns what it got, a mask, and a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = values @ self.weight
+        return hidden, hidden, (values > 0), self.weight
+
+
+class Joined(nn.Module):
+    def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        hidden, _, mask, weight = given
+        return (hidden * mask) @ weight
+
+
+def test_only_activations_with_a_gradient_are_counted_encoded_and_each_once() -> None:
+    job = job_of(Several(), Joined(), nn.Linear(8, 8))
+    profile = shapes(job.build_model(), job)  # type: ignore[arg-type]
+    hidden, mask, weight = 4 * 8 * 4, 4 * 8, 8 * 8 * 4
+    assert coded(profile, "")[0] == (hidden + mask + weight, hidden + weight)
+    assert coded(profile, "bf16")[0] == (hidden / 2 + mask + weight, hidden / 2 + weight)
+    assert coded(profile, "bf16")[-1] == (0, 0)
 
 
 def test_workers_that_share_machines(linear: Path) -> None:

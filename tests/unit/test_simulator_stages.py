@@ -137,7 +137,9 @@ def test_stages_are_measured_here_and_from_the_trace_of_a_run(tmp_path: Path) ->
     model = made.build_model()
     costs = runs.measure_stages(made, model)
     assert len(costs.times) == 3 and all(0.0 < share < 1.0 for share in costs.forward)
-    assert costs.parcel_bytes == (2 * 16 * 4, 2 * 16 * 4, 0.0)
+    assert costs.parcel_bytes == costs.gradient_bytes == (2 * 16 * 4, 2 * 16 * 4, 0.0)
+    half = runs.measure_stages(dataclasses.replace(made, codec_parcels="bf16"), model)
+    assert half.parcel_bytes == half.gradient_bytes == (2 * 16 * 2, 2 * 16 * 2, 0.0)
     durations = {"forward": 2_000.0, "backward": 6_000.0}
     events = [
         {

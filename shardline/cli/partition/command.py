@@ -81,7 +81,7 @@ def partition(**flags: Any) -> int:
 
 def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
     """The job on the cluster, from parsed flags."""
-    from shardline.pipeline.partition import Costs
+    from shardline.pipeline.partition import Costs, coded
 
     model = job.build_model()
     profile = read_profile(job, model, flags["profile"])
@@ -93,6 +93,7 @@ def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
         schedule=schedule_of(job),
         microbatches=job.contributors * job.accumulate,
         exchange=exchanges(spec, len(profile.layers), flags["ps"]),
+        coded=coded(profile, str(job.codec_parcels)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardline.pipeline.partition.choose import Comparison, Rated, choose, smallest
+from shardline.pipeline.partition.coded import coded
 from shardline.pipeline.partition.costs import (
     ALL_REDUCE,
     SERVERS,
@@ -17,7 +18,7 @@ from shardline.pipeline.partition.costs import (
 from shardline.pipeline.partition.dynamic import best, candidates
 from shardline.pipeline.partition.measure import measure, shapes
 from shardline.pipeline.partition.mixed import mixed
-from shardline.pipeline.partition.profile import Layer, Profile
+from shardline.pipeline.partition.profile import Handed, Layer, Profile
 
 __all__ = [
     "ALL_REDUCE",
@@ -26,6 +27,7 @@ __all__ = [
     "Comparison",
     "Costs",
     "Forecast",
+    "Handed",
     "Layer",
     "LayerTraffic",
     "LinkLevel",
@@ -36,6 +38,7 @@ __all__ = [
     "best",
     "candidates",
     "choose",
+    "coded",
     "measure",
     "mixed",
     "shapes",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardline.core.settings import WORKER
 from shardline.errors import JobError
 from shardline.pipeline.balance import balanced
+from shardline.pipeline.partition.coded import coded
 from shardline.pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
 from shardline.pipeline.partition.measure import shapes
 from shardline.pipeline.partition.profile import Layer, Profile
@@ -49,17 +50,20 @@ def settle(model: Pipeline, job: Job) -> None:
         ) from error
     copies = [len(one) for one in model.hosts] or [1] * count
     # With the optimizer on the one worker that has a stage, nothing is exchanged.
-    model.cut(
-        cuts(profile, copies, job.accumulate * job.contributors, exchanged=job.apply != WORKER or job.replicas > 1)
-    )
+    exchanged = job.apply != WORKER or job.replicas > 1
+    codec = str(job.codec_parcels)
+    model.cut(cuts(profile, copies, job.accumulate * job.contributors, exchanged=exchanged, codec=codec))
 
 
-def cuts(profile: Profile, copies: Sequence[int], microbatches: int, *, exchanged: bool = True) -> list[int]:
+def cuts(
+    profile: Profile, copies: Sequence[int], microbatches: int, *, exchanged: bool = True, codec: str = ""
+) -> list[int]:
     """The layers that begin a stage, so that the stage that takes longest takes as little time as possible.
 
     Time is that of computing and of the link, one after the other, by flops and bytes. Of equals: fewest bytes of
     activations. copies: workers of each stage. microbatches: of a step, of all replicas. exchanged: parameters with the
-    servers. Raises JobError for more stages than the model can have, with the names of those layers.
+    servers. codec: the job's codec_parcels. Raises JobError for more stages than the model can have, with the names of
+    those layers.
     """
     costs = Costs(
         profile=nominal(profile),
@@ -67,6 +71,7 @@ def cuts(profile: Profile, copies: Sequence[int], microbatches: int, *, exchange
         schedule=Flush(),
         microbatches=microbatches,
         exchange=() if exchanged else [LayerTraffic(push_bytes=0.0, pull_bytes=0.0)] * len(profile.layers),
+        coded=coded(profile, codec),
     )
 
     def size(stage: int, first: int, end: int) -> tuple[float, float]:

@@ -108,6 +108,8 @@ class Costs:
     """Of a step, of all replicas together."""
     exchange: Sequence[LayerTraffic] = ()
     """By layer; empty = gradients and parameters as they are."""
+    coded: Sequence[tuple[float, float]] = ()
+    """What coded() finds: `handed` after the job's codec_parcels; empty = as they are."""
     optimizer_bytes: float = 0.0
     """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
     _held: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
@@ -133,6 +135,11 @@ class Costs:
             )
             for layer in self.profile.layers
         ]
+
+    @cached_property
+    def handed(self) -> Sequence[tuple[float, float]]:
+        """By layer: bytes of the activation that it hands to another stage, and of its gradient, of one microbatch."""
+        return self.coded or [(layer.output_bytes, layer.gradient_bytes) for layer in self.profile.layers]
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
@@ -172,9 +179,8 @@ class Costs:
 
     def parcels(self, first: int, end: int, copies: int) -> tuple[float, float]:
         """Bytes of activations and gradients (out, in) in a step."""
-        layers = self.profile.layers
-        before = (layers[first - 1].output_bytes, layers[first - 1].gradient_bytes) if first else (0, 0)
-        after = (layers[end - 1].output_bytes, layers[end - 1].gradient_bytes) if end < self.count else (0, 0)
+        before = self.handed[first - 1] if first else (0, 0)
+        after = self.handed[end - 1] if end < self.count else (0, 0)
         share = self.microbatches / copies
         return share * (after[0] + before[1]), share * (before[0] + after[1])
 
@@ -331,12 +337,12 @@ class Costs:
                     ring = self.ring_bytes(stage.first, stage.end, len(set(homes))) / homes.count(home)
                     add(home, ring, ring)
             if number + 1 < len(plan):
-                layer = self.profile.layers[stage.end - 1]
+                output, gradient = self.handed[stage.end - 1]
                 pairs = _pairs(homes, [worker // size for worker in plan[number + 1].workers], self.microbatches)
                 for left, right, share in pairs:
                     if left != right:
-                        add(left, share * layer.output_bytes, share * layer.gradient_bytes)
-                        add(right, share * layer.gradient_bytes, share * layer.output_bytes)
+                        add(left, share * output, share * gradient)
+                        add(right, share * gradient, share * output)
 
 
 def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:

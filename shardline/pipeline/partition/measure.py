@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything, to_device
 from shardline.errors import JobError
-from shardline.pipeline.partition.profile import Layer, Profile
+from shardline.pipeline.parcel import memory_order
+from shardline.pipeline.partition.profile import Handed, Layer, Profile
 
 REPEATS = 7
 """Passes of which the median counts, after one that does not."""
@@ -160,7 +161,8 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
                 values = layer(values)
             if last:
                 _entered(look.entry, job, batch)(values)
-        found = list(tensors_in(values))
+        # One tensor that is returned twice is handed on once.
+        found = list({id(one): one for one in tensors_in(values)}.values())
         if not found and not last:
             raise JobError(f"layer {number} ({type(layer).__name__}) returned {type(values).__name__}, not a tensor")
         look.outputs.append(values)
@@ -170,14 +172,22 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
                 forward_s=0.0,
                 backward_s=0.0,
                 flops=int(counter.get_total_flops()),
-                output_bytes=0 if last else sum(one.nbytes for one in found),
-                gradient_bytes=0 if last else sum(one.nbytes for one in found if one.requires_grad),
+                handed=() if last else tuple(map(_handed, found)),
                 output=() if last else storages.of(found),
                 saved=storages.of(saved),
                 **_sizes(layer, counted),
             )
         )
     return look
+
+
+def _handed(value: torch.Tensor) -> Handed:
+    return Handed(
+        dtype=str(value.dtype).removeprefix("torch."),
+        shape=tuple(value.shape[one] for one in memory_order(value)),
+        needs_grad=value.requires_grad,
+        weight=isinstance(value, nn.Parameter),
+    )
 
 
 class _Storages:

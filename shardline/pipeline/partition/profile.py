@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import torch
 
 from shardline.errors import UsageError
 
-VERSION = 1
+VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """A tensor that the next layer gets."""
+
+    dtype: str
+    """As torch names it: "float32"."""
+    shape: tuple[int, ...]
+    """In memory: the slowest dimension first."""
+    needs_grad: bool
+    """A gradient comes back for it."""
+    weight: bool = False
+    """A parameter, which is handed on as it is, whatever the job's codec_parcels."""
+
+    @property
+    def nbytes(self) -> int:
+        """Before a codec."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +47,8 @@ class Layer:
     """With the loss, in the last layer."""
     flops: int = 0
     """Of the forward pass, as torch.utils.flop_counter counts them: multiplications of matrices and convolutions."""
-    output_bytes: int
-    """What the next layer gets; 0 for the last one."""
-    gradient_bytes: int
-    """What comes back for it; 0 if it depends on nothing that is trained."""
+    handed: tuple[Handed, ...] = ()
+    """What the next layer gets; nothing of the last one."""
     trained_bytes: int
     """Parameters that are trained. Those that layers share count in the first one."""
     largest_bytes: int = 0
@@ -44,6 +65,16 @@ class Layer:
     def seconds(self) -> float:
         """Of both passes."""
         return self.forward_s + self.backward_s
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Of what the next layer gets."""
+        return sum(one.nbytes for one in self.handed)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Of what comes back for it; 0 if it depends on nothing that is trained."""
+        return sum(one.nbytes for one in self.handed if one.needs_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +112,9 @@ class Profile:
 
 def _layer(found: Mapping[str, Any]) -> Layer:
     storages = {name: tuple((int(number), int(size)) for number, size in found[name]) for name in ("output", "saved")}
-    layer = Layer(**{**found, **storages})
+    handed = tuple(Handed(**{**one, "shape": tuple(map(int, one["shape"]))}) for one in found["handed"])
+    layer = Layer(**{**found, **storages, "handed": handed})
     for name, value in dataclasses.asdict(layer).items():
-        if name not in ("name", "output", "saved") and not (isinstance(value, int | float) and value >= 0):
+        if name not in ("name", "handed", "output", "saved") and not (isinstance(value, int | float) and value >= 0):
             raise ValueError(f"{name} of layer {layer.name} is {value!r}")
     return layer
