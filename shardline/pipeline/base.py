@@ -33,6 +33,11 @@ class PipelineSchedule(Resident, abc.ABC):
         """Whether a step begins when the one before has ended in all stages, so that no parameter is stale."""
         return True
 
+    @property
+    def recompute(self) -> bool:
+        """Whether a stage keeps of a microbatch only what came in, and repeats its forward pass to go back."""
+        return False
+
     @abc.abstractmethod
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """The passes of one step in one stage, 0 <= stage < stages, in order, if the pipeline is empty before it."""

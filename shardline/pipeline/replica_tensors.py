@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from shardline.core.tensor_bytes import same_bits
 
 Values = Mapping[str, torch.Tensor]
 
@@ -64,6 +67,8 @@ class ReplicaTensors:
         """Buffers, by replica."""
         self._gradients: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         """By replica and stage, of those that are not in the model."""
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}
+        """The newest copy of a replica's buffer that kept() has made."""
         self._inside: dict[int, int] = {}
         """The replica that is in the model, by stage."""
 
@@ -109,6 +114,27 @@ class ReplicaTensors:
         """Copies of a replica's buffers of a stage, as they are now."""
         return {name: self._values[replica][name].clone() for name in self.buffers[stage]}
 
+    def kept(self, replica: int, stage: int) -> dict[str, torch.Tensor]:
+        """The same, where a buffer that has not changed since the last call is not copied again."""
+        for name in self.buffers[stage]:
+            now, last = self._values[replica][name], self._kept.get((replica, name))
+            if last is None or not same_bits(last, now):
+                self._kept[replica, name] = now.clone()
+        return {name: self._kept[replica, name] for name in self.buffers[stage]}
+
+    @contextmanager
+    def again(self, replica: int, stage: int, kept: Values) -> Iterator[None]:
+        """Have other values in a replica's buffers of a stage for a pass, which changes none of either. Call enter()
+        before.
+        """
+        try:
+            for name, buffer in self.buffers[stage].items():
+                buffer.data = kept[name].clone()
+            yield
+        finally:
+            for name, buffer in self.buffers[stage].items():
+                buffer.data = self._values[replica][name]
+
     def clear(self) -> None:
         """End with all replicas: gradients are dropped, and the model has its own buffers."""
         for stage in range(len(self.parameters)):
@@ -119,6 +145,7 @@ class ReplicaTensors:
         self._own.clear()
         self._values.clear()
         self._gradients.clear()
+        self._kept.clear()
         self._inside.clear()
 
     def _left(self, stage: int) -> dict[str, torch.Tensor]:

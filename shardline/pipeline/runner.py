@@ -32,7 +32,7 @@ class StageRunner:
         self._job = job
         self._pipeline = pipeline
         self._parcels = parcels
-        self._work = StageWork(model, job, source, parcels)
+        self._work = StageWork(model, job, source, parcels, recompute=pipeline.recompute)
 
     @property
     def samples(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardline.core.orders import PassReport
 from shardline.data import (
@@ -24,7 +25,7 @@ from shardline.errors import JobError
 from shardline.pipeline.batches import Batches
 from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
-from shardline.pipeline.replica_tensors import Named, ReplicaTensors
+from shardline.pipeline.replica_tensors import Named, ReplicaTensors, Values
 
 
 class Layers(Named, Protocol):
@@ -90,21 +91,43 @@ class _Model:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Given:
+    """All that a forward pass depends on, parameters aside."""
+
+    batch: Batch | None
+    """In the first stage and the last."""
+    buffers: Values = field(default_factory=dict)
+    """As they were before the pass, if it is to be repeated."""
+    inputs: tuple[torch.Tensor, ...] = ()
+    """What came from the stage before, with the gradients to send back; none in stage 0."""
+    encoded: tuple[bool, ...] = ()
+    """Which inputs came encoded, so that their gradients are, too."""
+    places: tuple[int, ...] = ()
+    """See Parcel."""
+    random_state: bytes = b""
+
+    def changes(self) -> list[int]:
+        """How often each tensor has been changed in place: a pass can be repeated only with what it had."""
+        found = (one for one in pytree.tree_leaves((self.batch, self.inputs)) if isinstance(one, torch.Tensor))
+        return [one._version for one in found]
+
+
+@dataclass(frozen=True)
 class _Held:
     """A forward pass that waits for its backward pass."""
 
-    inputs: tuple[torch.Tensor, ...]
-    """What came from the stage before, with the gradients to send back; none in stage 0."""
-    outputs: tuple[torch.Tensor, ...]
-    """What went to the next stage; the loss of the last one."""
-    encoded: tuple[bool, ...] = ()
-    """Which inputs came encoded, so that their gradients are, too."""
+    given: _Given
+    """Without the batch, unless the pass is to be repeated."""
+    outputs: tuple[torch.Tensor, ...] | None
+    """What went to the next stage; the loss of the last one. None: the pass is repeated."""
+    needs_grad: tuple[bool, ...]
+    """Which outputs have a gradient."""
 
     @property
     def waits(self) -> bool:
         """Whether the next stage sends gradients."""
-        return any(output.requires_grad for output in self.outputs)
+        return any(self.needs_grad)
 
 
 @dataclass(frozen=True, order=True)
@@ -129,12 +152,18 @@ class StageWork:
 
     model: on the device to compute on. Gradients are added to those of the replica in `tensors`, each divided by the
     number of microbatches of a step.
+
+    recompute: keep of a forward pass only what it was given, and repeat it for the backward pass, with the random
+    numbers and buffers that it had. Gradients are the same.
     """
 
-    def __init__(self, model: Layers, job: DataSource, source: BatchSource, parcels: Parcels) -> None:
+    def __init__(
+        self, model: Layers, job: DataSource, source: BatchSource, parcels: Parcels, *, recompute: bool = False
+    ) -> None:
         self._model = model
         self._job = job
         self._parcels = parcels
+        self._recompute = recompute
         self._device = next(one.device for _, one in model.named_parameters())
         self.last = model.num_stages - 1
         """The last stage."""
@@ -167,44 +196,69 @@ class StageWork:
         something else than tensors.
         """
         start_s = time.monotonic()
-        parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
-        inputs, encoded = ((), ()) if parcel is None else self._leaves(parcel)
-        ends = at.stage in (0, self.last)
-        batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
-        self.tensors.enter(at.replica, at.stage)
-        # After reading the batch, which uses the same generators.
-        seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
-
-        def run(*given: Any, **named: Any) -> Any:
-            if parcel is None:
-                return self._model.run(at.stage, *given, **named)
-            _restore(parcel.random_state, self._device)
-            return self._model.run(at.stage, unpack(inputs, parcel.places))
-
-        output = self._output(at, run, batch)
-        loss, end_s = 0.0, time.monotonic()
-        # Its end is taken before it is sent: the next stage may be quicker than this thread.
-        if at.stage == self.last:
-            self._held[at] = _Held(inputs, (output,), encoded)
-            loss = float(output.detach())
+        given = self._given(at)
+        before = given.changes() if self._recompute else []
+        outputs, places = self._outputs(at, given)
+        end_s, needs_grad = time.monotonic(), tuple(one.requires_grad for one in outputs)
+        if self._recompute:
+            if given.changes() != before:
+                raise JobError(
+                    f"the model, or loss(model, batch), changes in place what it is given, {at} so this pass can't be "
+                    "repeated; copy it first, or leave recompute out of the job's pipeline"
+                )
+            self._held[at] = _Held(given, None, needs_grad)
         else:
-            outputs, places = pack(output, at.stage, self._model.end_of(at.stage))
-            self._held[at] = _Held(inputs, outputs, encoded)
-            values = tuple(one.detach() for one in outputs)
-            needs_grad = tuple(one.requires_grad for one in outputs)
-            made = Parcel(at.key(back=False, towards=1), values, needs_grad, places, _random_state(self._device))
-            passed_on = [one for one, came in zip(inputs, encoded, strict=True) if not came]
+            self._held[at] = _Held(replace(given, batch=None), outputs, needs_grad)
+        # Its end is taken before it is sent: the next stage may be quicker than this thread.
+        if at.stage < self.last:
+            values, state = tuple(one.detach() for one in outputs), _random_state(self._device)
+            made = Parcel(at.key(back=False, towards=1), values, needs_grad, places, state)
+            passed_on = [one for one, came in zip(given.inputs, given.encoded, strict=True) if not came]
             which = [is_encoded(one) and not any(one is other for other in passed_on) for one in outputs]
             self._parcels.send(self._coding.encoded(made, which, self._border(at.stage)))
         self._passed(at, start_s, end_s, self._holds(at))
-        return loss
+        return float(outputs[0].detach()) if at.stage == self.last else 0.0
 
-    def _leaves(self, parcel: Parcel) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
-        """What came, as tensors that collect gradients, and which of them came encoded."""
+    def _given(self, at: At) -> _Given:
+        """What a pass begins with. Inputs are tensors that collect gradients."""
+        ends = at.stage in (0, self.last)
+        parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
+        batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
+        self.tensors.enter(at.replica, at.stage)
+        buffers = self.tensors.kept(at.replica, at.stage) if self._recompute else {}
+        if parcel is None:
+            return _Given(batch, buffers)
         values = self._coding.decoded(parcel, self._border(parcel.key.stage - 1))
         moved = [value.to(self._device).detach() for value in values]
         leaves = tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
-        return leaves, tuple(parcel.form(number) is not None for number in range(len(leaves)))
+        encoded = tuple(parcel.form(number) is not None for number in range(len(leaves)))
+        return _Given(batch, buffers, leaves, encoded, parcel.places, parcel.random_state)
+
+    def _outputs(self, at: At, given: _Given) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        """What a pass makes, see pack(): the loss, in the last stage."""
+        # After reading the batch, which uses the same generators.
+        seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            if at.stage == 0:
+                return self._model.run(at.stage, *inputs, **named)
+            _restore(given.random_state, self._device)
+            return self._model.run(at.stage, unpack(given.inputs, given.places))
+
+        output = self._output(at, run, given.batch)
+        return ((output,), ()) if at.stage == self.last else pack(output, at.stage, self._model.end_of(at.stage))
+
+    def _repeated(self, at: At, held: _Held) -> tuple[torch.Tensor, ...]:
+        """The outputs of a forward pass, made again. Raises JobError if they are others."""
+        with self.tensors.again(at.replica, at.stage, held.given.buffers):
+            outputs, _ = self._outputs(at, held.given)
+        if tuple(one.requires_grad for one in outputs) != held.needs_grad:
+            raise JobError(
+                f"the model returns {len(outputs)} tensors, {at} where it has returned {len(held.needs_grad)}, or "
+                "tensors with other gradients; have it compute the same twice, or leave recompute out of the job's "
+                "pipeline"
+            )
+        return outputs
 
     def _border(self, stage: int, *, back: bool = False) -> str:
         """What a stage hands to the next one, or its gradient, for messages."""
@@ -239,22 +293,27 @@ class StageWork:
         start_s, holds = time.monotonic(), self._holds(at)
         held = self._held.pop(at)
         self.tensors.enter(at.replica, at.stage)
-        with staying(f"backward(), {at}"):
-            if at.stage == self.last:
-                (held.outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
-            elif held.waits:
-                parcel = self._parcels.take(at.key(back=True))
-                outputs = [held.outputs[number] for number in parcel.places]
-                if outputs:
-                    gradients = self._coding.decoded(parcel, self._border(at.stage, back=True))
-                    torch.autograd.backward(outputs, [gradient.to(self._device) for gradient in gradients])
-        end_s = time.monotonic()
-        if any(value.requires_grad for value in held.inputs):
-            found = {n: value.grad for n, value in enumerate(held.inputs) if value.grad is not None}
+        parcel = self._parcels.take(at.key(back=True)) if held.waits and at.stage < self.last else None
+        if at.stage == self.last or (parcel is not None and parcel.places):
+            outputs = self._repeated(at, held) if held.outputs is None else held.outputs
+            with staying(f"backward(), {at}"):
+                self._go_back(at, outputs, parcel)
+        end_s, given = time.monotonic(), held.given
+        if any(value.requires_grad for value in given.inputs):
+            found = {n: value.grad for n, value in enumerate(given.inputs) if value.grad is not None}
             made = Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found))
-            which = [held.encoded[number] for number in found]
+            which = [given.encoded[number] for number in found]
             self._parcels.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
         self._passed(at, start_s, end_s, holds, back=True)
+
+    def _go_back(self, at: At, outputs: Sequence[torch.Tensor], parcel: Parcel | None) -> None:
+        """Add the gradients. parcel: those of the outputs; None in the last stage."""
+        if parcel is None:
+            (outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
+            return
+        gradients = self._coding.decoded(parcel, self._border(at.stage, back=True))
+        used = [outputs[number] for number in parcel.places]
+        torch.autograd.backward(used, [gradient.to(self._device) for gradient in gradients])
 
     def _holds(self, at: At) -> int:
         return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)

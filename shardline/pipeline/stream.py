@@ -71,7 +71,7 @@ class StreamRunner:
         self._pulled = pulled
         self._steps = steps
         self._predict = predict if pipeline.predict else None
-        self._work = StageWork(model, job, source, exchange)
+        self._work = StageWork(model, job, source, exchange, recompute=pipeline.recompute)
         self._stages = model.num_stages
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})

@@ -84,10 +84,11 @@ def measure_stages(job: Job, model: nn.Module) -> StageCosts:
     return replace(found, parcel_bytes=sent, gradient_bytes=back)
 
 
-def _costs(stages: int, spent: Iterable[tuple[int, Hashable, bool, float]]) -> StageCosts:
+def _costs(stages: int, spent: Iterable[tuple[int, Hashable, bool, float]], *, recompute: bool = False) -> StageCosts:
     """Costs of stages from the seconds of their passes, in order: (stage, microbatch, backward, seconds).
 
-    Raises UsageError for a stage without a microbatch that has gone both ways.
+    recompute: the forward pass is in the backward pass once more, which is left out here. Raises UsageError
+    for a stage without a microbatch that has gone both ways.
     """
     open_s: dict[tuple[int, Hashable], float] = {}
     whole: list[list[float]] = [[] for _ in range(stages)]
@@ -96,8 +97,9 @@ def _costs(stages: int, spent: Iterable[tuple[int, Hashable, bool, float]]) -> S
         if not back:
             open_s[stage, microbatch] = seconds
         elif (stage, microbatch) in open_s:
-            forward_s[stage] += open_s[stage, microbatch]
-            whole[stage].append(open_s.pop((stage, microbatch)) + seconds)
+            ahead_s = open_s.pop((stage, microbatch))
+            forward_s[stage] += ahead_s
+            whole[stage].append(max(ahead_s, seconds) if recompute else ahead_s + seconds)
     if not all(whole):
         raise UsageError(f"no microbatch has gone both ways through stage {whole.index([])}")
     return StageCosts(
@@ -110,7 +112,8 @@ def read_stages(path: Path, stages: int) -> StageCosts:
     """Costs of stages from the trace of a real run, by its folder, without its first steps. Raises UsageError."""
     file = path / "pipeline-trace.json"
     try:
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        found = json.loads(file.read_text(encoding="utf-8"))
+        events, recompute = found["traceEvents"], PIPELINES.parse(found["otherData"]["pipeline"]).recompute
         passes = sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
         spent = [
             (
@@ -129,7 +132,7 @@ def read_stages(path: Path, stages: int) -> StageCosts:
     there = 1 + max((stage for stage, *_ in spent), default=-1)
     if there != stages:
         raise UsageError(f"--from {path}: that run has passes of {there} stages, and the job has {stages}")
-    return _costs(stages, spent)
+    return _costs(stages, spent, recompute=recompute)
 
 
 def read_times(path: Path, passes: int = 1) -> tuple[Times, ...]:

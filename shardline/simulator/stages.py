@@ -332,7 +332,8 @@ class PipelineSimulation:
                 self._times[unit] = draws(times, self.setup.seed, pipeline.unit_of(self.setup.job, stage, replica))
             self._drawn[unit, number] = next(self._times[unit])
             return self.costs.forward_of(stage) * self._drawn[unit, number]
-        return (1 - self.costs.forward_of(stage)) * self._drawn.pop((unit, number))
+        share = 1.0 if self.schedule.recompute else 1 - self.costs.forward_of(stage)
+        return share * self._drawn.pop((unit, number))
 
     def version(self, number: int, stage: int) -> int:
         """Version of the parameters of a microbatch, counted from the job's first one."""

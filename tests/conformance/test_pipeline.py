@@ -36,6 +36,10 @@ from tests.support.pipelines import Mail, run_workers, stages_of
 
 STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
 EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
+FLUSHING = [one for one in STAGED if one.flushes]
+RUN = [*FLUSHING, *(PIPELINES.parse(f"{one.name}:recompute=true") for one in FLUSHING)]
+EACH_RUN = pytest.mark.parametrize("schedule", RUN, ids=str)
+"""Those that StageRunner computes; others: test_unbroken_pipeline.py."""
 CODED = [
     one.name
     for one in CODECS
@@ -188,6 +192,24 @@ def words_loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(found).flatten(0, 1), found.roll(-1, 1).flatten())
 
 
+class Drifting(nn.Module):
+    """Computes with a buffer, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(12))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made = values * self.level.clone()
+        with torch.no_grad():
+            self.level.mul_(0.9).add_(0.1 * values.mean(0).tanh())
+        return made
+
+
+def drifting_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 12), Drifting(), nn.Linear(12, 12), Drifting(), nn.Linear(12, 4)]
+
+
 def frozen_layers() -> list[nn.Module]:
     layers = plain_layers()
     layers[0].weight.requires_grad_(False)
@@ -328,7 +350,7 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         assert flush.held(stage, stages, microbatches) == min(microbatches, stages - stage)
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize(
     ("layers", "cuts"),
     [
@@ -340,6 +362,7 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         pytest.param(several_layers, [2, 3, 4], id="several tensors, some twice, some unused"),
         pytest.param(several_layers, [1, 5], id="several tensors inside of a stage"),
         pytest.param(cut_off_layers, [1, 2], id="no gradient comes back"),
+        pytest.param(drifting_layers, [1, 3], id="buffers that passes use and change"),
         pytest.param(skips, [], id="traced, with skip connections"),
         pytest.param(words, [], id="traced, with tied weights"),
     ],
@@ -394,7 +417,7 @@ def alone(job: Job, whole: nn.Module, step: int, replica: int = 0) -> float:
     return replica_gradients(whole, computed, BatchSource(job), step, replica)[0]
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize(
     ("layers", "cuts", "codec"),
     [
@@ -443,7 +466,7 @@ HOSTS = [
 ]
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
 def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
@@ -473,7 +496,7 @@ def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
                 assert torch.equal(ours, theirs), name
 
 
-@EACH
+@EACH_RUN
 def test_replicas_of_a_worker_take_turns(schedule: PipelineSchedule) -> None:
     job, home = job_of(plain_layers, [1, 4], replicas=2), AtHome()
     model = job.build_model()
@@ -532,7 +555,7 @@ def draws(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs + torch.randn(4), batch[1])
 
 
-@EACH
+@EACH_RUN
 def test_random_numbers_around_the_model_are_those_of_one_process(schedule: PipelineSchedule) -> None:
     job = replace(job_of(plain_layers, [1, 4]), loss=draws)
     model = job.build_model()
@@ -564,6 +587,72 @@ def test_a_loss_that_needs_the_whole_model_is_refused(used: Callable[..., torch.
     runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("gpipe"), AtHome())
     with pytest.raises(JobError, match=sentence):
         runner.run(0, {0: [0, 1]})
+
+
+def doubles_its_batch(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    batch[0].mul_(2)
+    return loss(model, batch)
+
+
+class Growing(nn.Module):
+    """Returns one more tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+        self.count = 0
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.count += 1
+        return tuple(values * self.scale for _ in range(self.count))
+
+
+class First(nn.Module):
+    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return values[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "used", "sentence"),
+    [
+        pytest.param(
+            plain_layers,
+            doubles_its_batch,
+            "changes in place what it is given, in step 0 of replica 0, stage 0, so",
+            id="in place",
+        ),
+        pytest.param(
+            lambda: [Growing(), First(), nn.Linear(12, 4)],
+            loss,
+            r"returns \d tensors, in step 0 of replica 0, stage 0, where it has returned \d",
+            id="other outputs",
+        ),
+    ],
+)
+def test_a_pass_that_can_not_be_repeated_is_refused(
+    layers: Callable[[], list[nn.Module]], used: Callable[..., torch.Tensor], sentence: str
+) -> None:
+    job = replace(job_of(layers, [1]), loss=used)
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush:recompute=true"), AtHome())
+    with pytest.raises(JobError, match=sentence):
+        runner.run(0, {0: [0, 1]})
+
+
+@EACH_RUN
+def test_a_stage_computes_each_microbatch_as_often_as_the_schedule_says(schedule: PipelineSchedule) -> None:
+    job, passes = job_of(plain_layers, [1, 4]), [0, 0, 0]
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    for stage in range(3):
+
+        def count(*_: object, stage: int = stage) -> None:
+            passes[stage] += 1
+
+        model[model.span(stage)[0]].register_forward_hook(count)
+    StageRunner(model, job, BatchSource(job), schedule, AtHome()).run(0, {0: range(3)})
+    assert passes == [(1 + schedule.recompute) * job.accumulate] * 3
 
 
 def test_a_stage_that_nobody_computes_is_named() -> None:

@@ -21,12 +21,14 @@ from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
+from shardline.pipeline.schedules.stash import Stash
 from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
 from shardline.testing import reference
 from tests.conformance.test_pipeline import (
     HOSTS,
+    drifting_layers,
     job_of,
     plain_layers,
     several_layers,
@@ -39,6 +41,7 @@ from tests.support.pipelines import PATIENCE_S, Mail, run_workers, stages_of
 
 UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
 EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
+EACH_RUN = pytest.mark.parametrize("schedule", [*UNBROKEN, Stash(recompute=True)], ids=str)
 
 
 class Server(AtHome):
@@ -172,7 +175,7 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
         assert double.versions(stage, stages, max(1, stages - 1)) <= 2
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize(
     ("layers", "cuts", "fields"),
     [
@@ -181,6 +184,7 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
         pytest.param(plain_layers, [1, 4, 5], {"optimizer": "Adam", "optimizer_args": {"lr": 0.01}}, id="four stages"),
         pytest.param(turned_layers, [2, 3], {"accumulate": 2}, id="an activation that is a view"),
         pytest.param(several_layers, [2, 3, 4], {}, id="several tensors, some twice, some unused"),
+        pytest.param(drifting_layers, [1, 3], {}, id="buffers that passes use and change"),
         pytest.param(skips, [], {"accumulate": 4}, id="traced, with skip connections"),
         pytest.param(words, [], {}, id="traced, with tied weights"),
         pytest.param(wide_layers, [1, 2, 3], {"codec_parcels": "int8"}, id="int8 between stages"),
@@ -235,7 +239,7 @@ class Interrupting(Server):
         return super().take(key)
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize("after", [3, 8, 13, 20])
 def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Unbroken, after: int) -> None:
     job = job_of(plain_layers, [1, 4], steps=6, pipeline=schedule)
@@ -340,7 +344,7 @@ class Desk:
         pass
 
 
-@EACH
+@EACH_RUN
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
 def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_delay(

@@ -104,7 +104,7 @@ def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None
         assert (one["held"], one["behind"]) == (schedule.held(one["stage"], stages, 4), 0)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "flush"])
+@pytest.mark.parametrize("pipeline", ["gpipe:recompute=true", "flush"])
 def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
     finished = train(job, out, "--ps", "2", "--workers", "3")
@@ -148,17 +148,19 @@ def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dying", "options"),
+    ("dying", "options", "pipeline"),
     [
-        pytest.param("worker/1", {"restart": True}, id="a stage comes back"),
-        pytest.param("worker/0", {"restart": False}, id="a stage moves to another worker"),
-        pytest.param("ps/1", {"restart": True}, id="a server comes back"),
-        pytest.param("chief/0", {"restart": True}, id="the chief comes back"),
+        pytest.param("worker/1", {"restart": True}, "flush", id="a stage comes back"),
+        pytest.param("worker/1", {"restart": True}, "flush:recompute=true", id="a stage that recomputes comes back"),
+        pytest.param("worker/0", {"restart": False}, "flush", id="a stage moves to another worker"),
+        pytest.param("ps/1", {"restart": True}, "flush", id="a server comes back"),
+        pytest.param("chief/0", {"restart": True}, "flush", id="the chief comes back"),
     ],
 )
-def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, bool]) -> None:
+def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, bool], pipeline: str) -> None:
     # Wide enough for int8; random rounding has to draw the same numbers again.
-    job, out = write_job(tmp_path, width=256, codec="int8:stochastic=true"), tmp_path / "run"
+    job = write_job(tmp_path, pipeline=pipeline, width=256, codec="int8:stochastic=true")
+    out = tmp_path / "run"
     with mortal_cluster(job, out, workers=3) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         wait_for_step(out, 13)

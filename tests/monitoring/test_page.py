@@ -322,7 +322,7 @@ def test_a_pipeline_is_drawn_with_its_passes_stash_and_versions(browser: Browser
         browser.open(url)
         browser.wait("document.querySelector('#contact').innerText === 'live'", "the chief's word")
         assert browser.ask("document.querySelector('#pipeline').hidden")
-        server.passes.begin("digits", stages=2, replicas=1, microbatches=2)
+        server.passes.begin("digits", "flush", stages=2, replicas=1, microbatches=2)
         for stage in (0, 1):
             passes = [one for step in (7, 8) for one in passes_of(stage, step)]
             server.passes.told(f"worker/{stage}", 1, passes, sent_s=10.0, now_s=20.0)

@@ -92,8 +92,8 @@ def test_the_page_its_files_and_its_data_are_there(make: Make) -> None:
     page = make(history=history)
     without = ask(page, "/pipeline-trace.json")
     assert (without.status, without.text) == (404, "this job has no pipeline, so there is no trace of one\n")
-    page.passes.begin("digits", stages=2, replicas=1, microbatches=1)
-    assert json.loads(ask(page, "/pipeline-trace.json").body)["otherData"] == {"job": "digits"}
+    page.passes.begin("digits", "flush", stages=2, replicas=1, microbatches=1)
+    assert json.loads(ask(page, "/pipeline-trace.json").body)["otherData"] == {"job": "digits", "pipeline": "flush"}
     assert json.loads(ask(page, "/api/passes").body) == {"rows": [], "passes": []}
     index = ask(page, "/")
     assert (index.status, index.headers["content-type"]) == (200, "text/html; charset=utf-8")

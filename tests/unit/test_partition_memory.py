@@ -25,6 +25,10 @@ from shardline.pipeline.stream import StreamRunner
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]
+PIPELINES_MEASURED = [
+    "gpipe", "flush", "stash", "vertical-sync", "double-buffer",
+    "gpipe:recompute=true", "flush:recompute=true", "stash:recompute=true",
+]  # fmt: skip
 
 
 class Neighbours:
@@ -105,7 +109,7 @@ def run_stage(job: Job, model: Pipeline, stage: int, neighbours: Neighbours) -> 
         runner.run(step, {0: [stage]})
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "flush", "stash", "vertical-sync", "double-buffer"])
+@pytest.mark.parametrize("pipeline", PIPELINES_MEASURED)
 def test_each_stage_needs_the_predicted_memory(pipeline: str, tmp_path: Path) -> None:
     job = make_job(pipeline)
     model = job.build_model()
@@ -125,7 +129,7 @@ def test_each_stage_needs_the_predicted_memory(pipeline: str, tmp_path: Path) ->
         given = model.run(stage, given).detach()
     for stage in range(model.num_stages):
         measured = measure_stage(job, stage, passed, tmp_path / "trace.json")
-        assert measured == pytest.approx(predicted[stage], rel=0.1), f"stage {stage}"
+        assert measured == pytest.approx(predicted[stage], rel=0.03), f"stage {stage}"
 
 
 def measure_stage(job: Job, stage: int, activations: Sequence[torch.Size], trace: Path) -> int:

@@ -127,7 +127,7 @@ def test_a_bubble_is_a_share_whatever_is_reported(told: Sequence[tuple[int, int,
 
 def test_a_trace_has_a_row_per_stage_of_a_worker_and_arrows_from_sender_to_receiver() -> None:
     passes = [TaskPass(f"worker/{one.stage}", one) for one in step_of("flush", 7, 2, 2, 50.0)]
-    found = json.loads(json.dumps(trace(passes, "digits")))
+    found = json.loads(json.dumps(trace(passes, "digits", "flush")))
     events = found["traceEvents"]
     named = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     slices = [one for one in events if one["ph"] == "X"]
@@ -146,7 +146,7 @@ def test_a_trace_has_a_row_per_stage_of_a_worker_and_arrows_from_sender_to_recei
         ("gradient", "worker/0"),
     }
     assert [one["args"]["microbatches"] for one in events if one["ph"] == "C"][-1] == 0
-    assert found["otherData"] == {"job": "digits"}
+    assert found["otherData"] == {"job": "digits", "pipeline": "flush"}
 
 
 def test_clocks_are_aligned_by_the_quickest_message() -> None:
@@ -164,7 +164,7 @@ def test_passes_of_machines_with_other_clocks_are_drawn_on_one() -> None:
     board.told("worker/0", 1, [report()], sent_s=5.0, now_s=6.0)
     assert json.loads(board.recent()) == {"rows": [], "passes": []}
     assert board.trace() is None
-    board.begin("digits", stages=2, replicas=1, microbatches=1)
+    board.begin("digits", "flush", stages=2, replicas=1, microbatches=1)
     passes = step_of("flush", 3, 2, 1, 0.0)
     for stage, clock_s in ((0, 1000.0), (1, 77.0)):
         own = [

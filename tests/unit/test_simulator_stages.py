@@ -65,6 +65,14 @@ def test_the_bubble_of_a_flush_is_the_formula(pipeline: str, stages: int, microb
     assert found.staleness_max == 0
 
 
+@pytest.mark.parametrize("pipeline", FLUSHING)
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+def test_recomputation_costs_a_forward_pass_per_microbatch(pipeline: str, stages: int, microbatches: int) -> None:
+    found = simulate(spec(f"{pipeline}:recompute=true", stages, microbatches), stages, 2.0)
+    # Half of the two seconds of a microbatch is its forward pass.
+    assert found.seconds == pytest.approx(40 * 3.0 * (microbatches + stages - 1))
+
+
 @pytest.mark.parametrize("pipeline", UNBROKEN)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (5, 9)])
 def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages: int, microbatches: int) -> None:
@@ -153,10 +161,12 @@ def test_stages_are_measured_here_and_from_the_trace_of_a_run(tmp_path: Path) ->
         for stage in range(2)
         for cat, duration in durations.items()
     ]
-    (tmp_path / "pipeline-trace.json").write_text(json.dumps({"traceEvents": events}))
-    read = runs.read_stages(tmp_path, 2)
-    assert [times.mean_s for times in read.times] == pytest.approx([0.008, 0.016])
-    assert read.forward == pytest.approx((0.25, 0.25))
+    for ran, whole_s, share in (("flush", 0.008, 1 / 4), ("flush:recompute=true", 0.006, 1 / 3)):
+        text = json.dumps({"traceEvents": events, "otherData": {"pipeline": ran}})
+        (tmp_path / "pipeline-trace.json").write_text(text)
+        read = runs.read_stages(tmp_path, 2)
+        assert [times.mean_s for times in read.times] == pytest.approx([whole_s, 2 * whole_s])
+        assert read.forward == pytest.approx((share, share))
     with pytest.raises(UsageError, match="that run has passes of 2 stages, and the job has 3"):
         runs.read_stages(tmp_path, 3)
     (tmp_path / "pipeline-trace.json").write_text("{")

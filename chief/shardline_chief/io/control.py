@@ -279,7 +279,7 @@ class Control:
         job = self.program.state.job
         if beat.passes and job is not None and pipeline.of(job).staged and self.program.heartbeats.trains(beat):
             shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
-            self._reporter.passes.begin(job.name, **shape)
+            self._reporter.passes.begin(job.name, job.pipeline, **shape)
             self._reporter.passes.told(*key, beat.passes, sent_s=beat.clock_s, now_s=now_s)
         if not self._streams.heard(key, channel, alive=alive):
             self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()

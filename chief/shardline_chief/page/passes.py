@@ -25,14 +25,15 @@ class PassBoard:
         self._timeline: Timeline | None = None
         self._figures: tuple[StageStatus, ...] | None = ()
         """None: they have to be taken again."""
-        self._job = ""
+        self._job: tuple[str, str] = "", ""
+        """Name and pipeline."""
 
-    def begin(self, job: str, *, stages: int, replicas: int, microbatches: int) -> None:
-        """The job has a pipeline of this shape. Call it as often as you like."""
+    def begin(self, job: str, pipeline: str, *, stages: int, replicas: int, microbatches: int) -> None:
+        """The job has this pipeline, of this shape. Call it as often as you like."""
         with self._lock:
             known = self._timeline
             if known is None or (known.stages, known.replicas, known.microbatches) != (stages, replicas, microbatches):
-                self._job, self._figures = job, ()
+                self._job, self._figures = (job, pipeline), ()
                 self._timeline = Timeline(stages, replicas, microbatches)
 
     def told(self, task: str, incarnation: int, passes: Sequence[PassReport], *, sent_s: float, now_s: float) -> None:
@@ -87,7 +88,7 @@ class PassBoard:
             if self._timeline is None:
                 return None
             passes = list(self._timeline.passes)
-        return trace(passes, self._job)
+        return trace(passes, *self._job)
 
 
 def _later(report: PassReport, offset_s: float) -> PassReport:

@@ -113,6 +113,7 @@ class Costs:
     optimizer_bytes: float = 0.0
     """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
     _held: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+    _passing: dict[tuple[int, int, bool], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.cluster.sync not in (SERVERS, ALL_REDUCE):
@@ -145,7 +146,7 @@ class Costs:
     def _sums(self) -> dict[str, list[float]]:
         layers, exchanges = self.profile.layers, self._exchanges
         columns: dict[str, list[float]] = {
-            "seconds": [layer.seconds for layer in layers],
+            "seconds": [layer.seconds + self.schedule.recompute * layer.forward_s for layer in layers],
             "trained": [layer.trained_bytes for layer in layers],
             "fixed": [layer.fixed_bytes for layer in layers],
             "push": [one.push_bytes for one in exchanges],
@@ -212,7 +213,16 @@ class Costs:
     # Memory
 
     def held_bytes(self, first: int, end: int) -> int:
-        """What one microbatch keeps between its two passes: what is saved, and the stage's input and output."""
+        """What one microbatch keeps between its two passes: all that is made, or if that is repeated, what came in."""
+        return self._given_bytes(first, end) if self.schedule.recompute else self._made_bytes(first, end)
+
+    def _given_bytes(self, first: int, end: int) -> int:
+        """The stage's input, and the batch at both ends."""
+        batch = self.profile.batch_bytes if first == 0 or end == self.count else 0
+        return batch + (_more(self.profile.layers[first - 1].output, set()) if first else 0)
+
+    def _made_bytes(self, first: int, end: int) -> int:
+        """What is saved in a forward pass, and the stage's input and output."""
         if first not in self._held:
             found: set[int] = set()
             total = _more(self.profile.layers[first - 1].output, found) if first else 0
@@ -237,7 +247,8 @@ class Costs:
         passes, arrival = versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), share)
         # Gradients are added up from the second microbatch on; the first one's memory may have been used again by then.
         added = count if share > count or not flushes else count - 1
-        busiest = max(
+        again = self._made_bytes(first, end) - each if self.schedule.recompute else 0
+        busiest = again + max(
             count * each + self._passing_bytes(first, end, added=False),
             added * each + self._passing_bytes(first, end, added=share > 1),
         )
@@ -247,16 +258,23 @@ class Costs:
     def _passing_bytes(self, first: int, end: int, *, added: bool) -> int:
         """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of its input.
 
-        added: and those of its largest parameter, to be added to what there is.
+        Without what later layers had saved, which is free by then. added: and with the gradient of the layer's largest
+        parameter, to be added to what there is.
         """
-        layers = self.profile.layers
-
-        def of(number: int) -> int:
-            output = layers[number].gradient_bytes if number < end - 1 else 0
-            given = layers[number - 1].gradient_bytes if number else 0
-            return output + given + (layers[number].largest_bytes if added else 0)
-
-        return layers[end - 1].gradient_bytes + max(map(of, range(first, end)))
+        if (first, end, added) not in self._passing:
+            layers = self.profile.layers
+            ends = set(layers[end - 1].output) | set(layers[first - 1].output if first else ())
+            most, later = 0, {one for layer in layers[first:end] for one in layer.saved} - ends
+            free = 0
+            for number in range(end - 1, first - 1, -1):
+                output = layers[number].gradient_bytes if number < end - 1 else 0
+                given = layers[number - 1].gradient_bytes if number else 0
+                most = max(most, output + given + (layers[number].largest_bytes if added else 0) - free)
+                earlier = {one for layer in layers[first:number] for one in layer.saved}
+                free += sum(size for _, size in later - earlier)
+                later &= earlier
+            self._passing[first, end, added] = layers[end - 1].gradient_bytes + most
+        return self._passing[first, end, added]
 
     # A plan
 

@@ -43,8 +43,11 @@ def shapes(model: nn.Sequential, job: DataSource) -> Profile:
     """
     device = next(model.parameters()).device
     with _untouched(model):
-        look = _look(model, job, _batch(job, device))
-    return Profile(layers=tuple(look.layers), samples=job.batch_size, joined=_joined(model))
+        batch = _batch(job, device)
+        look = _look(model, job, batch)
+    return Profile(
+        layers=tuple(look.layers), samples=job.batch_size, batch_bytes=_bytes_of(batch), joined=_joined(model)
+    )
 
 
 def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
@@ -66,7 +69,13 @@ def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) ->
             given = look.outputs[number]
     threads = torch.get_num_threads()
     measured = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
-    return Profile(layers=tuple(layers), samples=job.batch_size, measured=measured, joined=_joined(model))
+    return Profile(
+        layers=tuple(layers),
+        samples=job.batch_size,
+        measured=measured,
+        batch_bytes=_bytes_of(batch),
+        joined=_joined(model),
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -99,6 +108,10 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
 class _Entered(BaseException):

@@ -85,6 +85,8 @@ class Profile:
     samples: int
     measured: str = ""
     """Where, such as "cpu, 1 thread"."""
+    batch_bytes: int = 0
+    """What the job's loss is given."""
     joined: tuple[int, ...] = ()
     """Layers that can't begin a stage, since one on each side have the same weights."""
 

@@ -19,6 +19,7 @@ class Flush(PipelineSchedule):
     """
 
     name: ClassVar[str] = "flush"
+    recompute: bool = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """See PipelineSchedule.passes."""

@@ -13,10 +13,12 @@ from shardline.pipeline.base import Pass, PipelineSchedule
 class GPipe(PipelineSchedule):
     """Stages run all forward passes of a step, then all backward passes.
 
-    Huang et al.: GPipe (2019), section 2.3, without recomputation: a stage holds the activations of all microbatches.
+    Huang et al.: GPipe (2019), section 2.3: a stage holds the activations of all microbatches, or with `recompute` what
+    came in for each.
     """
 
     name: ClassVar[str] = "gpipe"
+    recompute: bool = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """See PipelineSchedule.passes."""

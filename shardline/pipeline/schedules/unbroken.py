@@ -31,6 +31,7 @@ class Unbroken(PipelineSchedule, abc.ABC):
     """
 
     predict: bool = False
+    recompute: bool = False
 
     @property
     def flushes(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from shardline.pipeline.timeline.passes import TaskPass, senders
 
 
-def trace(passes: Sequence[TaskPass], job: str = "") -> dict[str, Any]:
+def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict[str, Any]:
     """A trace as JSON values: a process per task, in it a row per stage of a replica and a curve of its stash.
 
     Times are microseconds since the first pass. Arrows lead from a pass to the one that needs its output.
@@ -43,7 +43,7 @@ def trace(passes: Sequence[TaskPass], job: str = "") -> dict[str, Any]:
         events.append({**arrow, "ph": "s", "ts": us(sender.report.end_s), **place(sender)})
         # An arrow must not end before its slice begins.
         events.append({**arrow, "ph": "f", "bp": "e", "ts": us(max(one.report.start_s, begin_s)), **place(one)})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job, "pipeline": pipeline}}
 
 
 def _names(passes: Iterable[TaskPass], tasks: dict[str, int], place: Any) -> Iterable[dict[str, Any]]:
