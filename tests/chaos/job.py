@@ -55,9 +55,9 @@ def layers(width: int) -> list[nn.Module]:
     return [nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)]
 
 
-def stages() -> Pipeline:
+def stages(width: int) -> Pipeline:
     """The layers in three stages, without the counters, which no stage could hold."""
-    return Pipeline(layers(NARROW), stages=[1, 4])
+    return Pipeline(layers(width), stages=[1, 4])
 
 
 class Net(nn.Module):
@@ -116,9 +116,10 @@ def chaos_job(*, mode: str, **fields: Any) -> Job:
     """The job; fields: of Job."""
     momentum = {"momentum": 0.9} if mode.startswith("sync") else {}
     # Small tensors are not encoded.
-    width = WIDE if "codec_up" in fields else NARROW
+    width = WIDE if {"codec_up", "codec_parcels"} & fields.keys() else NARROW
+    staged = fields.get("pipeline", "whole-model") != "whole-model"
     return Job(
-        model=stages if fields.get("pipeline", "whole-model") != "whole-model" else functools.partial(Net, width),
+        model=functools.partial(stages if staged else Net, width),
         loss=loss,
         dataset=Points,
         evaluate=evaluate,

@@ -34,7 +34,7 @@ from shardline_chief.io.replayed import run_to_replay
 from tests.chaos.field import Field
 from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, write_job
 from tests.chaos.nursery import Starter
-from tests.chaos.schedules import EPOCH, TIMEOUT_S, UNBROKEN, Event, Schedule
+from tests.chaos.schedules import EPOCH, TIMEOUT_S, Event, Schedule
 from tests.e2e.support import RUN_ID, end_processes, events, processes, summary_of
 from tests.support.cluster import Cluster
 
@@ -85,7 +85,9 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
     if schedule.synchronous:
         sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm, "apply": schedule.apply}
     if schedule.pipeline != "whole-model":
-        sync |= {"pipeline": schedule.pipeline, "accumulate": 3}
+        sync |= {"pipeline": schedule.pipeline, "accumulate": schedule.accumulate}
+    if schedule.codec_parcels:
+        sync |= {"codec_parcels": schedule.codec_parcels}
     if schedule.codec != "raw":
         sync |= {"codec_up": schedule.codec, "codec_down": schedule.codec_down or "raw", "error_memory": "exact"}
     return write_job(
@@ -194,7 +196,7 @@ class _Player:
     def _await(self, event: Event) -> bool:
         """Until the event is due; False where the job has ended before."""
         deadline_s = time.monotonic() + self.limit_s
-        batches = self.schedule.steps * self.schedule.replicas
+        batches = self.schedule.steps * self.schedule.replicas * self.schedule.accumulate
         path = self.folder / "marks"
         while event.at and not self.field.finished():
             if path.exists() and path.stat().st_size >= 8 * event.at * batches:
@@ -294,14 +296,38 @@ def _staged(played: Played) -> str:
     """The parameters of one process, which goes back to no checkpoint: only without a flush does that change bits."""
     job = load_job(job_of(played.schedule, played.out))
     begun: list[int] = []
-    if played.schedule.pipeline in UNBROKEN:
-        events = (played.out / "logs" / "events.jsonl").read_text(encoding="utf-8")
-        for step in map(int, re.findall(r"restoring step (\d+) from", events)):
-            begun = [*(before for before in begun if before < step), step]
+    for step in _went_back(played) if played.schedule.unbroken else []:
+        begun = [*(before for before in begun if before < step), step]
     result = None
     for step in begun:
         result = reference(job, step, start=result)
     return reference(job, start=result).sha256
+
+
+def _went_back(played: Played) -> list[int]:
+    """The checkpoints that a pipeline without a flush went back to: each time the newest, with what it cost counted."""
+    newest, begun = 0, []
+    lines = (played.out / "logs" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    for event in map(json.loads, lines):
+        if event["kind"] == "checkpoint":
+            newest = event["step"]
+        elif event["kind"] == "restore":
+            begun.append(int(re.findall(r"restoring step (\d+) from", event["message"])[0]))
+            # A chief that was killed just then has told nobody of its last checkpoint.
+            check(begun[-1] >= newest, f"went back to step {begun[-1]}, but there was a checkpoint of step {newest}")
+            newest = begun[-1]
+    recoveries = played.summary["recoveries"]
+    check({one["from_step"] for one in recoveries} <= set(begun), f"{recoveries}, but restored were {begun}")
+    lives = [codes for name, codes in played.codes.items() if not name.startswith("evaluator")]
+    check(
+        recoveries or not any(-9 in codes for codes in lives), f"a stage was lost, but no recovery is counted: {lives}"
+    )
+    for one in recoveries:
+        check(one["lost"] == one["at_step"] - one["from_step"] >= 0, f"{one} counts other steps than were repeated")
+    schedule, repeated = played.schedule, sum(one["lost"] for one in recoveries)
+    least = (schedule.steps + repeated) * schedule.replicas * schedule.accumulate
+    check(len(played.marks) >= least, f"{len(played.marks)} microbatches, but {repeated} steps are counted as repeated")
+    return begun
 
 
 def _no_defects(played: Played) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TIMEOUT_S = 9.0
 """--timeout of the clusters: a silent task is dead after a third of it."""
@@ -17,11 +17,11 @@ KILLS = ("kill", "away", "together", "writing")
 SPARE = "sync:spares=1"
 PLAIN = 50
 """Seeds from this one on have one event more, of those that came later: earlier seeds stay what they were."""
-
-
 UNBROKEN = ("stash", "double-buffer", "vertical-sync")
 """Pipelines without a flush."""
 STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", UNBROKEN[2])
+CUT = (0, 2, 3, 9)
+"""Last digits of the seeds, from PLAIN on, that draw a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,19 @@ class Schedule:
     codec_down: str = ""
     apply: str = "server"
     pipeline: str = "whole-model"
+    accumulate: int = 1
+    """Microbatches of each replica in a step."""
+    codec_parcels: str = ""
     standbys: int = 0
     networks: bool = False
     """Each task has a network of its own, whose links can be cut."""
     lane: str = "auto"
     events: tuple[Event, ...]
+
+    @property
+    def unbroken(self) -> bool:
+        """Whether it is a pipeline without a flush."""
+        return self.pipeline.partition(":")[0] in UNBROKEN
 
     @property
     def synchronous(self) -> bool:
@@ -88,7 +96,9 @@ class Schedule:
         about += f", clip {self.clip_norm}" if self.clip_norm else ""
         about += f", codec {self.codec}" if self.codec != "raw" else ""
         about += f", {self.codec_down} down" if self.codec_down else ""
-        about += f", pipeline {self.pipeline}" if self.pipeline != "whole-model" else ""
+        if self.pipeline != "whole-model":
+            about += f", pipeline {self.pipeline}, {self.accumulate} microbatches"
+        about += f", parcels in {self.codec_parcels}" if self.codec_parcels else ""
         about += ", workers apply" if self.apply == "worker" else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
         about += ", with standbys" if self.standbys else ""
@@ -99,8 +109,8 @@ class Schedule:
 def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule:
     """The schedule of a seed: two of five asynchronous, one of three with links that fail, one of four with standbys.
 
-    From PLAIN on, half of the asynchronous ones have bounded staleness; of six synchronous ones one has a spare, one a
-    lossy codec, in one workers run the optimizer, and one is cut into stages.
+    From PLAIN on, four of ten are cut into stages, two of the three asynchronous ones have bounded staleness, one has a
+    spare, one a lossy codec, and in one workers run the optimizer.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -109,19 +119,22 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         mode = "ssp:slack=2"
     if seed >= PLAIN and seed % 10 == 5:
         mode = SPARE
+    cut = _pipeline(seed)
+    if cut:
+        mode = "sync"
     ps, workers = dice.choice([2, 2, 3]), dice.choice([2, 2, 3])
     networks = networks and seed % 3 == 1
-    standbys = standbys and seed % 4 == 2
+    apply = cut.apply if cut else "worker" if seed >= PLAIN and seed % 10 == 7 else "server"
+    # What no standby has: versions of parameters, and the state of an optimizer that workers run.
+    lone = apply == "worker" or (cut is not None and cut.unbroken)
+    standbys = standbys and seed % 4 == 2 and not lone
     synchronous = mode in ("sync", SPARE)
-    pipeline = STAGED[seed // 10 % len(STAGED)] if seed >= PLAIN and seed % 10 == 3 else "whole-model"
     clip = 0.5 if synchronous and dice.random() < 0.25 else 0.0
-    if pipeline in UNBROKEN:
-        clip = 0.0
     counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}
     replicas = dice.choice([workers, workers + 1]) if synchronous else 1
     every = dice.choice([7, 10, 15]) * (1 if synchronous else 3)
     up, down = _codecs(seed, every, standbys=standbys)
-    return Schedule(
+    drawn = Schedule(
         seed=seed,
         mode=mode,
         ps=ps,
@@ -132,12 +145,56 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         clip_norm=clip,
         codec=up,
         codec_down=down,
-        apply="worker" if seed >= PLAIN and seed % 10 == 7 else "server",
-        pipeline=pipeline,
+        apply=apply,
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
         events=_events(dice, counts, networks=networks, later=seed >= PLAIN),
+    )
+    return cut.applied(drawn) if cut else drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A pipeline."""
+
+    name: str
+    unbroken: bool
+    apply: str
+    replicas: int
+    accumulate: int
+    codec_parcels: str
+
+    def applied(self, drawn: Schedule) -> Schedule:
+        """The schedule of a job that is cut so."""
+        return replace(
+            drawn,
+            pipeline=self.name,
+            replicas=self.replicas,
+            accumulate=self.accumulate,
+            codec_parcels=self.codec_parcels,
+            clip_norm=0.0 if self.unbroken else drawn.clip_norm,
+            # Passes of several microbatches take longer.
+            steps=60,
+        )
+
+
+def _pipeline(seed: int) -> _Cut | None:
+    """Every schedule, with servers and with workers that run the optimizer, in ten seeds."""
+    if seed < PLAIN or seed % 10 not in CUT:
+        return None
+    dice = random.Random(f"pipeline of {seed}")
+    number = (seed - PLAIN) // 10 * len(CUT) + CUT.index(seed % 10)
+    name, apply = STAGED[number % len(STAGED)], ("server", "worker")[number // len(STAGED) % 2]
+    unbroken = name in UNBROKEN
+    predict = unbroken and apply == "worker" and dice.random() < 0.5
+    return _Cut(
+        name=f"{name}:predict=true" if predict else name,
+        unbroken=unbroken,
+        apply=apply,
+        replicas=dice.choice([1, 2]),
+        accumulate=dice.choice([2, 3, 4]),
+        codec_parcels=dice.choice(["", "", "bf16", "int8"]),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.pipeline import PIPELINES
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
@@ -90,6 +91,15 @@ def test_pushes_whose_connections_are_reset_are_made_again_and_count_once(tmp_pa
     play(schedule(*events, mode="async", networks=True), tmp_path, starter)
 
 
+def test_a_pipeline_without_a_flush_goes_back_to_its_newest_checkpoint_whatever_dies(
+    tmp_path: Path, starter: Starter
+) -> None:
+    found = play(draw(62), tmp_path, starter)
+    assert found.schedule.unbroken and found.schedule.apply == "worker"
+    assert [found.codes[name][0] for name in ("worker/0", "worker/1", "ps/2")] == [-9] * 3
+    assert len(found.summary["recoveries"]) >= 2
+
+
 def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen() -> None:
     drawn = [draw(seed) for seed in range(60)]
     assert drawn == [draw(seed) for seed in range(60)]
@@ -101,6 +111,17 @@ def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen
     assert any(one.standbys for one in drawn) and any(one.codec != "raw" for one in drawn)
     links = {*LINKS, "reset"}
     assert not any(event.kind in links for seed in range(60) for event in draw(seed, networks=False).events)
+
+
+def test_every_schedule_of_a_pipeline_is_drawn_with_either_owner_of_the_optimizer() -> None:
+    drawn = [one for one in map(draw, range(100)) if one.pipeline != "whole-model"]
+    expected = {
+        (one.name, who) for one in PIPELINES if PIPELINES.parse(one.name).staged for who in ("server", "worker")
+    }
+    assert {(one.pipeline.partition(":")[0], one.apply) for one in drawn} == expected
+    assert all(one.seed >= PLAIN and one.mode == "sync" for one in drawn)
+    assert {one.replicas for one in drawn} == {1, 2} and any(one.codec_parcels for one in drawn)
+    assert {one.unbroken for one in drawn if one.standbys} == {False}
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
