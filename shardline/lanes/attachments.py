@@ -16,7 +16,6 @@ from typing import Protocol
 
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
-from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answers
 from shardline.storage.publication import Publication
@@ -194,14 +193,9 @@ class Attachments:
         self._held[number] = opening.attachment
         return number, opening
 
-    def find(self, number: int, lane: str, holder: Holder) -> Attachment:
-        """The attachment with this number. Raises UnreachableError if its holder has to open a new one."""
-        attachment = self._held.get(number)
-        if attachment is None or attachment.holder != holder or attachment.lane != lane:
-            raise UnreachableError(
-                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open; open it again"
-            )
-        return attachment
+    def find(self, number: int) -> Attachment | None:
+        """The attachment with this number; None if it is not open."""
+        return self._held.get(number)
 
     def drop(self, attachment: Attachment, reason: str) -> None:
         """End one attachment."""

@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
 
 
 Frame = tuple[Kind, bytes]
-_KINDS = frozenset(Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 _CODES = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
@@ -87,6 +87,6 @@ class CallFrameReader:
                     break
                 body = bytes(held[start + HEADER.size : end])
                 start = end
-                yield Kind(kind), body
+                yield _KINDS[kind], body
         finally:
             del held[:start]

@@ -24,6 +24,7 @@ from shardline.lanes.call_frames import (
     read_failure,
 )
 from shardline.lanes.socket_thread import NOT_READY, shut
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.wire.protobuf import ReplyView, RequestView, read_reply, write_request
 
 RECEIVE_BYTES = 64 << 10
@@ -59,6 +60,10 @@ class CallSocket:
         self._reader = CallFrameReader(MAX_REPLY_BYTES)
         self._frames: deque[Frame] = deque()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._arrival = None if isinstance(sock, TlsSocket) else select.poll()
+        """Set where bytes that have arrived make the socket readable: what TLS has decrypted doesn't."""
+        if self._arrival is not None:
+            self._arrival.register(sock, select.POLLIN)
         # TLS keeps one state for both directions, and a call may send on one thread and receive on another.
         self._using = threading.Lock()
         self._cancelled = False
@@ -125,6 +130,9 @@ class CallSocket:
                 raise ProtocolError(f"the shard sent a frame of kind {kind.name} on a lane's socket")
 
     def _receive(self, deadline_s: float) -> None:
+        if self._arrival is not None:
+            # A reply is hardly ever there already.
+            self._wait(self._arrival, deadline_s)
         try:
             with self._using:
                 count = self._sock.recv_into(self._buffer)
@@ -143,12 +151,16 @@ class CallSocket:
             events = select.POLLIN
         elif isinstance(blocked, ssl.SSLWantWriteError):
             events = select.POLLOUT
-        left_s = deadline_s - time.monotonic()
         poll = select.poll()
         try:
             poll.register(self._sock, events)
         except (OSError, ValueError) as error:
             raise self._broken(error) from error
+        self._wait(poll, deadline_s)
+
+    @staticmethod
+    def _wait(poll: select.poll, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not poll.poll(max(1.0, 1e3 * left_s)):
             raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed on a lane's socket")
 

@@ -33,7 +33,14 @@ def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Atta
     lane = lane_name(data.lane)
     if lane is None or lane == ON_STREAM.lane:
         return None
-    return attachments.find(data.attachment, lane, holder_of(data))
+    found = attachments.find(data.attachment)
+    if found is not None and found.lane == lane:
+        holder = found.holder
+        if holder.task == data.task and holder.incarnation == data.incarnation and holder.shard == data.shard:
+            return found
+    raise UnreachableError(
+        f"attachment {data.attachment:#x} ({lane}) of {data.task} to shard {data.shard} is not open; open it again"
+    )
 
 
 def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: str) -> None:
@@ -54,7 +61,7 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
     at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
     for name in (data.job, data.plan_id, data.task, *data.required_features):
         short(name, "a name in the head of a message")
-    unknown = sorted(set(data.required_features) - set(FEATURES))
+    unknown = sorted(set(data.required_features) - set(FEATURES)) if data.required_features else []
     if unknown:
         return Decision(Outcome.REFUSED, f"this ps does not support what the message requires: {', '.join(unknown)}")
     if lane_name(data.lane) is None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeAlias
 
+from shardline.core.outcome import Outcome
 from shardline.host.started import Started
-from shardline.lanes.attachments import Attachments
+from shardline.lanes.attachments import Attachment, Attachments
 from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.rpc.v1 import data_pb2
-from shardline.server.admission import attachment_of
+from shardline.server.admission import admit_data, attachment_of
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import is_soon_whole
@@ -51,7 +52,8 @@ class SingleRequests:
         Raises the error that ends the call.
         """
         frame = request.push
-        if request.error is not None or frame is None or not self._fits(frame):
+        attachment = self._fits(frame) if request.error is None and frame is not None else None
+        if attachment is None or frame is None or frame.header is None:
             return None
         receiver = PushReceiver(self._backend, self._attachments, spawn=_never)
         try:
@@ -62,32 +64,43 @@ class SingleRequests:
         if not push.ended:
             return Answered([], self._rest(request, receiver, push))
         Started(receiver.abandon())
-        reply, waits = self._replied(*push.result)
+        result, wanted = push.result
+        # Usually both have the same head, and nothing else has happened since the push was admitted.
+        together = bool(result.task) and wanted is not None and wanted.data == frame.header.data
+        reply, waits = self._replied(result, wanted, attachment if together else None)
         return Answered([reply], self._rest(request, receiver, push) if waits else None)
 
-    def _fits(self, frame: PushFrameView) -> bool:
-        """Whether a frame is a whole push of gradients that a single message answers: in place, or small."""
+    def _fits(self, frame: PushFrameView) -> Attachment | None:
+        """The attachment of a frame that is a whole push of gradients, in place or small: one message answers it."""
         header, commit = frame.header, frame.commit
         if header is None or commit is None or not frame.refs or frame.chunk is not None or frame.bucket is not None:
-            return False
+            return None
         shard = self._backend.shards.get(header.data.shard)
         if shard is None or shard.consistency.whole_pushes or not gradient_kind(header):
-            return False
+            return None
         if header.empty_buckets or commit.empty_buckets:
-            return False
+            return None
         attachment = attachment_of(self._attachments, header.data)
         if attachment is None:
-            return False
+            return None
         # With more, the first should be answered while the last are counted.
-        return len(frame.refs) <= STATES_PER_FRAME if attachment.borrowed else is_soon_whole(frame)
+        fits = len(frame.refs) <= STATES_PER_FRAME if attachment.borrowed else is_soon_whole(frame)
+        return attachment if fits else None
 
-    def _replied(self, result: PushResult, wanted: data_pb2.PullRequest | None) -> tuple[bytes, bool]:
-        """A message with the ack of a push, and with the answer of its pull if it is ready; whether the pull waits."""
+    def _replied(
+        self, result: PushResult, wanted: data_pb2.PullRequest | None, admitted: Attachment | None
+    ) -> tuple[bytes, bool]:
+        """A message with the ack of a push, and with the answer of its pull if it is ready; whether the pull waits.
+
+        admitted: the attachment of a pull that needs no further look at its sender.
+        """
         self._on_push(result)
         ack = write_reply(ReplyView(ack=result.ack))
         if wanted is None:
             return ack, False
-        served = ready_reply(self._backend, self._attachments, wanted, outer=SHARED_CALL)
+        if admitted is None and admit_data(self._backend, wanted.data, init=False).outcome is Outcome.SERVED:
+            admitted = attachment_of(self._attachments, wanted.data)
+        served = ready_reply(self._backend, admitted, wanted, outer=SHARED_CALL) if admitted is not None else None
         # Fields of one message may be in any order.
         return (ack, True) if served is None else (served + ack, False)
 
@@ -107,7 +120,7 @@ class SingleRequests:
                         result, wanted = await push.rest()
                     finally:
                         await receiver.abandon()
-                    reply, waits = self._replied(result, wanted)
+                    reply, waits = self._replied(result, wanted, None)
                     await call.write(writer, reply)
                     if not waits:
                         return

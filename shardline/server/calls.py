@@ -100,6 +100,8 @@ async def all_ended(tasks: list[asyncio.Future[None]]) -> None:
     """Wait for every task, then raise the first error, so that no task ends unnoticed. Empties the list."""
     # An error references the frames that it passes, this one and its callers'. If those referenced the tasks, and so
     # the tasks' errors, only the garbage collector could free the memory that the call used.
+    if not tasks:
+        return
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     finally:

@@ -240,20 +240,17 @@ async def pull(
         yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
 
 
-def ready_reply(
-    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
-) -> bytes | None:
+def ready_reply(backend: Backend, attachment: Attachment, request: data_pb2.PullRequest, *, outer: int) -> bytes | None:
     """The whole answer of a pull as one message, if all that it asks for can be referred to now; None = see pull().
 
-    Bytes that don't stay in place are sent if they are few. Raises ProtocolError, UnreachableError.
+    The request is admitted, and the attachment is its sender's. Bytes that don't stay in place are sent if they are
+    few. Raises ProtocolError.
     """
-    if admit_data(backend, request.data, init=False).outcome is not Outcome.SERVED:
-        return None
     shard, want, started_s = backend.shard(request.data.shard), parse_step_wanted(request), time.monotonic()
     _wait_s(request)
-    attachment, coding = attachment_of(attachments, request.data), backend.coding.pull
+    coding = backend.coding.pull
     wanted = wanted_buckets(shard, request)
-    if attachment is None or not wanted or not may_refer(shard, want, coding):
+    if not wanted or not may_refer(shard, want, coding):
         return None
     buckets, raw_bytes, wire_bytes = [], 0, 0
     for number in wanted:

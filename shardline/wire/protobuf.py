@@ -78,7 +78,11 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
         count += 1
         if count > MAX_FIELDS:
             raise ProtocolError(f"frame with more than {MAX_FIELDS} fields in one message")
-        tag, position = _read_varint(data, position)
+        # Most are of one byte, as are most lengths.
+        tag = data[position]
+        position += 1
+        if tag >= 0x80:
+            tag, position = _read_varint(data, position - 1)
         number, kind = tag >> 3, tag & 7
         if tag > MAX_TAG:
             raise ProtocolError(f"frame with field number {number}, which proto3 doesn't have")
@@ -86,7 +90,10 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
         if kind == VARINT:
             value, position = _read_varint(data, position)
         elif kind == BYTES:
-            size, position = _read_varint(data, position)
+            size = data[position] if position < end else 0x80
+            position += 1
+            if size >= 0x80:
+                size, position = _read_varint(data, position - 1)
             if size > end - position:
                 raise ProtocolError(f"frame whose field {number} claims {size} bytes; {end - position} are left")
             value, position = data[position : position + size], position + size

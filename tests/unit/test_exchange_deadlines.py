@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from shardline.client.exchange import arrivals
+from shardline.client.exchange import arrivals, shard_exchange
 from shardline.client.exchange import running as running_module
 from shardline.client.exchange.arrivals import Arrivals
+from shardline.client.exchange.live import ReadyPayloads
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
 from shardline.client.exchange.running import Running
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.exchange import Ack, BucketPayload, Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.core.timeouts import Timeouts
@@ -142,3 +144,72 @@ def test_nothing_of_an_exchange_happens_after_its_end_which_the_next_one_may_fol
     ended(found, 0)
     found.wait()
     assert ends == [False]
+
+
+class EchoLane(ForgetfulLane):
+    """A lane that is cancelled just before its call begins, forgets that, and sends what it is given at once."""
+
+    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+        self.threads: list[int] = []
+        self.sent: list[BucketPayload] = []
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        self.threads.append(threading.get_ident())
+        self.interrupt()
+        self.cancelled.clear()
+        self.sent += [item for push in contributions for batch in push.payloads.batches() for item in batch]
+        return Exchanged(acks=tuple(Ack(outcome=Outcome.COUNTED) for _ in contributions), end=None)
+
+
+def exchange_over(lane: EchoLane) -> Exchange:
+    layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64)})
+    sinks = {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}
+    return Exchange({0: lane}, sinks, Timeouts(total_s=PATIENCE_S), index=0)
+
+
+def one_push(exchange: Exchange) -> dict[int, ShardTask]:
+    item = BucketPayload(bucket=0, dtype="float32", elements=1, present=b"", data=b"1234", raw_bytes=4, digest=1)
+    payloads = ReadyPayloads([item], empty=(), in_place=False, interrupted=exchange.refusal)
+    return {0: ShardTask(shard=0, contributions=[Contribution(payloads=payloads)], want=None)}
+
+
+@pytest.mark.parametrize("quick_bytes", [0, 1 << 20])
+def test_a_small_exchange_runs_on_the_thread_that_waits_for_it(
+    quick_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_exchange, "QUICK_BYTES", quick_bytes)
+    lane = EchoLane()
+    found = exchange_over(lane)
+    meanwhile: list[bool] = []
+    under_way = found.start(SENDER, one_push(found), lambda: None, lambda: meanwhile.append(True), here=True)
+    assert under_way.wait()[0].acks[0].outcome is Outcome.COUNTED
+    assert (lane.threads == [threading.get_ident()]) is (quick_bytes > 0)
+    assert len(lane.sent) == 1 and meanwhile == [True]
+    found.close()
+
+
+def test_an_interruption_that_a_small_exchange_missed_keeps_its_push_from_leaving() -> None:
+    lane = EchoLane()
+    found = exchange_over(lane)
+    lane.interrupt = found.interrupt
+    under_way = found.start(SENDER, one_push(found), here=True)
+    with pytest.raises(Interrupted):
+        under_way.wait()
+    assert lane.sent == []
+    found.close()
+
+
+def test_a_small_exchange_that_is_ended_from_outside_has_ended() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    found = exchange_over(EchoLane(stop))
+    with pytest.raises(KeyboardInterrupt):
+        found.start(SENDER, one_push(found), here=True)
+    # Nothing is left to wait for.
+    found.give_up()
+    found.close()

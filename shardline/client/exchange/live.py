@@ -192,6 +192,33 @@ class LivePayloads:
         return made
 
 
+class ReadyPayloads:
+    """Buckets of one push that are all prepared. interrupted: see LivePayloads."""
+
+    def __init__(
+        self,
+        items: Sequence[BucketPayload],
+        *,
+        empty: Sequence[int],
+        in_place: bool,
+        interrupted: Callable[[], Exception | None],
+    ) -> None:
+        self.empty = empty
+        self.in_place = in_place
+        self.raw_bytes = sum(item.raw_bytes for item in items)
+        self.nbytes = self.wire_bytes = sum(len(item.data) for item in items)
+        self._items = items
+        self._interrupted = interrupted
+
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        """Yield everything at once. Raises the error that `interrupted` returns."""
+        refusal = self._interrupted()
+        if refusal is not None:
+            raise refusal
+        if self._items:
+            yield self._items
+
+
 def drop_all(payloads: Iterable[Payloads]) -> None:
     """Drop the live ones among these payloads."""
     for item in payloads:

@@ -49,12 +49,27 @@ class Running:
     def part_ended(self, shard: int, future: Future[ShardOutcome]) -> None:
         """Record the end of a shard's part."""
         error: BaseException | None = Interrupted() if future.cancelled() else future.exception()
+        self._note(shard, future.result() if error is None else error)
+
+    def run_here(self, shard: int, part: Callable[[], ShardOutcome]) -> None:
+        """Run a shard's part on this thread, to its end; wait() raises its error. Raises what is no Exception."""
+        try:
+            found: ShardOutcome | Exception = part()
+        except Exception as error:
+            found = error
+        except BaseException as error:
+            self._note(shard, error)
+            raise
+        self._note(shard, found)
+
+    def _note(self, shard: int, found: ShardOutcome | BaseException) -> None:
+        error = found if isinstance(found, BaseException) else None
         with self._lock:
             first = error is not None and not self._errors
             if isinstance(error, Exception):
                 self._errors.append(error)
-            elif error is None:
-                self._results[shard] = future.result()
+            elif not isinstance(found, BaseException):
+                self._results[shard] = found
             del self._left_s[shard]
             last = not self._left_s
         if first:

@@ -22,6 +22,8 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 
 log = logging.getLogger("shardline.client")
+QUICK_BYTES = 1 << 20
+"""Parameters of a shard whose exchange may run on the thread that waits for it."""
 
 
 class Exchange:
@@ -44,6 +46,7 @@ class Exchange:
         shards = sorted(lanes)
         offset = index % max(1, len(shards))
         self._order = shards[offset:] + shards[:offset]
+        self._sizes = {shard: sink.shard_bytes for shard, sink in sinks.items()}
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(shards)), thread_name_prefix="shard")
         self._interrupted = threading.Event()
         self._live: list[LivePayloads] = []
@@ -86,9 +89,21 @@ class Exchange:
         return Interrupted() if self._interrupted.is_set() else None
 
     def start(
-        self, sender: Sender, tasks: Mapping[int, ShardTask], on_end: Callable[[], None] = lambda: None
+        self,
+        sender: Sender,
+        tasks: Mapping[int, ShardTask],
+        on_end: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
+        *,
+        here: bool = False,
     ) -> Running:
-        """Start one task per shard."""
+        """Start one task per shard.
+
+        meanwhile: what this thread does while nothing has arrived yet. here: it will wait for the end, so a small
+        shard's task runs on it, to its end: to hand it over would take about as long as the rest. Its calls have
+        deadlines like any other. An interruption that a call misses because it is about to begin still ends its push
+        before anything is sent.
+        """
         self._live = [
             push.payloads
             for task in tasks.values()
@@ -103,10 +118,18 @@ class Exchange:
             grace_s=self.timeouts.total_s,
             on_end=on_end,
         )
+        here = here and len(order) == 1 and self._sizes[order[0]] <= QUICK_BYTES
+        if here:
+            meanwhile()
         for shard in order:
             promise = functools.partial(running.promise, shard)
-            future = self._pool.submit(self._conversations[shard].hold, sender, tasks[shard], promise)
-            future.add_done_callback(functools.partial(running.part_ended, shard))
+            hold = functools.partial(self._conversations[shard].hold, sender, tasks[shard], promise)
+            if here:
+                running.run_here(shard, hold)
+            else:
+                self._pool.submit(hold).add_done_callback(functools.partial(running.part_ended, shard))
+        if not here:
+            meanwhile()
         return running
 
     def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:

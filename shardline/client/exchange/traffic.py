@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.live import LivePayloads, ReadyPayloads
 from shardline.client.exchange.pull_sink import PullSink
 from shardline.core.exchange import Contribution
 
@@ -20,7 +20,7 @@ class PushTraffic:
     def pushed(self, shard: int, pushes: Iterable[Contribution], *, on_wire: bool) -> None:
         """Count acknowledged pushes. A retry's bytes count once; bytes in shared memory are not wire bytes."""
         for push in pushes:
-            if isinstance(push.payloads, LivePayloads):
+            if isinstance(push.payloads, (LivePayloads, ReadyPayloads)):
                 self._pushed[shard][0] += push.payloads.raw_bytes
                 self._pushed[shard][1] += push.payloads.wire_bytes if on_wire else 0
 

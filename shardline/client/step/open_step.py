@@ -9,17 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from shardline.client.exchange.device import HostPath
-from shardline.client.exchange.live import LivePayloads, drop_all
+from shardline.client.exchange.live import LivePayloads, ReadyPayloads, drop_all
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.exchange.running import Running
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods
+from shardline.consistency.worker import Stamp
 from shardline.core.exchange import Contribution, Payloads, Whole
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
 from shardline.pipeline.share import Share
+from shardline.rpc.messages import data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +40,22 @@ class PushTools:
 
 def filled_payloads(
     tools: PushTools, shard: int, block: Block, ranks: Sequence[int], buckets: Sequence[int]
-) -> LivePayloads:
+) -> LivePayloads | ReadyPayloads:
     """A block's push to one shard, with these buckets, all in staging; each is encoded when it is sent.
 
     ranks: see SendQueue.
     """
     spec, staging = tools.plan.shards[shard], tools.staging
+    empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
+    in_place = staging.in_place(shard, buckets)
+    if spec.nbytes <= data.SMALL_BYTES:
+        # They leave in one message, so there is nothing to choose while others are encoded.
+        coming = sorted(set(buckets).difference(empty), key=ranks.__getitem__)
+        items = [staging.payload(block, shard, bucket) for bucket in coming]
+        return ReadyPayloads(items, empty=empty, in_place=in_place, interrupted=tools.interrupted)
     # Nothing can overtake any more, so use a few large batches: the shard begins with the first while others are
     # encoded. If all bytes are already in place, one is enough. The shard then handles many workers' pushes one after
     # another; with small batches its threads would keep contending for the same buckets.
-    in_place = staging.in_place(shard, buckets)
     window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
     payloads = LivePayloads(
         SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
@@ -56,7 +64,6 @@ def filled_payloads(
         in_place=in_place,
         interrupted=tools.interrupted,
     )
-    empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
     for bucket in buckets:
         if bucket not in empty:
             payloads.offer(bucket)
@@ -124,6 +131,7 @@ class OpenStep:
             raise ProtocolError("asynchronous mode takes one contribution per step")
         for shard in share.shards:
             self.pushes[shard] = []
+            stamp = self._stamp(shard)
             for block in blocks:
                 buckets = range(len(self._tools.plan.shards[shard].buckets))
                 coming = [b for b in buckets if self._staging.added((shard, b), block)] if share.partial else buckets
@@ -131,20 +139,21 @@ class OpenStep:
                     continue
                 ranks = self._sending.ranks(shard)
                 payloads = Whole() if skip else filled_payloads(self._tools, shard, block, ranks, coming)
-                self.pushes[shard].append(self._push(shard, payloads, block, skip=skip, partial=share.partial))
+                made = self._staging.contribution(block, payloads, stamp, skip=skip, partial=share.partial)
+                self.pushes[shard].append(made)
         self.target = self._methods.half.target
 
     def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
         """Make the pushes of gradients that leave as they are computed."""
-        self.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
+        made = self._staging.contribution
+        self.pushes = {shard: [made(block, items, self._stamp(shard))] for shard, items in payloads.items()}
         self.target = self._methods.half.target
 
-    def _push(
-        self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False, partial: bool = False
-    ) -> Contribution:
+    def _stamp(self, shard: int) -> Stamp:
+        """Of a shard's pushes in this step; what is encoded for it from now on belongs to them."""
         stamp = self._methods.half.stamp(shard)
         self._staging.encoders.begin(shard, stamp.number)
-        return self._staging.contribution(block, payloads, stamp, skip=skip, partial=partial)
+        return stamp
 
     def close(self) -> None:
         """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""

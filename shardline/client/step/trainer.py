@@ -130,8 +130,8 @@ class Trainer:
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
         tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in self.open.share.asks(want).items()}
         self.weights.begin_pull(hold=False)
-        running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end)
-        self.weights.residence.pulling()
+        weights = self.weights
+        running = self.exchange.start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling)
         outcomes = running.wait()
         self.methods.versions = self.weights.settle(step)
         self.half.arrived(self.methods.versions)
@@ -259,7 +259,7 @@ class Trainer:
 
     def finish(self) -> StepFigures:
         """Send the contributions and get the next parameters. Raises Restart, Stopped or Interrupted."""
-        self._send()
+        self._send(here=True)
         return self._complete()
 
     def send(self) -> None:
@@ -268,7 +268,7 @@ class Trainer:
         self.open.sent = True
         self.methods.sent()
 
-    def _send(self) -> None:
+    def _send(self, *, here: bool = False) -> None:
         self._computed_s = time.monotonic()
         if not self.open.pushes:
             for replica, outgoing in self._route.collect(self.step).items():
@@ -276,11 +276,11 @@ class Trainer:
             self.open.make_pushes()
         self.weights.restore()
         if self.open.running is None:
-            self._start(hold=False)
+            self._start(hold=False, here=here)
         self.weights.release()
 
-    def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
-        """Start the exchange of the open step with all shards. compute_s: seconds that gradients may still take."""
+    def _start(self, *, hold: bool, compute_s: float = 0.0, here: bool = False) -> None:
+        """Start the exchange of the open step. compute_s: seconds that gradients may still take. here: see start()."""
         timeouts = self.exchange.timeouts
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
@@ -299,13 +299,13 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
-        self.open.running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end)
-        self.weights.residence.pulling()
+        weights, start = self.weights, self.exchange.start
+        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling, here=here)
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
         if self.open.running is None:
-            self._start(hold=False)
+            self._start(hold=False, here=True)
         running = self.open.running
         assert running is not None
         try:
