@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -65,7 +65,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
-test test-processes test-long test-all chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-long test-all test-native chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
 SHORT := not chaos and not bench and not long and not processes
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
@@ -93,6 +93,19 @@ native-sanitize: $(STAMP)
 	SHARDLINE_NATIVE=$(CURDIR)/$(SANITIZED)/libshardline.so ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so.6)" $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
 		tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py tests/unit/test_bulk.py tests/unit/test_tls_socket.py $(ARGS)
+
+# The suites of lanes, of exactness and of bad input without the C library and with it. CI runs them with it only. Levels of
+# the processor: make test-native LEVELS="sse2 avx2"
+LEVELS ?= 0 1
+NATIVE_SUITES := tests/contract tests/integration/test_lanes.py tests/integration/test_equivalence.py \
+	tests/integration/test_deaths.py tests/integration/test_zero_copy.py tests/integration/test_standbys.py \
+	tests/conformance/test_lane.py tests/conformance/test_parcel_lane.py tests/conformance/test_codec.py \
+	tests/conformance/test_codec_training.py tests/conformance/test_update_rule.py \
+	tests/unit/test_native.py tests/unit/test_native_codecs.py tests/unit/test_update_sgd.py tests/unit/test_engine.py \
+	tests/unit/test_bulk.py tests/unit/test_tls_socket.py tests/unit/test_segments.py tests/unit/test_window.py
+test-native: $(STAMP)
+	@for level in $(LEVELS); do echo "SHARDLINE_NATIVE=$$level"; \
+		SHARDLINE_NATIVE=$$level $(BIN)/pytest -q -n 4 --dist loadfile -m "$(SHORT)" $(NATIVE_SUITES) $(ARGS) || exit 1; done
 
 # The engine alone: random scripts under ASan and UBSan, then under TSan. With clang: make native-fuzz, a million of its inputs.
 TRIALS := runs/native-trials
