@@ -11,7 +11,8 @@ docs/metrics.md is generated from the table: python -m shardline.observability.m
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -319,13 +320,23 @@ _KINDS: Mapping[str, type[Counter] | type[Gauge] | type[Histogram]] = {
 }
 
 
+UNTOLD = 64
+"""Changes that later() keeps at most."""
+
+
 class _Registry(CollectorRegistry):
     """Omits the *_created series, which double the page and which our dashboards don't use.
 
     prometheus_client's own switch is global, so it would change the user's own metrics in a script.
     """
 
+    def __init__(self, before: Callable[[], None]) -> None:
+        """before: called before the metrics are read."""
+        super().__init__()
+        self._before = before
+
     def collect(self) -> Iterator[Metric]:
+        self._before()
         for family in super().collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
@@ -337,7 +348,9 @@ class Metrics:
     def __init__(self, role: str, task: str) -> None:
         self.task = task
         self.role = role
-        self.registry = _Registry()
+        self._untold: deque[Callable[[], None]] = deque()
+        self._telling = threading.Lock()
+        self.registry = _Registry(self.tell)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -369,6 +382,18 @@ class Metrics:
         if spec.kind == "histogram":
             return Histogram(spec.name, spec.help, labels, registry=self.registry, buckets=spec.buckets)
         return _KINDS[spec.kind](spec.name, spec.help, labels, registry=self.registry)
+
+    def later(self, tell: Callable[[], None]) -> None:
+        """Have these metrics changed before anyone reads them, not now: while a small step is answered, each counts."""
+        self._untold.append(tell)
+        if len(self._untold) >= UNTOLD:
+            self.tell()
+
+    def tell(self) -> None:
+        """Change what later() was given."""
+        with self._telling:
+            while self._untold:
+                self._untold.popleft()()
 
     def counter(self, name: str, **labels: str | int) -> Counter:
         """The counter with these labels; keep it if used often. Raises InternalError if it is not in the table."""

@@ -332,9 +332,9 @@ class BucketRule(ABC):
 
     def check_flat(self, **given: Tensor | None) -> None:
         """Raise ProtocolError, naming the keyword, for a tensor without the bucket's length and dtype."""
-        bucket = self.site.bucket
+        bucket, dtype = self.site.bucket, self.site.dtype
         for what, tensor in given.items():
-            if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype != self.site.dtype):
+            if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype is not dtype):
                 raise ProtocolError(
                     f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan says ({bucket.elements},) "
                     f"{bucket.dtype}"

@@ -20,7 +20,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
-from shardline.rpc.messages.data import ps_stub, pull_request
+from shardline.rpc.messages.data import data_header, ps_stub, pull_request
 from shardline.rpc.server import RpcServer
 from tests.support.cluster import PATIENCE_S, Cluster, Ps
 from tests.support.jobs import make_job
@@ -106,7 +106,7 @@ def test_a_client_that_stops_reading_makes_the_ps_hold_a_few_chunks_only() -> No
         peer.channel.close()
         peer.channel = grpc.insecure_channel(host.address, options=options)
         stub = ps_stub(peer)
-        request = pull_request(cluster.sender("bench/0"), 0, Want(step=0, wait_s=5.0))
+        request = pull_request(data_header(cluster.sender("bench/0"), 0), Want(step=0, wait_s=5.0))
         calls = [stub.Pull(request, timeout=PATIENCE_S) for _ in range(4)]
         for call in calls:
             next(call)  # the first chunk, and no more

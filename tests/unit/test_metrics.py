@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.errors import InternalError, UsageError
 from shardline.observability import log
-from shardline.observability.metrics import ALL, TABLE, Metrics, table_markdown
+from shardline.observability.metrics import ALL, TABLE, UNTOLD, Metrics, table_markdown
 
 
 @pytest.fixture
@@ -68,6 +68,16 @@ def test_what_is_counted_is_what_a_scrape_over_http_reads(worker: Metrics) -> No
     assert samples["shardline_staleness_updates_sum", (shard, task)] == 3
     assert samples["process_resident_memory_bytes", ()] > 1e6
     assert not [name for name, _ in samples if name.endswith("_created")]
+
+
+@pytest.mark.parametrize("count", [1, UNTOLD - 1, UNTOLD, 3 * UNTOLD + 1])
+def test_what_is_told_later_is_on_the_page_once(worker: Metrics, count: int) -> None:
+    counter = worker.counter("shardline_rpc_retries_total", peer="ps/0")
+    for _ in range(count):
+        worker.later(counter.inc)
+    address = worker.serve("127.0.0.1", 0)
+    key = ("shardline_rpc_retries_total", (("peer", "ps/0"), ("task", "worker/3")))
+    assert [scrape(address)[key] for _ in range(2)] == [count, count]
 
 
 def test_what_can_be_counted_begins_at_zero_and_what_is_measured_does_not() -> None:

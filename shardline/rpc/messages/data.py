@@ -95,10 +95,10 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
     )
 
 
-def push_header(sender: Sender, shard: int, push: Contribution, attached: Attached = ON_STREAM) -> data_pb2.PushHeader:
+def push_header(data: common_pb2.DataHeader, push: Contribution) -> data_pb2.PushHeader:
     """Header of a push."""
     return data_pb2.PushHeader(
-        data=data_header(sender, shard, attached),
+        data=data,
         step=push.step,
         seq=push.seq,
         block=data_pb2.Block(first=push.block.first, count=push.block.count),
@@ -160,7 +160,7 @@ def gathered(push: Contribution) -> list[BucketPayload]:
 
 def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
     """One frame per chunk; a bucket's header and end are in its first and last chunk. Payloads are views."""
-    header: data_pb2.PushHeader | None = push_header(sender, shard, push)
+    header: data_pb2.PushHeader | None = push_header(data_header(sender, shard), push)
     buckets = total = 0
     for batch in push.payloads.batches():
         for item in batch:
@@ -176,7 +176,7 @@ def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[Pu
     """The same for a small push, with one frame per bucket; header and end are in the first and last frame."""
     items = gathered(push)
     made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
-    made[0].header = push_header(sender, shard, push)
+    made[0].header = push_header(data_header(sender, shard), push)
     made[-1].commit = push_commit(push, len(items), sum(len(item.data) for item in items))
     return made
 
@@ -230,11 +230,12 @@ def referred_requests(
             for item in batch
         ]
 
-    pull = pull_request(sender, shard, want, attached) if want is not None else None
+    data = data_header(sender, shard, attached)
+    pull = pull_request(data, want) if want is not None else None
     if contributions and is_one_message(contributions, attached):
         push = contributions[0]
         items = gathered(push)
-        frame = PushFrameView(header=push_header(sender, shard, push, attached), refs=refer(items))
+        frame = PushFrameView(header=push_header(data, push), refs=refer(items))
         frame.commit = push_commit(push, len(items), sum(len(item.data) for item in items))
         # Before its reference: few bytes wait in the socket, and the shard need not wait for them.
         after(items)
@@ -243,7 +244,7 @@ def referred_requests(
     if pull is not None:
         yield RequestView(pull=pull)
     for push in contributions:
-        header: data_pb2.PushHeader | None = push_header(sender, shard, push, attached)
+        header: data_pb2.PushHeader | None = push_header(data, push)
         buckets = total = 0
         for batch in push.payloads.batches():
             yield RequestView(push=PushFrameView(header=header, refs=refer(batch)))
@@ -254,10 +255,10 @@ def referred_requests(
         yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
 
 
-def pull_request(sender: Sender, shard: int, want: Want, attached: Attached = ON_STREAM) -> data_pb2.PullRequest:
+def pull_request(data: common_pb2.DataHeader, want: Want) -> data_pb2.PullRequest:
     """A pull of an exact step, or of the latest."""
     request = data_pb2.PullRequest(
-        data=data_header(sender, shard, attached),
+        data=data,
         what=data_pb2.PULL_WHAT_PARAMS,
         buckets=want.buckets,
         have_step=want.have_step,
@@ -277,7 +278,7 @@ def exchange_requests(
 
     If is_small() is true, there is one request per bucket.
     """
-    pull = pull_request(sender, shard, want) if want is not None else None
+    pull = pull_request(data_header(sender, shard), want) if want is not None else None
     if contributions and is_small(contributions):
         for frame in small_push_frames(sender, shard, contributions[0]):
             yield RequestView(pull=pull, push=frame)

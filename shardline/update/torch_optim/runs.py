@@ -53,10 +53,10 @@ class _Run:
             self.parameter.grad = None
             self.parameter.data = self.nothing
 
-    @torch.no_grad()
     def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
-        before = self.state().get("momentum_buffer")
-        after = sgd.step(source, gradient, values, before, arguments)
+        before = self.optimizer.state.get(self.parameter, {}).get("momentum_buffer")
+        with torch.no_grad():
+            after = sgd.step(source, gradient, values, before, arguments)
         if after is not before and after is not None:
             self.set_state({"momentum_buffer": after})
 
