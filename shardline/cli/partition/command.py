@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from shardline.pipeline.base import PipelineSchedule
     from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile
 
+PAYLOAD = 0.94
+"""Share of an Ethernet link's bits that are TCP payload."""
+
 
 @click.command(short_help="Find the best stages of a pipeline, and compare them with data parallelism.")
 @click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
@@ -110,13 +113,14 @@ def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     from shardline.pipeline.partition import Cluster, LinkLevel
     from shardline.simulator import quantities
 
-    link, workers, group = quantities.bytes_per_s(flags["link"], "--link"), flags["workers"], flags["group"]
+    link = PAYLOAD * quantities.bytes_per_s(flags["link"], "--link")
+    workers, group = flags["workers"], flags["group"]
     memory = quantities.byte_count(flags["memory"], "--memory")
     if workers % group:
         raise UsageError(f"--workers {workers} don't make groups of --group {group}; give a multiple of {group}")
     levels: tuple[LinkLevel, ...] = (LinkLevel(count=workers, bytes_per_s=link),)
     if group > 1:
-        inside = quantities.bytes_per_s(flags["group_link"], "--group-link")
+        inside = PAYLOAD * quantities.bytes_per_s(flags["group_link"], "--group-link")
         levels = (LinkLevel(count=group, bytes_per_s=inside), LinkLevel(count=workers // group, bytes_per_s=link))
     return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
 

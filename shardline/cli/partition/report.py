@@ -67,10 +67,12 @@ def table(costs: Costs, option: Rated) -> list[str]:
 def _summary(name: str, option: Rated) -> str:
     found = option.forecast
     limit = {"computing": "computing", "links": "the workers' links", "servers": "the servers' links"}[found.limit]
+    pause = f" ({_time(found.waits_s)} after the passes)" if found.waits_s else ""
     room = "" if option.fits else f"; needs {plain_bytes(max(found.memory_bytes))} per worker, more than there is"
+    parts = f"{plain_bytes(found.parameter_bytes)} parameters, {plain_bytes(found.parcel_bytes)} activations"
     return (
-        f"{name}: {1 / found.seconds:,.2f} steps/s, limited by {limit}; {plain_bytes(found.bytes)} on all wires per "
-        f"step ({plain_bytes(found.parameter_bytes)} parameters, {plain_bytes(found.parcel_bytes)} activations){room}"
+        f"{name}: {1 / found.seconds:,.2f} steps/s, limited by {limit}{pause}; {plain_bytes(found.bytes)} on all wires "
+        f"per step ({parts}){room}"
     )
 
 

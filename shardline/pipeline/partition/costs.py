@@ -2,9 +2,9 @@
 
 A step has `microbatches` microbatches; a stage on r workers computes every r-th of them on each (PipeDream's 1F1B-RR),
 and exchanges its parameters once per step. Everything that a worker sends and receives shares its link, which carries
-both directions at a time. Transfers are taken to overlap with computing, so a worker needs the longest of its computing
-time and its link's two directions: PipeDream's max form (Narayanan et al., 2019, section 3.1), except that there the
-activations have links of their own.
+both directions at a time. Without a flush transfers are taken to overlap with computing, so a worker needs the longest
+of its computing time and its link's two directions: PipeDream's max form (Narayanan et al., 2019, section 3.1), except
+that there the activations have links of their own. With a flush, see flushed.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cached_property
 
 from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.partition import flushed, groups
 from shardline.pipeline.partition.profile import Profile
 
 SERVERS, ALL_REDUCE = "servers", "all-reduce"
@@ -81,7 +82,9 @@ class Forecast:
 
     seconds: float
     limit: str
-    """What it waits for: "computing", "links" or "servers"."""
+    """What takes most of it: "computing", "links" or "servers"."""
+    waits_s: float = 0.0
+    """Of it, with a flush: for parameters on their way, when the passes are done."""
     parameter_bytes: float
     """Pushed and pulled, or all-reduced, by all workers."""
     parcel_bytes: float
@@ -118,6 +121,11 @@ class Costs:
     def __post_init__(self) -> None:
         if self.cluster.sync not in (SERVERS, ALL_REDUCE):
             raise UsageError(f"sync is {self.cluster.sync!r}; it must be {SERVERS!r} or {ALL_REDUCE!r}")
+
+    @property
+    def ring(self) -> bool:
+        """Whether workers sum gradients among themselves."""
+        return self.cluster.sync == ALL_REDUCE
 
     @property
     def count(self) -> int:
@@ -191,24 +199,35 @@ class Costs:
 
     def link_s(self, first: int, end: int, copies: int) -> float:
         """Time of a worker's own link in a step, the longer direction."""
-        out, into = self.parcels(first, end, copies)
-        if self.cluster.sync == ALL_REDUCE:
-            out += self.ring_bytes(first, end, copies)
-            into += self.ring_bytes(first, end, copies)
-        else:
-            out += self.total("push", first, end) + self.total("once", first, end)
-            into += self.total("pull", first, end)
-        return max(out, into) / self.cluster.levels[0].bytes_per_s
+        nbytes = max(self.parcels(first, end, copies)) + self.exchange_bytes(first, end, copies)
+        return nbytes / self.cluster.levels[0].bytes_per_s
+
+    def exchange_bytes(self, first: int, end: int, copies: int) -> float:
+        """Bytes of a worker's exchange of parameters, the larger direction."""
+        return self.ring_bytes(first, end, copies) if self.ring else self.load(first, end)
+
+    def parcel_s(self, first: int, end: int) -> float:
+        """Time of a worker's own link for the parcels of one microbatch, the longer direction."""
+        return max(self.parcels(first, end, 1)) / self.microbatches / self.cluster.levels[0].bytes_per_s
+
+    def crossing_s(self, end: int) -> float:
+        """Time of one microbatch's activation to the stage that begins there, and of its gradient back."""
+        return sum(self.handed[end - 1]) / self.cluster.levels[0].bytes_per_s if 0 < end < self.count else 0.0
 
     def load(self, first: int, end: int) -> float:
         """Bytes of a worker's exchange with the servers, the larger direction; 0 with an all-reduce."""
-        if self.cluster.sync == ALL_REDUCE:
+        if self.ring:
             return 0.0
         return max(self.total("push", first, end) + self.total("once", first, end), self.total("pull", first, end))
 
     def servers_s(self, load: float) -> float:
         """Time of the servers' links for so many bytes of all workers."""
-        return load / (self.cluster.servers * self.cluster.levels[-1].bytes_per_s)
+        return load / self.servers_bytes_per_s
+
+    @property
+    def servers_bytes_per_s(self) -> float:
+        """Of the servers' links together."""
+        return self.cluster.servers * self.cluster.levels[-1].bytes_per_s
 
     # Memory
 
@@ -295,15 +314,17 @@ class Costs:
             load += copies * self.load(first, end)
             parameters += self._exchanged(first, end, copies)
             parcels += sum(self.parcels(first, end, copies)) * copies / 2
-        times = {
-            "computing": self._makespan(plan, compute),
-            "links": max(*link.values(), self._outer_s(plan)),
-            "servers": self.servers_s(load),
-        }
+        if self.schedule.flushes:
+            times = {"computing": flushed.passes_s(self, plan), **flushed.waits(self, plan)}
+            waits = max(times["links"], times["servers"])
+        else:
+            links, servers, waits = max(*link.values(), groups.links_s(self, plan)), self.servers_s(load), 0.0
+            times = {"computing": max(compute.values()), "links": links, "servers": servers}
         limit = max(times, key=lambda name: times[name])
         return Forecast(
-            seconds=times[limit],
+            seconds=times["computing"] + waits if self.schedule.flushes else times[limit],
             limit=limit,
+            waits_s=waits,
             parameter_bytes=parameters,
             parcel_bytes=parcels,
             compute_s=tuple(compute[worker] for worker in used),
@@ -312,55 +333,10 @@ class Costs:
         )
 
     def _exchanged(self, first: int, end: int, copies: int) -> float:
-        if self.cluster.sync == ALL_REDUCE:
+        if self.ring:
             return copies * self.ring_bytes(first, end, copies)
         each = self.total("push", first, end) + self.total("pull", first, end)
         return copies * each + self.total("once", first, end)
-
-    def _makespan(self, plan: Stages, compute: dict[int, float]) -> float:
-        """Computing time of a step: with a flush, the first microbatch goes through all stages alone."""
-        if not self.schedule.flushes or len(plan) == 1:
-            return max(compute.values())
-        once = dict.fromkeys(compute, 0.0)
-        for stage in plan:
-            for worker in stage.workers:
-                once[worker] += self.total("seconds", stage.first, stage.end)
-        through = sum(self.total("seconds", stage.first, stage.end) for stage in plan)
-        return through + max(compute[worker] - once[worker] for worker in compute)
-
-    def _outer_s(self, plan: Stages) -> float:
-        """Time of the links between groups of workers, by all that their workers exchange with others."""
-        longest, size = 0.0, 1
-        for before, level in itertools.pairwise(self.cluster.levels):
-            size *= before.count
-            traffic: dict[int, list[float]] = {}
-            self._cross(plan, size, traffic)
-            longest = max([longest, *(max(both) / level.bytes_per_s for both in traffic.values())])
-        return longest
-
-    def _cross(self, plan: Stages, size: int, traffic: dict[int, list[float]]) -> None:
-        """Add up bytes (out, in) of the link of each group of so many workers."""
-
-        def add(where: int, out: float, into: float) -> None:
-            both = traffic.setdefault(where, [0.0, 0.0])
-            both[0] += out
-            both[1] += into
-
-        for number, stage in enumerate(plan):
-            homes = [worker // size for worker in stage.workers]
-            for home in homes:
-                if self.cluster.sync == SERVERS:
-                    add(home, self.total("push", stage.first, stage.end), self.total("pull", stage.first, stage.end))
-                elif len(set(homes)) > 1:
-                    ring = self.ring_bytes(stage.first, stage.end, len(set(homes))) / homes.count(home)
-                    add(home, ring, ring)
-            if number + 1 < len(plan):
-                output, gradient = self.handed[stage.end - 1]
-                pairs = _pairs(homes, [worker // size for worker in plan[number + 1].workers], self.microbatches)
-                for left, right, share in pairs:
-                    if left != right:
-                        add(left, share * output, share * gradient)
-                        add(right, share * gradient, share * output)
 
 
 def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:
@@ -368,12 +344,6 @@ def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:
     total = sum(size for number, size in storages if number not in known)
     known.update(number for number, _ in storages)
     return total
-
-
-def _pairs(left: Sequence[int], right: Sequence[int], microbatches: int) -> list[tuple[int, int, float]]:
-    """Which groups hand how many microbatches to each other: microbatch m is computed by worker m mod r."""
-    cycle = math.lcm(len(left), len(right))
-    return [(left[m % len(left)], right[m % len(right)], microbatches / cycle) for m in range(cycle)]
 
 
 def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> tuple[int, int]:

@@ -5,31 +5,33 @@ level k, is the best of: one stage that all m replicate; or a stage on r of them
 What a component does alone is A^(k-1); a component of level 0 is a worker. In addition to theirs: memory, which depends
 on the workers of later stages, so the first stage is split off, not the last; and servers, whose links all workers
 share. That time is a sum, not a maximum, so that A is a set: (slowest worker, bytes for the servers), of which none is
-better than another in both.
+better than another in both. With a flush, where a step is longer than what its slowest worker does, the sets are of
+flushed.Measure; with groups of workers they are as without a flush, and the plans in them are compared by forecasts.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from shardline.pipeline.partition import flushed
 from shardline.pipeline.partition.costs import ALL_REDUCE, Costs, PlannedStage, Stages
 
 MOST_POINTS = {1: 48, 2: 20}
 """Layers at which stages may begin, by number of levels: with more, neighbours that compute least are joined."""
-FEW_POINTS = 12
+FEW_POINTS, FLUSH_POINTS = 12, 20
 
 
 @dataclass(frozen=True)
 class _Found:
     """One way to run some layers."""
 
-    seconds: float
-    """Of the slowest worker or link in a step."""
-    load: float
-    """Bytes for the servers, of all workers of one component."""
+    measure: flushed.Measure
+    """What a plan is compared by: the less of each the better. (Seconds of the slowest worker or link in a step; bytes
+    for the servers, of all workers of one component), or flushed.Measure."""
     wires: float
     """Bytes of one component on all wires."""
     stages: Stages
@@ -37,7 +39,7 @@ class _Found:
 
 
 def best(costs: Costs, *, workers: int | None = None, copies: int | None = None) -> Stages | None:
-    """The fastest plan by the max form, or None if none fits into memory.
+    """The fastest plan, or None if none fits into memory.
 
     Of equally fast ones, that whose slowest worker is fastest, then that with fewest bytes on all wires. workers: at
     most so many are used. copies: of every stage; None = each stage may have its own number.
@@ -47,7 +49,7 @@ def best(costs: Costs, *, workers: int | None = None, copies: int | None = None)
 
 
 def candidates(costs: Costs, *, workers: int | None = None, copies: int | None = None) -> Iterator[Stages]:
-    """Plans of which each is better than all others with as many workers in something: time, or bytes for servers."""
+    """Plans of which each is better than all others with as many workers in some part of _Found.measure."""
     return (found.stages for found in _ways(costs, workers, copies))
 
 
@@ -61,7 +63,14 @@ def _ways(costs: Costs, workers: int | None, copies: int | None) -> Iterator[_Fo
 
 
 def _rank(costs: Costs, found: _Found) -> tuple[float, float, float]:
-    return max(found.seconds, costs.servers_s(found.load)), found.seconds, found.wires
+    if _by_flush(costs):
+        return flushed.seconds(found.measure), found.measure[1], found.wires
+    seconds, load = found.measure
+    return max(seconds, costs.servers_s(load)), seconds, found.wires
+
+
+def _by_flush(costs: Costs) -> bool:
+    return costs.schedule.flushes and len(costs.cluster.levels) == 1
 
 
 def points(costs: Costs, most: int | None = None) -> list[int]:
@@ -71,7 +80,7 @@ def points(costs: Costs, most: int | None = None) -> list[int]:
     """
     found = [layer for layer in range(costs.count + 1) if costs.cut_allowed(layer)]
     if most is None:
-        most = MOST_POINTS.get(len(costs.cluster.levels), FEW_POINTS)
+        most = FLUSH_POINTS if _by_flush(costs) else MOST_POINTS.get(len(costs.cluster.levels), FEW_POINTS)
     while len(found) > most + 1:
         inner = range(1, len(found) - 1)
         del found[min(inner, key=lambda i: (costs.total("seconds", found[i - 1], found[i + 1]), i))]
@@ -86,6 +95,7 @@ class _Search:
         self._costs = costs
         self._copies = copies
         self._limited = costs.cluster.memory_bytes != float("inf")
+        self._joined = flushed.joined if _by_flush(costs) else _slowest
         self.front = functools.cache(self._front)
         self._whole = functools.cache(self._component)
 
@@ -113,8 +123,7 @@ class _Search:
             for one, other in itertools.product(self._whole(level, i, s, taken, copies, later), rest):
                 found.append(
                     _Found(
-                        max(one.seconds, other.seconds),
-                        one.load + other.load,
+                        self._joined(one.measure, other.measure),
                         one.wires + other.wires,
                         (*one.stages, *_moved(other.stages, taken * size)),
                     )
@@ -126,19 +135,23 @@ class _Search:
         copies, costs = copies * taken, self._costs
         first, end, size = self.points[i], self.points[j], self.size(level)
         if level == 1:
-            single = self._single(first, end, copies, behind, taken)
+            single = self._single(first, end, copies, behind)
             inner: Iterable[_Found] = () if single is None else (single,)
         else:
             below = costs.cluster.levels[level - 2].count
             inner = [one for used in range(1, below + 1) for one in self.front(level - 1, i, j, used, copies, behind)]
         found = []
         for one in inner:
-            seconds = max(one.seconds, self._link_s(level, first, end, taken, copies, one.load))
             stages = tuple(_replicated(stage, taken, size) for stage in one.stages)
-            found.append(_Found(seconds, taken * one.load, taken * one.wires, stages))
+            if _by_flush(costs):
+                measure = flushed.measure(costs, first, end, stages[0].workers)
+            else:
+                seconds, load = one.measure
+                measure = max(seconds, self._link_s(level, first, end, taken, copies, load)), taken * load
+            found.append(_Found(measure, taken * one.wires, stages))
         return _undominated(found)
 
-    def _single(self, first: int, end: int, copies: int, behind: int, taken: int) -> _Found | None:
+    def _single(self, first: int, end: int, copies: int, behind: int) -> _Found | None:
         costs = self._costs
         if not costs.stage_allowed(first, end) or (self._copies is not None and copies != self._copies):
             return None
@@ -147,14 +160,14 @@ class _Search:
             needed = costs.memory_bytes(first, end, copies=copies, behind=behind, slots=slots)
             if needed > costs.cluster.memory_bytes:
                 return None
-        load, parcels = costs.load(first, end), sum(costs.parcels(first, end, copies)) / 2
+        parcels = sum(costs.parcels(first, end, copies)) / 2
         exchanged = (
             costs.ring_bytes(first, end, copies)
             if costs.cluster.sync == ALL_REDUCE
             else costs.total("push", first, end) + costs.total("pull", first, end)
         )
         stages = (PlannedStage(first=first, end=end, workers=(0,)),)
-        return _Found(costs.compute_s(first, end, copies), load, exchanged + parcels, stages)
+        return _Found((costs.compute_s(first, end, copies), costs.load(first, end)), exchanged + parcels, stages)
 
     def _link_s(self, level: int, first: int, end: int, taken: int, copies: int, load: float) -> float:
         """Time of one component's link."""
@@ -178,10 +191,14 @@ def _replicated(stage: PlannedStage, times: int, size: int) -> PlannedStage:
     return PlannedStage(first=stage.first, end=stage.end, workers=workers)
 
 
+def _slowest(first: flushed.Measure, rest: flushed.Measure) -> flushed.Measure:
+    return max(first[0], rest[0]), first[1] + rest[1]
+
+
 def _undominated(found: Iterable[_Found]) -> Sequence[_Found]:
-    """Those than which none is better in seconds and in load."""
+    """Those than which none is as good in every part of the measure, and better or earlier in the list."""
     kept: list[_Found] = []
-    for one in sorted(found, key=lambda one: (one.seconds, one.load, one.wires)):
-        if not kept or one.load < kept[-1].load:
+    for one in sorted(found, key=lambda one: (one.measure, one.wires)):
+        if not any(all(map(operator.le, other.measure, one.measure)) for other in kept):
             kept.append(one)
     return tuple(kept)

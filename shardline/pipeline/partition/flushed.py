@@ -1,0 +1,130 @@
+"""How long a step with a flush takes: passes, and then the exchange of what no other pass hides. Pure.
+
+All passes of a step take M: the first microbatch's way through all stages and back, and the slowest worker's part of
+the other microbatches. Stage s begins its first pass later than stage 0 does, and ends its last one earlier, together
+by H_s: one microbatch's time, both ways, in the stages before it. Only so long do its gradients and its new parameters
+travel while others compute. Over a link that stages share, whose exchanges take x_0, x_1, ..., those of stages 0 to s
+can't begin before stage s has ended its passes, and have to be over when it begins the next ones. So for each s
+
+    step >= M - H_s + x_0 + ... + x_s
+
+(Carlier: The one-machine sequencing problem, 1982: the bound of jobs with heads and tails). A step takes the largest of
+these, over all links. A worker with the whole model sends the gradient of each layer when it is there, and begins a
+layer when its parameters have come, so there each layer is what a stage is here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shardline.pipeline.partition import groups
+from shardline.pipeline.partition.groups import Item, Travel
+
+if TYPE_CHECKING:
+    from shardline.pipeline.partition.costs import Costs, PlannedStage, Stages
+
+Measure = tuple[float, ...]
+
+
+def parts(costs: Costs, plan: Sequence[PlannedStage | Travel]) -> list[Travel]:
+    """What a plan exchanges, in order."""
+    if len(plan) == 1:
+        ends = [costs.total("seconds", 0, layer) for layer in range(costs.count)]
+        return [Travel(head_s, layer, layer + 1, plan[0].workers) for layer, head_s in enumerate(ends)]
+    found, head_s = [], 0.0
+    heads: dict[int, float] = {}
+    for stage in plan:
+        # A worker exchanges all its stages when the first of them is done.
+        own_s = min(heads.setdefault(worker, head_s) for worker in stage.workers)
+        found.append(Travel(own_s, stage.first, stage.end, stage.workers))
+        head_s += once_s(costs, stage.first, stage.end)
+    return found
+
+
+def waiting_s(items: Iterable[Item], bytes_per_s: float) -> float:
+    """How much longer than its passes a step takes because of one link."""
+    ordered = sorted(items)
+    ends = itertools.accumulate(nbytes for _, nbytes in ordered)
+    return max((end / bytes_per_s - head_s for end, (head_s, _) in zip(ends, ordered, strict=True)), default=0.0)
+
+
+def once_s(costs: Costs, first: int, end: int) -> float:
+    """One microbatch's time in a stage and on its way to the next one, both ways."""
+    return costs.total("seconds", first, end) + costs.crossing_s(end)
+
+
+def rest_s(costs: Costs, first: int, end: int, copies: int) -> tuple[float, float]:
+    """What a worker of a stage computes after the first microbatch, and its link's time for their parcels."""
+    others = costs.share(copies) - 1
+    return others * costs.total("seconds", first, end), others * costs.parcel_s(first, end)
+
+
+def measure(costs: Costs, first: int, end: int, workers: tuple[int, ...]) -> Measure:
+    """Of one stage: once_s(), the longer of rest_s(), and once_s() with what the worker's link and the servers' add."""
+    copies, once = len(workers), once_s(costs, first, end)
+    link_s, servers_s = exchange_s(costs, first, end, copies), costs.servers_s(copies * costs.load(first, end))
+    if (first, end) == (0, costs.count):
+        own = [
+            (one.head_s, costs.exchange_bytes(one.first, one.end, copies), costs.load(one.first, one.end))
+            for one in parts(costs, [Travel(0.0, first, end, workers)])
+        ]
+        link_s = waiting_s(((head_s, nbytes) for head_s, nbytes, _ in own), costs.cluster.levels[0].bytes_per_s)
+        servers_s = waiting_s(((head_s, copies * load) for head_s, _, load in own), costs.servers_bytes_per_s)
+    return once, max(rest_s(costs, first, end, copies)), once + link_s, once + servers_s
+
+
+def joined(first: Measure, rest: Measure) -> Measure:
+    """The measure of a stage and those after it."""
+    once, others, links, servers = first
+    return (
+        once + rest[0],
+        max(others, rest[1]),
+        max(links + rest[0], rest[2]),
+        max(servers + rest[0], servers - once + rest[3]),
+    )
+
+
+def seconds(found: Measure) -> float:
+    """Of a step."""
+    once, others, links, servers = found
+    return others + max(once, links, servers)
+
+
+def exchange_s(costs: Costs, first: int, end: int, copies: int) -> float:
+    """Of a worker of a stage, over its own link."""
+    return costs.exchange_bytes(first, end, copies) / costs.cluster.levels[0].bytes_per_s
+
+
+def passes_s(costs: Costs, plan: Stages) -> float:
+    """Time of a step's passes with a flush: the first microbatch goes through all stages alone."""
+    others: dict[int, list[float]] = {}
+    for stage in plan:
+        for worker in stage.workers:
+            both = others.setdefault(worker, [0.0, 0.0])
+            for number, more in enumerate(rest_s(costs, stage.first, stage.end, len(stage.workers))):
+                both[number] += more
+    outer_s = max((groups.parcels_s(costs, plan, size, level) for size, level in groups.levels(costs)), default=0.0)
+    first_s = sum(once_s(costs, stage.first, stage.end) for stage in plan)
+    return first_s + max(*map(max, others.values()), outer_s * (1 - 1 / costs.microbatches))
+
+
+def waits(costs: Costs, plan: Stages) -> dict[str, float]:
+    """How much longer a step with a flush takes for parameters on their way: over workers' links, and servers'."""
+    sent, own = parts(costs, plan), costs.cluster.levels[0].bytes_per_s
+    items: dict[int, list[Item]] = {}
+    for part in sent:
+        for worker in part.workers:
+            nbytes = costs.exchange_bytes(part.first, part.end, len(part.workers))
+            items.setdefault(worker, []).append((part.head_s, nbytes))
+    outer = [
+        waiting_s(one, level.bytes_per_s)
+        for size, level in groups.levels(costs)
+        for one in groups.exchanged(costs, sent, size).values()
+    ]
+    loads = [(part.head_s, len(part.workers) * costs.load(part.first, part.end)) for part in sent]
+    return {
+        "links": max(*(waiting_s(one, own) for one in items.values()), *outer, 0.0),
+        "servers": waiting_s(loads, costs.servers_bytes_per_s),
+    }
