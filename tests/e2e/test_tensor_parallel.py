@@ -164,3 +164,10 @@ def test_what_cant_be_shared_is_refused_before_training(
     out = tmp_path / "run"
     assert_refused(train(job, out, *options), 2, told)
     assert not events(out, "running")
+
+
+def test_a_layer_between_that_parts_change_is_refused_before_training(tmp_path: Path, job: Path) -> None:
+    job.write_text(JOB.replace("nn.GELU()", "nn.Softmax(-1)"), encoding="utf-8")
+    out = tmp_path / "run"
+    assert_refused(train(job, out, "--workers", "2"), 2, "would compute something else than the whole 1.mlp.2")
+    assert not events(out, "running")

@@ -8,6 +8,7 @@ from shardline import pipeline
 from shardline.client.across.rank_model import RankModel
 from shardline.client.across.team import Team
 from shardline.client.across.team_runner import TeamRunner
+from shardline.client.across.trial import try_parts
 from shardline.client.api.session import Session
 from shardline.core.spec import JobSpec
 from shardline.data import BatchSource, replica_gradients
@@ -30,8 +31,10 @@ class RankWorker:
         self._job = job
         self._source = BatchSource(job)
         self._schedule = pipeline.of(spec)
+        layers = job.shared_layers(model)
+        try_parts(model, job, layers, pipeline.ranks(spec))
         optimizer = job.build_optimizer(model)
-        self._model = RankModel(model, spec.tensors, job.shared_layers(model))
+        self._model = RankModel(model, spec.tensors, layers)
         self._optimizer = session.attach(self._model.values, optimizer, job=spec)
         self._team = Team(session.config.timeouts, session.parcels.still_ordered)
         self._module = model
