@@ -17,6 +17,7 @@ from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
 from shardline.pipeline.schedules.double_buffer import DoubleBuffer
 from shardline.pipeline.schedules.flush import Flush
 from shardline.pipeline.schedules.gpipe import GPipe
+from shardline.pipeline.schedules.no_stash import NoStash
 from shardline.pipeline.schedules.stash import Stash
 from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.pipeline.schedules.vertical_sync import VerticalSync
@@ -24,7 +25,9 @@ from shardline.pipeline.schedules.whole import WholeModel
 from shardline.pipeline.share import Share
 from shardline.seams import Table
 
-PIPELINES: Table[PipelineSchedule] = Table("pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync)
+PIPELINES: Table[PipelineSchedule] = Table(
+    "pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync, NoStash
+)
 
 
 def of(job: JobSpec) -> PipelineSchedule:
@@ -128,6 +131,7 @@ __all__ = [
     "DoubleBuffer",
     "Flush",
     "GPipe",
+    "NoStash",
     "Pass",
     "PipelineSchedule",
     "Share",

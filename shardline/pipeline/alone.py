@@ -20,10 +20,18 @@ Values = dict[str, torch.Tensor]
 
 
 class CodedModel:
-    """A model for the job's loss whose activations and gradients are encoded and decoded between its stages."""
+    """A model for the job's loss whose activations and gradients are encoded and decoded between its stages.
 
-    def __init__(self, job: DataSource, model: StagedModel) -> None:
+    run: StagedModel.run, or something in its place. copies: what is not encoded is copied, so that later changes of a
+    weight that is handed on don't reach the next stage.
+    """
+
+    def __init__(
+        self, job: DataSource, model: StagedModel, *, run: Callable[..., Any] | None = None, copies: bool = False
+    ) -> None:
         self._model = model
+        self._run = run or model.run
+        self._copies = copies
         self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
         self._step = self._replica = self._microbatch = 0
 
@@ -36,7 +44,7 @@ class CodedModel:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns."""
-        returned = self._model.run(0, *inputs, **named)
+        returned = self._run(0, *inputs, **named)
         plain: list[torch.Tensor] = []
         for stage in range(1, self._model.num_stages):
             elements = returned if isinstance(returned, tuple) else (returned,)
@@ -46,22 +54,24 @@ class CodedModel:
                 name: self._handed(value, stage, number, plain)
                 for number, (name, value) in enumerate(different.items())
             }
-            plain = [value for name, value in handed.items() if value is different[name]]
-            given = tuple(handed[id(element)] for element in elements)
-            returned = self._model.run(stage, given if isinstance(returned, tuple) else given[0])
+            plain = [value for value, encoded in handed.values() if not encoded]
+            given = tuple(handed[id(element)][0] for element in elements)
+            returned = self._run(stage, given if isinstance(returned, tuple) else given[0])
         self._microbatch += 1
         return returned
 
-    def _handed(self, value: torch.Tensor, stage: int, number: int, plain: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What a stage gets for a tensor. plain: what the stage before has got as it was."""
+    def _handed(
+        self, value: torch.Tensor, stage: int, number: int, plain: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """What a stage gets for a tensor, and whether it was encoded. plain: what the stage before has got plain."""
+        as_it_is = value.clone() if self._copies else value, False
         if not is_encoded(value) or any(value is other for other in plain):
-            return value
+            return as_it_is
         there = ParcelKey(self._step, self._replica, stage, self._microbatch, back=False)
         back = ParcelKey(self._step, self._replica, stage - 1, self._microbatch, back=True)
         if self._coding.encode(value, there, number, "an output")[1] is None:
-            return value
-        found: torch.Tensor = _Handed.apply(value, self._coding, there, back, number)  # type: ignore[no-untyped-call]
-        return found
+            return as_it_is
+        return _Handed.apply(value, self._coding, there, back, number), True  # type: ignore[no-untyped-call]
 
 
 class _Handed(torch.autograd.Function):
@@ -105,7 +115,7 @@ class Delayed:
         """By version."""
         self._job = job
         self._model = model
-        self._coded = CodedModel(job, model) if job.codec_parcels else None
+        self._staged = CodedModel(job, model, copies=True)
         self._schedule = schedule
         self._first = first
         self._source = BatchSource(job)
@@ -129,28 +139,31 @@ class Delayed:
         buffers = dict(model.named_buffers())
         _assign(buffers, self._buffers.setdefault(replica, _copies(buffers)))
         model.zero_grad(set_to_none=True)
-        total, called = 0.0, self._coded or model
-        if self._coded is not None:
-            self._coded.begin(step, replica)
+        total = 0.0
+        self._staged.begin(step, replica)
         for microbatch in range(count):
             self._enter(step * count + microbatch)
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
-            loss = self._job.loss(called, batch)  # type: ignore[arg-type]
+            loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
             check_loss(loss)
+            self._enter(step * count + microbatch, back=True)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         _assign(dict(model.named_parameters()), self._history[step])
         self._buffers[replica] = _copies(buffers)
         return total / count
 
-    def _version(self, number: int, stage: int) -> int:
-        return self._schedule.version(number, stage, self._model.num_stages, self._job.accumulate, first=self._first)
+    def _version(self, number: int, stage: int, *, back: bool = False) -> int:
+        version = self._schedule.back_version if back else self._schedule.version
+        return version(number, stage, self._model.num_stages, self._job.accumulate, first=self._first)
 
-    def _enter(self, number: int) -> None:
+    def _enter(self, number: int, *, back: bool = False) -> None:
         for name, parameter in self._model.named_parameters():
             stage = self._model.stage_of_tensor(name)
-            version = self._version(number, stage)
+            version = self._version(number, stage, back=back)
+            if back and version == self._version(number, stage):
+                continue
             late = number // self._job.accumulate - version
             ahead = self._predict is not None and late > 0
             _assign({name: parameter}, self._predicted[version][late - 1] if ahead else self._history[version])
@@ -161,6 +174,6 @@ def _copies(values: Mapping[str, torch.Tensor]) -> Values:
 
 
 def _assign(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(values[name])
+    for name, target in targets.items():
+        # Past autograd, as an update in the middle of a pipeline is: what it has kept of these is changed too.
+        target.data.copy_(values[name])

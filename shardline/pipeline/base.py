@@ -38,17 +38,30 @@ class PipelineSchedule(Resident, abc.ABC):
         """Whether a stage keeps of a microbatch only what came in, and repeats its forward pass to go back."""
         return False
 
+    @property
+    def warning(self) -> str:
+        """A sentence for whoever starts a job with it; "" = none."""
+        return ""
+
     @abc.abstractmethod
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """The passes of one step in one stage, 0 <= stage < stages, in order, if the pipeline is empty before it."""
 
     def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
-        """Version of the parameters with which a stage computes a microbatch, forward and backward.
+        """Version of the parameters with which a stage computes a microbatch, forward, and mostly backward too.
 
         A version is the number of updates that the stage has had. microbatch: counted from the job's first one, so that
         it belongs to step `microbatch // microbatches`. first: the step at which the pipeline was empty last.
         """
         return microbatch // microbatches
+
+    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """The same of the backward pass: the very parameters of the forward pass, unless the schedule keeps none."""
+        return self.version(microbatch, stage, stages, microbatches, first=first)
+
+    def ends(self, forward: int, step: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> bool:
+        """Whether the last backward pass of a step may follow. forward: the stage's next microbatch to go forward."""
+        return True
 
     def held(self, stage: int, stages: int, microbatches: int) -> int:
         """Largest number of microbatches whose activations a stage holds at a time."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardline.core.orders import PassReport
@@ -154,16 +155,25 @@ class StageWork:
     number of microbatches of a step.
 
     recompute: keep of a forward pass only what it was given, and repeat it for the backward pass, with the random
-    numbers and buffers that it had. Gradients are the same.
+    numbers and buffers that it had. Gradients are the same. overwrites: new values come into the parameters' memory
+    while passes are open.
     """
 
     def __init__(
-        self, model: Layers, job: DataSource, source: BatchSource, parcels: Parcels, *, recompute: bool = False
+        self,
+        model: Layers,
+        job: DataSource,
+        source: BatchSource,
+        parcels: Parcels,
+        *,
+        recompute: bool = False,
+        overwrites: bool = False,
     ) -> None:
         self._model = model
         self._job = job
         self._parcels = parcels
         self._recompute = recompute
+        self._overwrites = overwrites
         self._device = next(one.device for _, one in model.named_parameters())
         self.last = model.num_stages - 1
         """The last stage."""
@@ -211,13 +221,18 @@ class StageWork:
             self._held[at] = _Held(replace(given, batch=None), outputs, needs_grad)
         # Its end is taken before it is sent: the next stage may be quicker than this thread.
         if at.stage < self.last:
-            values, state = tuple(one.detach() for one in outputs), _random_state(self._device)
+            values, state = tuple(self._sent(one) for one in outputs), _random_state(self._device)
             made = Parcel(at.key(back=False, towards=1), values, needs_grad, places, state)
             passed_on = [one for one, came in zip(given.inputs, given.encoded, strict=True) if not came]
             which = [is_encoded(one) and not any(one is other for other in passed_on) for one in outputs]
             self._parcels.send(self._coding.encoded(made, which, self._border(at.stage)))
         self._passed(at, start_s, end_s, self._holds(at))
         return float(outputs[0].detach()) if at.stage == self.last else 0.0
+
+    def _sent(self, output: torch.Tensor) -> torch.Tensor:
+        """An output to be sent later: with memory of its own, if it is a weight that is handed on."""
+        found = output.detach()
+        return found.clone() if self._overwrites and isinstance(output, nn.Parameter) else found
 
     def _given(self, at: At) -> _Given:
         """What a pass begins with. Inputs are tensors that collect gradients."""

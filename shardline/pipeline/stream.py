@@ -46,8 +46,9 @@ class StreamRunner:
     """Computes some stages, for schedules without a flush. Used by one thread.
 
     While one step is computed, so are forward passes of the next ones: every step begins in the middle. The model's
-    parameters are pointed at the version that a pass needs; a backward pass has that of its forward pass. Stages and
-    replicas take turns, whichever has what it needs.
+    parameters are pointed at the version that a pass needs. Stages and replicas take turns, whichever has what it
+    needs. A schedule that keeps one version has it in the same memory all the time, so that what autograd has kept of
+    it is always the newest.
 
     pulled: the tensors that pulls fill, by name. steps: of the job. predict: a stage's parameters some updates after
     those that have arrived last; needed if the pipeline predicts.
@@ -71,7 +72,9 @@ class StreamRunner:
         self._pulled = pulled
         self._steps = steps
         self._predict = predict if pipeline.predict else None
-        self._work = StageWork(model, job, source, exchange, recompute=pipeline.recompute)
+        self._work = StageWork(
+            model, job, source, exchange, recompute=pipeline.recompute, overwrites=pipeline.keeps_one
+        )
         self._stages = model.num_stages
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
@@ -133,7 +136,8 @@ class StreamRunner:
             self._exchange.staleness(stage, self._step - self._version(self._step * self._job.accumulate, stage))
         # Nothing needs older versions than the first pass of the next step.
         oldest = min(self._version(end, stage) for stage in self._own)
-        self._versions = {version: values for version, values in self._versions.items() if version >= oldest}
+        if not self._pipeline.keeps_one:
+            self._versions = {version: values for version, values in self._versions.items() if version >= oldest}
         self._predicted = {key: values for key, values in self._predicted.items() if key[0] >= oldest}
 
     def _part(self, replica: int) -> StepPart:
@@ -168,7 +172,7 @@ class StreamRunner:
         for unit in self._units:
             for at, back in self._passes(unit, end):
                 number = unit.backward if back else unit.forward
-                version = self._version(number, unit.stage)
+                version = self._version(number, unit.stage, back=back)
                 if version in self._versions and self._work.ready(at, back=back):
                     self._point(unit.stage, version, late=at.step - version)
                     self._pass(unit, at, back=back)
@@ -198,16 +202,24 @@ class StreamRunner:
         most = unit.backward + ahead(unit.stage, self._stages) + 1
         if unit.forward < min(most, self._steps * self._job.accumulate):
             yield self._at(unit, unit.forward), False
-        if unit.backward < unit.forward:
+        if unit.backward < unit.forward and (unit.backward < end - 1 or self._ends(unit)):
             yield self._at(unit, unit.backward), True
+
+    def _ends(self, unit: _Unit) -> bool:
+        """Whether the last backward pass of the open step may follow now."""
+        all_, count = self._steps * self._job.accumulate, self._job.accumulate
+        return unit.forward >= all_ or self._pipeline.ends(
+            unit.forward, self._step, unit.stage, self._stages, count, first=self._first
+        )
 
     def _at(self, unit: _Unit, number: int) -> At:
         return At(number // self._job.accumulate, unit.replica, unit.stage, number % self._job.accumulate)
 
     # Versions
 
-    def _version(self, number: int, stage: int) -> int:
-        return self._pipeline.version(number, stage, self._stages, self._job.accumulate, first=self._first)
+    def _version(self, number: int, stage: int, *, back: bool = False) -> int:
+        version = self._pipeline.back_version if back else self._pipeline.version
+        return version(number, stage, self._stages, self._job.accumulate, first=self._first)
 
     def _point(self, stage: int, version: int, *, late: int) -> None:
         """Have the stage's parameters be those of a version, or what is predicted for `late` updates after it."""
@@ -226,9 +238,14 @@ class StreamRunner:
             return
         self._exchange.settle()
         pulled = self._pulled()
-        self._versions[self._step] = {
-            name: pulled[name].detach().clone() for stage in self._own for name in self._work.tensors.parameters[stage]
-        }
+        names = [name for stage in self._own for name in self._work.tensors.parameters[stage]]
+        if self._pipeline.keeps_one and self._versions:
+            ((_, values),) = self._versions.items()
+            for name in names:
+                values[name].copy_(pulled[name].detach())
+            self._versions = {self._step: values}
+        else:
+            self._versions[self._step] = {name: pulled[name].detach().clone() for name in names}
         if self._predict is None:
             return
         count = self._job.accumulate

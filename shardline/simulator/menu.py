@@ -94,7 +94,8 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
 
     A job with fewer replicas than there are workers gets as many as these; then steps that don't wait for the slowest
     one are compared too. Left out: cadences that change during a job, which have no speed of their own, and codecs with
-    an error memory, whose effect on the loss can't be simulated. With stages, every pipeline that the model can have.
+    an error memory, whose effect on the loss can't be simulated. With stages, every pipeline that the model can have,
+    those with a warning aside.
     """
     mine = own(job)
     yield mine
@@ -114,7 +115,7 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
                 if choice != mine:
                     yield choice
     for kind in PIPELINES if stages > 1 else ():
-        for codec in compared if kind().staged else ():
+        for codec in compared if kind().staged and not kind().warning else ():
             count = max(1, workers // stages)
             choice = Choice(**ALIKE, codec=codec, replicas=count, pipeline=str(kind()))
             if choice != mine:

@@ -130,8 +130,16 @@ class VirtualStages:
         limit = min(unit.backward + ahead(unit.stage, stages) + 1, self._simulation.steps * count)
         if unit.forward < limit and self._simulation.version(unit.forward, unit.stage) <= self._version:
             yield unit.forward, False
-        if unit.backward < unit.forward:
+        back = unit.backward < unit.forward and (unit.backward < end - 1 or self._ends(unit))
+        if back and self._simulation.version(unit.backward, unit.stage, back=True) <= self._version:
             yield unit.backward, True
+
+    def _ends(self, unit: _Unit) -> bool:
+        """Whether the last backward pass of the open step may follow now."""
+        simulation = self._simulation
+        left = unit.forward < simulation.steps * simulation.count
+        place = (unit.stage, simulation.stages, simulation.count)
+        return not left or simulation.schedule.ends(unit.forward, self._step, *place)
 
     def _ready(self, unit: _Unit, number: int, back: bool) -> bool:
         last = self._simulation.stages - 1
@@ -335,16 +343,17 @@ class PipelineSimulation:
         share = 1.0 if self.schedule.recompute else 1 - self.costs.forward_of(stage)
         return share * self._drawn.pop((unit, number))
 
-    def version(self, number: int, stage: int) -> int:
+    def version(self, number: int, stage: int, *, back: bool = False) -> int:
         """Version of the parameters of a microbatch, counted from the job's first one."""
-        return self.schedule.version(number, stage, self.stages, self.count)
+        version = self.schedule.back_version if back else self.schedule.version
+        return version(number, stage, self.stages, self.count)
 
     def passed(
         self, task: str, stage: int, replica: int, number: int, *, back: bool, start_s: float, held: int
     ) -> None:
         """Note a pass that has just ended."""
         step, microbatch = divmod(number, self.count)
-        version = self.version(number, stage)
+        version = self.version(number, stage, back=back)
         if not microbatch and not back:
             stale = step - version
             self._stale = [self._stale[0] + 1, self._stale[1] + stale, max(self._stale[2], stale)]

@@ -15,16 +15,16 @@ from shardline.core.reduce import mean_, tree_sum
 from shardline.data import BatchSource
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, Unbroken
+from shardline.pipeline import PIPELINES, DoubleBuffer, NoStash, Stash, Unbroken, VerticalSync
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
-from shardline.pipeline.schedules.stash import Stash
 from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
+from shardline.seams import settings_of
 from shardline.testing import reference
 from tests.conformance.test_pipeline import (
     HOSTS,
@@ -41,6 +41,9 @@ from tests.support.pipelines import PATIENCE_S, Mail, run_workers, stages_of
 
 UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
 EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
+PREDICTING = pytest.mark.parametrize(
+    "schedule", [one for one in UNBROKEN if "predict" in settings_of(type(one))], ids=str
+)
 EACH_RUN = pytest.mark.parametrize("schedule", [*UNBROKEN, Stash(recompute=True)], ids=str)
 
 
@@ -162,8 +165,7 @@ def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> None:
     """PipeDream, section 3.3; minibatches counted from 1 there."""
-    stash, vertical, double = (PIPELINES.parse(name) for name in ("stash", "vertical-sync", "double-buffer"))
-    assert isinstance(stash, Unbroken) and isinstance(vertical, Unbroken) and isinstance(double, Unbroken)
+    stash, vertical, double, none = Stash(), VerticalSync(), DoubleBuffer(), NoStash()
     for stage in range(stages):
         for minibatch in range(1, 41):
             version = stash.version(minibatch - 1, stage, stages, 1)
@@ -171,7 +173,10 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
             assert minibatch - 1 - version == min(minibatch - 1, stages - 1 - stage)
             assert vertical.version(minibatch - 1, stage, stages, 1) == max(0, minibatch - stages)
             assert double.version(minibatch * 8, stage, stages, 8) == minibatch - 1
+            assert none.version(minibatch - 1, stage, stages, 1) == version
+            assert none.back_version(minibatch - 1, stage, stages, 1) == minibatch - 1
         assert stash.versions(stage, stages, 1) == stages - stage
+        assert none.versions(stage, stages, 1) == 1
         assert double.versions(stage, stages, max(1, stages - 1)) <= 2
 
 
@@ -204,7 +209,8 @@ def test_training_has_the_bits_of_one_process_with_that_delay(
         assert torch.equal(server.pulled[name], values), name
     for one in server.passes:
         number = one.step * job.accumulate + one.microbatch
-        assert one.version == schedule.version(number, one.stage, stages, job.accumulate)
+        version = schedule.back_version if one.back else schedule.version
+        assert one.version == version(number, one.stage, stages, job.accumulate)
         assert one.held <= ahead(one.stage, stages) + 1
     if stages > 2:
         assert expected.sha256 != reference(job_of(layers, cuts, steps=9, **fields)).sha256
@@ -271,9 +277,12 @@ def test_the_staleness_that_it_tells_is_the_schedule_s(schedule: Unbroken) -> No
     job = job_of(plain_layers, [1, 4], steps=8, pipeline=schedule)
     server, _ = run(schedule, job)
     last = dict(server.stale[-3:])
-    expected: Sequence[int] = {"stash": [1, 1, 0], "vertical-sync": [1, 1, 1], "double-buffer": [1, 1, 1]}[
-        schedule.name
-    ]
+    expected: Sequence[int] = {
+        "stash": [1, 1, 0],
+        "vertical-sync": [1, 1, 1],
+        "double-buffer": [1, 1, 1],
+        "no-stash": [1, 1, 0],
+    }[schedule.name]
     assert [last[stage] for stage in range(3)] == list(expected)
     single = job_of(plain_layers, [1, 4], steps=8, pipeline=schedule, accumulate=2)
     server, _ = run(schedule, single)
@@ -381,7 +390,7 @@ MOMENTUM = {"optimizer_args": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01
 ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01}}
 
 
-@EACH
+@PREDICTING
 @pytest.mark.parametrize("fields", [MOMENTUM, ADAM, {**MOMENTUM, "accumulate": 3}], ids=["momentum", "adamw", "m=3"])
 def test_predicted_training_has_the_bits_of_one_process(schedule: Unbroken, fields: dict[str, object]) -> None:
     plain = job_of(plain_layers, [1, 4], steps=9, pipeline=schedule, apply="worker", **fields)
@@ -394,7 +403,7 @@ def test_predicted_training_has_the_bits_of_one_process(schedule: Unbroken, fiel
     assert expected.sha256 != reference(plain).sha256
 
 
-@EACH
+@PREDICTING
 def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Unbroken) -> None:
     fields = {"steps": 9, "apply": "worker", "optimizer_args": {"lr": 0.02}}
     plain, ahead = (
@@ -403,7 +412,7 @@ def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Unbroke
     assert reference(ahead).sha256 == reference(plain).sha256
 
 
-@EACH
+@PREDICTING
 def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedule: Unbroken) -> None:
     for microbatches in (4, 5):
         for stage in range(4):
@@ -419,3 +428,41 @@ def test_predictions_without_the_optimizer_s_state_are_refused() -> None:
     job = job_of(plain_layers, [1, 4], pipeline="stash:predict=true")
     with pytest.raises(JobError, match="no worker has; choose apply='worker', or leave predict out"):
         job.spec(job.build_model())
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "told"),
+    [("no-stash:predict=true", "no-stash has no setting 'predict'"), ("no-stash:recompute=true", "has no setting 're")],
+)
+def test_what_a_schedule_can_not_do_is_refused(pipeline: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        PIPELINES.parse(pipeline)
+
+
+def linear_layers() -> list[nn.Module]:
+    return [nn.Linear(12, 6, bias=False), nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False)]
+
+
+def half_square(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return 0.5 * model(batch[0]).square().sum()
+
+
+def test_without_stashing_a_backward_pass_uses_newer_weights_than_its_forward_pass() -> None:
+    """The updates by hand. With two stages, stage 0 goes forward with the weights of the step before."""
+    job = replace(
+        job_of(linear_layers, [2], batch_size=2, accumulate=1, steps=5, pipeline="no-stash"), loss=half_square
+    )
+    server, _ = run(NoStash(), job)
+    history = [[values.detach().double() for values in job.build_model().parameters()]]
+    for step in range(5):
+        given = BatchSource(job).batch(step, 0, 0)[0].double()
+        (old_first, old_second, _), (_, second, last) = history[max(0, step - 1)], history[step]
+        inner = given @ old_first.T
+        made = inner @ old_second.T
+        out = made @ last.T
+        # Through the newest weights of the second layer, with which nothing was computed.
+        gradients = (out @ last @ second).T @ given, (out @ last).T @ inner, out.T @ made
+        history.append([one - 0.1 * gradient for one, gradient in zip(history[step], gradients, strict=True)])
+    for number, values in enumerate(history[-1]):
+        assert torch.allclose(server.pulled[f"{number}.weight"].double(), values, rtol=0, atol=1e-5)
+    assert reference(job).sha256 != reference(replace(job, pipeline="stash")).sha256

@@ -171,11 +171,15 @@ def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, b
         assert any("stage 0 of replica 0 to worker/" in told for told in events(out)), events(out)
 
 
-@pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer"])
+@pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "no-stash"])
 def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
     assert train(job, out, "--ps", "2", "--workers", "4").code == 0
     assert same_bits(out, job)
+    warned = [
+        told for told in events(out, "pipeline") if "is a negative example: its backward passes use other" in told
+    ]
+    assert len(warned) == (pipeline == "no-stash")
     # Going on begins with an empty pipeline, with other cuts too.
     first = reference(load_job(job))
     job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")

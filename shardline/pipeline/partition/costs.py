@@ -19,6 +19,7 @@ from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
 from shardline.pipeline.partition import flushed, groups
 from shardline.pipeline.partition.profile import Profile
+from shardline.pipeline.schedules.unbroken import Unbroken
 
 SERVERS, ALL_REDUCE = "servers", "all-reduce"
 
@@ -350,8 +351,10 @@ def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: in
     """Copies of its parameters that a worker of a stage has: at most during passes, and when new ones have come.
 
     ahead: stages after it; most: after the first one. With a flush there is one. Without, there is what pulls fill, and
-    those that passes of a step need, from the oldest on, until the step is over.
+    those that passes of a step need, from the oldest on, until the step is over, or the one that is kept.
     """
+    if isinstance(schedule, Unbroken) and schedule.keeps_one:
+        return 2, 2
     if schedule.flushes:
         return 1, 1
     during = after = 0

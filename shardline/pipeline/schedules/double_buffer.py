@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.errors import JobError
-from shardline.pipeline.schedules.unbroken import Unbroken
+from shardline.pipeline.schedules.unbroken import Stashing
 
 
 @dataclass(frozen=True)
-class DoubleBuffer(Unbroken):
+class DoubleBuffer(Stashing):
     """No flush; each step is computed with the parameters of the step before, so two versions are enough.
 
     Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training (2021), section 3.1, PipeDream-2BW:

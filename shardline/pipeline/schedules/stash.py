@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.schedules.unbroken import Unbroken, ahead
+from shardline.pipeline.schedules.unbroken import Stashing, newest
 
 
 @dataclass(frozen=True)
-class Stash(Unbroken):
+class Stash(Stashing):
     """No flush; each stage computes with its newest parameters, which it stashes for the backward pass.
 
     Narayanan et al.: PipeDream (2019), section 3.3, weight stashing. With one microbatch per step, step t of stage s of
@@ -20,4 +20,4 @@ class Stash(Unbroken):
 
     def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
-        return max(first, (microbatch - ahead(stage, stages)) // microbatches)
+        return newest(microbatch, stage, stages, microbatches, first)

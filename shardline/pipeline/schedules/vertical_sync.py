@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.schedules.unbroken import Unbroken
+from shardline.pipeline.schedules.unbroken import Stashing
 
 
 @dataclass(frozen=True)
-class VerticalSync(Unbroken):
+class VerticalSync(Stashing):
     """No flush; all stages compute a microbatch with parameters of the same step, the newest that all have.
 
     Narayanan et al.: PipeDream (2019), section 3.3, vertical sync. With one microbatch per step this is SGD with

@@ -183,6 +183,8 @@ class Start:
             replicas += f", layers shared by {pipeline.ranks(job)} ranks"
         sentence = f"training from step {state.progress.base_step} {until}: {job.consistency.mode}, {there} workers"
         state.say("running", sentence + replicas)
+        if pipeline.of(job).warning:
+            state.say("pipeline", pipeline.of(job).warning, "warning")
 
     # Waiting
 
