@@ -137,9 +137,25 @@ def test_server_lost_with_its_chief_goes_back_to_the_checkpoint() -> None:
     assert [ps.step for ps in cluster.ps] == [10, 10]
     assert (state.phase, state.layout.timeline >> 32) == (Phase.RUNNING, state.settings.term)
     assert [(r.task, r.from_step) for r in state.losses.recoveries] == [("ps/1", 10)]
+    assert state.losses.recoveries[0].at_step >= 10
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
+
+
+def test_steps_that_are_made_again_are_counted_by_a_chief_that_has_not_seen_them() -> None:
+    cluster = mortal()
+    cut(cluster, 10)
+    cluster.advance(17)
+    cluster.ps[1] = FakePs(1)
+    cluster.next_chief()
+    # The server that is left tells where the job is before the other is found to be empty.
+    cluster.hear()
+    cluster.join("ps", 1)
+    cluster.hear()
+    cluster.hear()
+    (recovered,) = cluster.program.state.losses.recoveries
+    assert (recovered.at_step, recovered.from_step, recovered.lost) == (17, 10, 7)
 
 
 def test_server_that_does_not_come_back_is_declared_dead_and_the_others_take_its_shards() -> None:

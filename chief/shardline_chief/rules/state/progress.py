@@ -42,6 +42,11 @@ class Progress:
         return min(map(self.of, self.shards.values())) if self.all_told else self.base_step
 
     @property
+    def told_step(self) -> int:
+        """The same, of the shards that have reported: after a takeover some are lost before they do."""
+        return min(map(self.of, self.shards.values()), default=self.base_step)
+
+    @property
     def step_max(self) -> int:
         """Highest step that any bucket has reached."""
         return max((shard.step_max for shard in self.shards.values()), default=self.base_step)

@@ -172,11 +172,13 @@ class State:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""
         if self.losses.now is None:
             shards = self.progress.shards.items()
+            # All shards have reached a checkpoint that is written.
+            least = self.saves.checkpoint_step if self.mode.consistent_cuts else 0
             self.losses.now = Loss(
                 first=task,
                 began_s=heard_s,
                 at={number: (shard.step_min, shard.version) for number, shard in shards},
-                at_step=self.progress.step,
+                at_step=max(self.progress.told_step, least),
                 home=self.layout.placement,
             )
         return self.losses.now
