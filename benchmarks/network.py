@@ -101,7 +101,10 @@ class Lab:
 
 @contextmanager
 def lab(hosts: int, rate: str) -> Iterator[Lab]:
-    """Hosts on one switch, each link shaped to `rate` (as tc writes it) both ways. Raises ContenderError."""
+    """Hosts on one switch, each link shaped to `rate` (as tc writes it) both ways. Raises ContenderError.
+
+    rate: "4gbit,1gbit" = 4 Gbit/s for host 1, 1 Gbit/s for the others.
+    """
     tool = find_lab_tool()
     if tool is None:
         raise ContenderError("netns-lab is neither on PATH nor at ../shared/tools/netns-lab")
@@ -120,15 +123,24 @@ def lab(hosts: int, rate: str) -> Iterator[Lab]:
         subprocess.run([str(tool), "down"], env=settings, capture_output=True, timeout=60, check=False)
 
 
-def iperf3(lab_hosts: Lab, sender: int, receiver: int, seconds: float) -> float:
-    """Bytes per second of TCP goodput from one host to another, as iperf3 measures it. Raises ContenderError."""
+IPERF3_PORT = 5201
+
+
+def iperf3(
+    lab_hosts: Lab, sender: int, receiver: int, seconds: float, *, both: bool = False, port: int = IPERF3_PORT
+) -> float:
+    """Bytes per second of TCP goodput from one host to another, as iperf3 measures it. Raises ContenderError.
+
+    both: of both directions at once, together. port: of the receiver, one for each measurement at a time.
+    """
     if shutil.which("iperf3") is None:
         raise ContenderError("iperf3 is not installed")
-    server = ["iperf3", "-s", "-1", "-J"]
+    server = ["iperf3", "-s", "-1", "-J", "-p", str(port)]
     with Child(server, prefix=lab_hosts.prefix(receiver), what="iperf3 -s", env=environment(tuned=False)):
         # Whole seconds: it reads 0.5 as 0, which is for ever.
         whole = str(max(1, math.ceil(seconds)))
         command = [*lab_hosts.prefix(sender), "iperf3", "-c", lab_hosts.address(receiver), "-J", "-t", whole]
+        command += ["-p", str(port), *(["--bidir"] if both else [])]
         end_s = time.monotonic() + 10.0
         while True:
             try:
@@ -137,7 +149,8 @@ def iperf3(lab_hosts: Lab, sender: int, receiver: int, seconds: float) -> float:
                 raise ContenderError(f"iperf3 did not end within {seconds + 30:.0f} s") from None
             found = json.loads(done.stdout or "{}")
             if "error" not in found:
-                return float(found["end"]["sum_received"]["bits_per_second"]) / 8
+                ways = ("sum_received", "sum_received_bidir_reverse") if both else ("sum_received",)
+                return sum(float(found["end"][way]["bits_per_second"]) for way in ways) / 8
             # The server has no way to say that it listens now.
             if "refused" not in found["error"] or time.monotonic() > end_s:
                 raise ContenderError(f"iperf3: {found['error']}")

@@ -95,7 +95,7 @@ def main(only: tuple[str, ...], quick: bool, peers: bool, out: Path, **changes: 
                 "network": {
                     "congestion_control": here.congestion_control,
                     "namespace": bool(here.namespace),
-                    "links": "netns-lab, cubic" if name in ("links", "scaling", "overlap") else "loopback",
+                    "links": "netns-lab, cubic" if name in ("links", "scaling", "fan-in", "overlap") else "loopback",
                 },
                 "scale": vars(scale),
                 "quick": quick,

@@ -1,4 +1,4 @@
-"""Push and pull between two hosts on links of 1 Gbit/s and 100 Mbit/s, each beside what iperf3 moves there."""
+"""Push and pull between two hosts on links of 10 Gbit/s to 100 Mbit/s, each beside what iperf3 moves there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from benchmarks.process import Child, ContenderError, environment
 
 NAME = "links"
 ABOUT = "push and pull between two hosts beside iperf3 on the same link"
-RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+RATES = {"10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+FASTEST = "10 Gbit/s"
+"""Where push and pull at once have a bar too."""
+WAYS = ("push", "pull", "both")
 LANES = ("auto", "grpc")
 BAR = 0.95
 PORT = 2222
@@ -58,12 +61,16 @@ def contenders(bench: Bench, hosts: Lab, rate: str) -> list[Contender]:
     def call(lane: str) -> Callable[[], dict[str, Any]]:
         return lambda: bench_net(bench, hosts, lane)
 
-    def both_ways() -> dict[str, Any]:
+    def all_ways() -> dict[str, Any]:
         seconds = bench.scale.link_seconds
-        return {"push": iperf3(hosts, WORKER, PS, seconds), "pull": iperf3(hosts, PS, WORKER, seconds)}
+        return {
+            "push": iperf3(hosts, WORKER, PS, seconds),
+            "pull": iperf3(hosts, PS, WORKER, seconds),
+            "both": iperf3(hosts, WORKER, PS, seconds, both=True),
+        }
 
     ours = [Contender(name=lane_name(lane, rate), run=call(lane)) for lane in LANES]
-    return [Contender(name=iperf_name(rate), run=both_ways), *ours]
+    return [Contender(name=iperf_name(rate), run=all_ways), *ours]
 
 
 def bench_net(bench: Bench, hosts: Lab, lane: str) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def bench_net(bench: Bench, hosts: Lab, lane: str) -> dict[str, Any]:
     return {
         "push": found["lane"]["push_bytes_per_s"],
         "pull": found["lane"]["pull_bytes_per_s"],
+        "both": 2 * found["lane"]["nbytes"] / found["lane"]["both_s"],
         "lane": found["lane"]["lane"],
         "fallbacks": found["lane"]["fallbacks"],
         "net": found,
@@ -102,17 +110,17 @@ def bench_net(bench: Bench, hosts: Lab, lane: str) -> dict[str, Any]:
 
 
 def rows(samples: Samples) -> list[Row]:
-    """Goodput of push and of pull over iperf3's in the same direction."""
+    """Goodput of push and of pull over iperf3's in the same direction, and of both at once."""
     return [
-        link_row(samples, lane, rate, way, BAR if lane == "auto" else None)
+        link_row(samples, lane, rate, way, BAR if lane == "auto" and (way != "both" or rate == FASTEST) else None)
         for rate in RATES
         for lane in LANES
-        for way in ("push", "pull")
+        for way in WAYS
     ]
 
 
 def link_row(samples: Samples, lane: str, rate: str, way: str, bar: float | None) -> Row:
-    """One direction of one lane on one link."""
+    """One direction of one lane on one link, or both."""
     own = median(samples, lane_name(lane, rate), way)
     line = median(samples, iperf_name(rate), way)
     used = sorted({str(sample["lane"]) for sample in _of(samples, lane_name(lane, rate))})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plots, report
+from benchmarks import native_share, plots, report
 from benchmarks.contenders import RAY, RPC_SHM, RPC_TCP, TENSORFLOW, Contender, Rival, Variant, collect, interleaved
 from benchmarks.figures import AT_MOST, Row, StepTimes, median, speed_row
 from benchmarks.machine import cpu_model, memory_gib
@@ -20,6 +20,7 @@ from benchmarks.sets import (
     ALL,
     bubbles,
     data_plane,
+    fan_in,
     fixed_price,
     links,
     overhead,
@@ -207,8 +208,10 @@ def test_workers_are_compared_with_as_many_processes() -> None:
 def test_links_compare_each_direction_with_iperf3_in_the_same() -> None:
     rate = "1 Gbit/s"
     samples = {
-        links.iperf_name(rate): [{"push": 120e6, "pull": 100e6}],
-        links.lane_name("auto", rate): [{"push": 114e6, "pull": 94e6, "lane": "tcp"}],
+        links.iperf_name(rate): [{"push": 120e6, "pull": 100e6, "both": 200e6}],
+        links.lane_name("auto", rate): [{"push": 114e6, "pull": 94e6, "both": 150e6, "lane": "tcp"}],
+        links.iperf_name(links.FASTEST): [{"push": 1e9, "pull": 1e9, "both": 2e9}],
+        links.lane_name("auto", links.FASTEST): [{"push": 1e9, "pull": 1e9, "both": 1.9e9, "lane": "tcp"}],
     }
     rows = links.rows(samples)
     push, pull = (of(rows, f"{way}, {links.lane_name('auto', rate)}") for way in ("push", "pull"))
@@ -217,6 +220,35 @@ def test_links_compare_each_direction_with_iperf3_in_the_same() -> None:
     assert pull.met is False
     assert push.note == "used: tcp"
     assert of(rows, f"push, {links.lane_name('auto', '100 Mbit/s')}").met is None
+    assert of(rows, f"both, {links.lane_name('auto', rate)}").met is None
+    assert of(rows, f"both, {links.lane_name('auto', links.FASTEST)}").met is True
+
+
+def test_fan_in_is_compared_with_as_many_streams_and_has_a_bar_where_the_link_is_full() -> None:
+    samples = {
+        fan_in.ours(2): [{"bytes_per_s": 100e6}],
+        fan_in.streams(2): [{"bytes_per_s": 200e6}],
+        fan_in.ours(4): [{"bytes_per_s": 450e6}],
+        fan_in.streams(4): [{"bytes_per_s": 500e6}],
+        fan_in.ours(8): [{"bytes_per_s": 440e6}],
+        fan_in.streams(8): [{"bytes_per_s": 500e6}],
+    }
+    assert [row.met for row in fan_in.rows(samples)] == [None, None, True, False]
+
+
+def test_native_share_is_all_but_the_interpreter() -> None:
+    report = """
+ 50.00% ,[kernel.kallsyms]
+ 10.00% ,[kernel.vmlinux]
+ 24.90% ,libpython3.11.so.1.0
+ 15.00% ,libshardline.so
+  0.10% ,libz.so.1
+"""
+    found = native_share.summary(native_share.shares(report))
+    assert found["native"] == pytest.approx(0.751)
+    assert found["share"] == {"kernel": 0.6, "libpython3.11.so.1.0": 0.249, "libshardline.so": 0.15}
+    with pytest.raises(ContenderError, match="recorded nothing"):
+        native_share.summary(native_share.shares(""))
 
 
 def test_scaling_is_the_second_server_s_gain() -> None:
