@@ -16,6 +16,7 @@ from shardline.pipeline.base import Pass, PipelineSchedule, bubble
 from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
 from shardline.pipeline.schedules.double_buffer import DoubleBuffer
 from shardline.pipeline.schedules.flush import Flush
+from shardline.pipeline.schedules.ftpipe import FTPipe
 from shardline.pipeline.schedules.gpipe import GPipe
 from shardline.pipeline.schedules.no_stash import NoStash
 from shardline.pipeline.schedules.stash import Stash
@@ -26,7 +27,7 @@ from shardline.pipeline.share import Share
 from shardline.seams import Table
 
 PIPELINES: Table[PipelineSchedule] = Table(
-    "pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync, NoStash
+    "pipeline", WholeModel, GPipe, Flush, DoubleBuffer, Stash, VerticalSync, FTPipe, NoStash
 )
 
 
@@ -129,6 +130,7 @@ def _numbered(what: str, numbers: Sequence[int]) -> str:
 __all__ = [
     "PIPELINES",
     "DoubleBuffer",
+    "FTPipe",
     "Flush",
     "GPipe",
     "NoStash",

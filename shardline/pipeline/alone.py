@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
@@ -115,7 +116,7 @@ class Delayed:
         """By version."""
         self._job = job
         self._model = model
-        self._staged = CodedModel(job, model, copies=True)
+        self._staged = CodedModel(job, model, run=self._run, copies=True)
         self._schedule = schedule
         self._first = first
         self._source = BatchSource(job)
@@ -123,6 +124,8 @@ class Delayed:
         """All parameters, by version."""
         self._buffers: dict[int, Values] = {}
         """By replica."""
+        self._number = 0
+        """The microbatch that is computed, counted from the job's first one."""
 
     def gradients(self, step: int, replica: int) -> float:
         """Compute a replica's gradients of a step into the parameters' .grad; returns the mean loss.
@@ -142,23 +145,37 @@ class Delayed:
         total = 0.0
         self._staged.begin(step, replica)
         for microbatch in range(count):
-            self._enter(step * count + microbatch)
+            self._number, before = step * count + microbatch, _copies(buffers)
+            self._enter()
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
             loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
             check_loss(loss)
-            self._enter(step * count + microbatch, back=True)
+            after = _copies(buffers)
+            self._enter(back=True)
+            # What is repeated finds the buffers as they were, and changes nothing in them.
+            _assign(buffers, before)
             (loss / count).backward()  # type: ignore[no-untyped-call]
+            _assign(buffers, after)
             total += float(loss.detach())
         _assign(dict(model.named_parameters()), self._history[step])
         self._buffers[replica] = _copies(buffers)
         return total / count
 
+    def _run(self, stage: int, *inputs: Any, **named: Any) -> Any:
+        """A stage, which is run again in the backward pass if that has other parameters and the schedule says so."""
+        versions = {self._version(self._number, stage, back=back) for back in (False, True)}
+        if len(versions) == 1 or not self._schedule.recompute:
+            return self._model.run(stage, *inputs, **named)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self._model.run, stage, *inputs, use_reentrant=False, **named)
+
     def _version(self, number: int, stage: int, *, back: bool = False) -> int:
         version = self._schedule.back_version if back else self._schedule.version
         return version(number, stage, self._model.num_stages, self._job.accumulate, first=self._first)
 
-    def _enter(self, number: int, *, back: bool = False) -> None:
+    def _enter(self, *, back: bool = False) -> None:
+        number = self._number
         for name, parameter in self._model.named_parameters():
             stage = self._model.stage_of_tensor(name)
             version = self._version(number, stage, back=back)

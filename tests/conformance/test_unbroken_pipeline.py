@@ -15,7 +15,7 @@ from shardline.core.reduce import mean_, tree_sum
 from shardline.data import BatchSource
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, DoubleBuffer, NoStash, Stash, Unbroken, VerticalSync
+from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
@@ -165,7 +165,7 @@ def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> None:
     """PipeDream, section 3.3; minibatches counted from 1 there."""
-    stash, vertical, double, none = Stash(), VerticalSync(), DoubleBuffer(), NoStash()
+    stash, vertical, double = Stash(), VerticalSync(), DoubleBuffer()
     for stage in range(stages):
         for minibatch in range(1, 41):
             version = stash.version(minibatch - 1, stage, stages, 1)
@@ -173,10 +173,11 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
             assert minibatch - 1 - version == min(minibatch - 1, stages - 1 - stage)
             assert vertical.version(minibatch - 1, stage, stages, 1) == max(0, minibatch - stages)
             assert double.version(minibatch * 8, stage, stages, 8) == minibatch - 1
-            assert none.version(minibatch - 1, stage, stages, 1) == version
-            assert none.back_version(minibatch - 1, stage, stages, 1) == minibatch - 1
+            for one in (NoStash(), FTPipe()):
+                assert one.version(minibatch - 1, stage, stages, 1) == version
+                assert one.back_version(minibatch - 1, stage, stages, 1) == minibatch - 1
         assert stash.versions(stage, stages, 1) == stages - stage
-        assert none.versions(stage, stages, 1) == 1
+        assert NoStash().versions(stage, stages, 1) == FTPipe().versions(stage, stages, 1) == 1
         assert double.versions(stage, stages, max(1, stages - 1)) <= 2
 
 
@@ -281,6 +282,7 @@ def test_the_staleness_that_it_tells_is_the_schedule_s(schedule: Unbroken) -> No
         "stash": [1, 1, 0],
         "vertical-sync": [1, 1, 1],
         "double-buffer": [1, 1, 1],
+        "ftpipe": [1, 1, 0],
         "no-stash": [1, 1, 0],
     }[schedule.name]
     assert [last[stage] for stage in range(3)] == list(expected)
@@ -432,7 +434,11 @@ def test_predictions_without_the_optimizer_s_state_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("pipeline", "told"),
-    [("no-stash:predict=true", "no-stash has no setting 'predict'"), ("no-stash:recompute=true", "has no setting 're")],
+    [
+        ("no-stash:predict=true", "no-stash has no setting 'predict'"),
+        ("no-stash:recompute=true", "has no setting 're"),
+        ("ftpipe:recompute=true", "has no setting 're"),
+    ],
 )
 def test_what_a_schedule_can_not_do_is_refused(pipeline: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
@@ -447,22 +453,31 @@ def half_square(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor
     return 0.5 * model(batch[0]).square().sum()
 
 
-def test_without_stashing_a_backward_pass_uses_newer_weights_than_its_forward_pass() -> None:
-    """The updates by hand. With two stages, stage 0 goes forward with the weights of the step before."""
-    job = replace(
-        job_of(linear_layers, [2], batch_size=2, accumulate=1, steps=5, pipeline="no-stash"), loss=half_square
-    )
-    server, _ = run(NoStash(), job)
+def by_hand(job: Job, *, repeats: bool) -> list[torch.Tensor]:
+    """The weights of linear_layers() after five steps; the first of two stages goes forward with those of a step ago.
+
+    repeats: a backward pass repeats its forward pass with the newest weights.
+    """
     history = [[values.detach().double() for values in job.build_model().parameters()]]
     for step in range(5):
         given = BatchSource(job).batch(step, 0, 0)[0].double()
-        (old_first, old_second, _), (_, second, last) = history[max(0, step - 1)], history[step]
+        (old_first, old_second, _), (first, second, last) = history[max(0, step - 1)], history[step]
         inner = given @ old_first.T
         made = inner @ old_second.T
         out = made @ last.T
-        # Through the newest weights of the second layer, with which nothing was computed.
-        gradients = (out @ last @ second).T @ given, (out @ last).T @ inner, out.T @ made
+        kept = given @ first.T if repeats else inner
+        # Through the newest weights of the second layer, with which the first forward pass has computed nothing.
+        gradients = (out @ last @ second).T @ given, (out @ last).T @ kept, out.T @ made
         history.append([one - 0.1 * gradient for one, gradient in zip(history[step], gradients, strict=True)])
-    for number, values in enumerate(history[-1]):
+    return history[-1]
+
+
+@pytest.mark.parametrize("schedule", [NoStash(), FTPipe()], ids=str)
+def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Unbroken) -> None:
+    fields = {"batch_size": 2, "accumulate": 1, "steps": 5}
+    job = replace(job_of(linear_layers, [2], pipeline=schedule, **fields), loss=half_square)
+    server, _ = run(schedule, job)
+    for number, values in enumerate(by_hand(job, repeats=schedule.recompute)):
         assert torch.allclose(server.pulled[f"{number}.weight"].double(), values, rtol=0, atol=1e-5)
-    assert reference(job).sha256 != reference(replace(job, pipeline="stash")).sha256
+    others = {reference(replace(job, pipeline=one)).sha256 for one in ("stash", "no-stash", "ftpipe")}
+    assert len(others) == 3

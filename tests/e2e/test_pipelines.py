@@ -121,7 +121,7 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
     assert summary_of(out)["sha256"] == reference(load_job(job, [("steps", "24")])).sha256
 
 
-@pytest.mark.parametrize("pipeline", ["flush", "stash"])
+@pytest.mark.parametrize("pipeline", ["flush", "stash", "ftpipe"])
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
     job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
     out = tmp_path / "run"
@@ -171,7 +171,7 @@ def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, b
         assert any("stage 0 of replica 0 to worker/" in told for told in events(out)), events(out)
 
 
-@pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "no-stash"])
+@pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "ftpipe", "no-stash"])
 def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
     assert train(job, out, "--ps", "2", "--workers", "4").code == 0
@@ -188,18 +188,20 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
 
 
 @pytest.mark.parametrize(
-    ("dying", "options"),
+    ("dying", "options", "pipeline"),
     [
-        pytest.param("worker/1", {"restart": True}, id="a stage comes back"),
-        pytest.param("worker/0", {"restart": False}, id="a stage moves to another worker"),
-        pytest.param("ps/1", {"restart": True}, id="a server comes back"),
-        pytest.param("chief/0", {"restart": True}, id="the chief comes back"),
+        pytest.param("worker/1", {"restart": True}, "stash", id="a stage comes back"),
+        pytest.param("worker/1", {"restart": True}, "ftpipe", id="a stage that keeps one version comes back"),
+        pytest.param("worker/0", {"restart": False}, "stash", id="a stage moves to another worker"),
+        pytest.param("worker/0", {"restart": False}, "no-stash", id="a stage without stashing moves"),
+        pytest.param("ps/1", {"restart": True}, "stash", id="a server comes back"),
+        pytest.param("chief/0", {"restart": True}, "stash", id="the chief comes back"),
     ],
 )
 def test_without_a_flush_a_death_takes_the_job_back_to_a_checkpoint(
-    tmp_path: Path, dying: str, options: dict[str, bool]
+    tmp_path: Path, dying: str, options: dict[str, bool], pipeline: str
 ) -> None:
-    job, out = write_job(tmp_path, pipeline="stash"), tmp_path / "run"
+    job, out = write_job(tmp_path, pipeline=pipeline), tmp_path / "run"
     with mortal_cluster(job, out, workers=3) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         wait_for_step(out, 13)

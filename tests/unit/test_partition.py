@@ -304,8 +304,8 @@ def test_what_neighbours_both_keep_counts_once() -> None:
     costs = costs_of((1.0, 1, 1, 1))
     costs = replace(costs, profile=Profile(layers=(first, second), samples=1))
     # Layer 0 keeps 5 and hands on 8, which layer 1 keeps too; that has 5 and an output of 8.
-    assert costs.held_bytes(0, 2) == 5 + 8 + 5 + 8
-    assert (costs.held_bytes(0, 1), costs.held_bytes(1, 2)) == (5 + 8, 8 + 5 + 8)
+    assert costs.activations.held_bytes(0, 2) == 5 + 8 + 5 + 8
+    assert (costs.activations.held_bytes(0, 1), costs.activations.held_bytes(1, 2)) == (5 + 8, 8 + 5 + 8)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from shardline.pipeline.stream import StreamRunner
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]
 PIPELINES_MEASURED = [
-    "gpipe", "flush", "stash", "vertical-sync", "double-buffer", "no-stash",
+    "gpipe", "flush", "stash", "vertical-sync", "double-buffer", "no-stash", "ftpipe",
     "gpipe:recompute=true", "flush:recompute=true", "stash:recompute=true",
 ]  # fmt: skip
 

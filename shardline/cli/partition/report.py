@@ -54,7 +54,7 @@ def table(costs: Costs, option: Rated) -> list[str]:
             _time(costs.link_s(first, end, copies)),
             plain_bytes(costs.total("trained", first, end) + costs.total("fixed", first, end)),
             plain_bytes(costs.handed[end - 1][0]) if end < costs.count else "-",
-            plain_bytes(costs.held_bytes(first, end)),
+            plain_bytes(costs.activations.held_bytes(first, end)),
             plain_bytes(needed),
         )
         rows.append(cells)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
 from shardline.pipeline.partition import flushed, groups
+from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.profile import Profile
 from shardline.pipeline.schedules.unbroken import Unbroken
 
@@ -116,8 +117,6 @@ class Costs:
     """What coded() finds: `handed` after the job's codec_parcels; empty = as they are."""
     optimizer_bytes: float = 0.0
     """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
-    _held: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
-    _passing: dict[tuple[int, int, bool], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.cluster.sync not in (SERVERS, ALL_REDUCE):
@@ -232,27 +231,10 @@ class Costs:
 
     # Memory
 
-    def held_bytes(self, first: int, end: int) -> int:
-        """What one microbatch keeps between its two passes: all that is made, or if that is repeated, what came in."""
-        return self._given_bytes(first, end) if self.schedule.recompute else self._made_bytes(first, end)
-
-    def _given_bytes(self, first: int, end: int) -> int:
-        """The stage's input, and the batch at both ends."""
-        batch = self.profile.batch_bytes if first == 0 or end == self.count else 0
-        return batch + (_more(self.profile.layers[first - 1].output, set()) if first else 0)
-
-    def _made_bytes(self, first: int, end: int) -> int:
-        """What is saved in a forward pass, and the stage's input and output."""
-        if first not in self._held:
-            found: set[int] = set()
-            total = _more(self.profile.layers[first - 1].output, found) if first else 0
-            row = [total]
-            for layer in self.profile.layers[first:]:
-                total += _more(layer.saved, found)
-                # Only the stage's last output is kept where nothing else keeps it.
-                row.append(total + _more(layer.output, set(found)))
-            self._held[first] = row
-        return self._held[first][end - first]
+    @cached_property
+    def activations(self) -> Activations:
+        """What microbatches keep."""
+        return Activations(self.profile, recompute=self.schedule.recompute)
 
     def memory_bytes(self, first: int, end: int, *, copies: int, behind: int, slots: int) -> float:
         """Memory of one worker of a stage: parameters, their versions, gradients, optimizer state, held activations.
@@ -262,39 +244,18 @@ class Costs:
         """
         ahead = (copies + behind - 1) // copies
         trained, fixed = self.total("trained", first, end), self.total("fixed", first, end)
-        share, flushes, each = self.share(copies), self.schedule.flushes, self.held_bytes(first, end)
+        share, flushes, each = self.share(copies), self.schedule.flushes, self.activations.held_bytes(first, end)
         count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
         passes, arrival = versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), share)
         # Gradients are added up from the second microbatch on; the first one's memory may have been used again by then.
         added = count if share > count or not flushes else count - 1
-        again = self._made_bytes(first, end) - each if self.schedule.recompute else 0
+        again = self.activations.made_bytes(first, end) - each
         busiest = again + max(
-            count * each + self._passing_bytes(first, end, added=False),
-            added * each + self._passing_bytes(first, end, added=share > 1),
+            count * each + self.activations.passing_bytes(first, end, added=False),
+            added * each + self.activations.passing_bytes(first, end, added=share > 1),
         )
         moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + count * each)
         return trained * (1 + self.optimizer_bytes) + max(moments)
-
-    def _passing_bytes(self, first: int, end: int, *, added: bool) -> int:
-        """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of its input.
-
-        Without what later layers had saved, which is free by then. added: and with the gradient of the layer's largest
-        parameter, to be added to what there is.
-        """
-        if (first, end, added) not in self._passing:
-            layers = self.profile.layers
-            ends = set(layers[end - 1].output) | set(layers[first - 1].output if first else ())
-            most, later = 0, {one for layer in layers[first:end] for one in layer.saved} - ends
-            free = 0
-            for number in range(end - 1, first - 1, -1):
-                output = layers[number].gradient_bytes if number < end - 1 else 0
-                given = layers[number - 1].gradient_bytes if number else 0
-                most = max(most, output + given + (layers[number].largest_bytes if added else 0) - free)
-                earlier = {one for layer in layers[first:number] for one in layer.saved}
-                free += sum(size for _, size in later - earlier)
-                later &= earlier
-            self._passing[first, end, added] = layers[end - 1].gradient_bytes + most
-        return self._passing[first, end, added]
 
     # A plan
 
@@ -338,13 +299,6 @@ class Costs:
             return copies * self.ring_bytes(first, end, copies)
         each = self.total("push", first, end) + self.total("pull", first, end)
         return copies * each + self.total("once", first, end)
-
-
-def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:
-    """Bytes of those that are not known yet; they are from now on."""
-    total = sum(size for number, size in storages if number not in known)
-    known.update(number for number, _ in storages)
-    return total
 
 
 def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> tuple[int, int]:

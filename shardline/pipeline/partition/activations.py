@@ -1,0 +1,70 @@
+"""What the microbatches in a stage keep for their backward passes, and what these need for a moment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardline.pipeline.partition.profile import Profile
+
+
+class Activations:
+    """Bytes of the activations of any layers first to end - 1 as a stage, for one microbatch.
+
+    recompute: see PipelineSchedule.recompute.
+    """
+
+    def __init__(self, profile: Profile, *, recompute: bool) -> None:
+        self._profile = profile
+        self._recompute = recompute
+        self._held: dict[int, list[int]] = {}
+        self._passing: dict[tuple[int, int, bool], int] = {}
+
+    def held_bytes(self, first: int, end: int) -> int:
+        """What one microbatch keeps between its two passes: all that is made, or if that is repeated, what came in."""
+        return self._given_bytes(first, end) if self._recompute else self.made_bytes(first, end)
+
+    def _given_bytes(self, first: int, end: int) -> int:
+        """The stage's input, and the batch at both ends."""
+        batch = self._profile.batch_bytes if first == 0 or end == len(self._profile.layers) else 0
+        return batch + (_more(self._profile.layers[first - 1].output, set()) if first else 0)
+
+    def made_bytes(self, first: int, end: int) -> int:
+        """What is saved in a forward pass, and the stage's input and output."""
+        if first not in self._held:
+            found: set[int] = set()
+            total = _more(self._profile.layers[first - 1].output, found) if first else 0
+            row = [total]
+            for layer in self._profile.layers[first:]:
+                total += _more(layer.saved, found)
+                # Only the stage's last output is kept where nothing else keeps it.
+                row.append(total + _more(layer.output, set(found)))
+            self._held[first] = row
+        return self._held[first][end - first]
+
+    def passing_bytes(self, first: int, end: int, *, added: bool) -> int:
+        """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of its input.
+
+        Without what later layers had saved, which is free by then. added: and with the gradient of the layer's largest
+        parameter, to be added to what there is.
+        """
+        if (first, end, added) not in self._passing:
+            layers = self._profile.layers
+            ends = set(layers[end - 1].output) | set(layers[first - 1].output if first else ())
+            most, later = 0, {one for layer in layers[first:end] for one in layer.saved} - ends
+            free = 0
+            for number in range(end - 1, first - 1, -1):
+                output = layers[number].gradient_bytes if number < end - 1 else 0
+                given = layers[number - 1].gradient_bytes if number else 0
+                most = max(most, output + given + (layers[number].largest_bytes if added else 0) - free)
+                earlier = {one for layer in layers[first:number] for one in layer.saved}
+                free += sum(size for _, size in later - earlier)
+                later &= earlier
+            self._passing[first, end, added] = layers[end - 1].gradient_bytes + most
+        return self._passing[first, end, added]
+
+
+def _more(storages: Iterable[tuple[int, int]], known: set[int]) -> int:
+    """Bytes of those that are not known yet; they are from now on."""
+    total = sum(size for number, size in storages if number not in known)
+    known.update(number for number, _ in storages)
+    return total
