@@ -54,6 +54,8 @@ job = shardline.Job(
 )
 """
 
+LINEAR = "shardline.Pipeline(layers, stages=2)"
+
 
 @pytest.fixture
 def linear(tmp_path: Path) -> Path:
@@ -150,6 +152,65 @@ def test_only_activations_with_a_gradient_are_counted_encoded_and_each_once() ->
     assert coded(profile, "")[0] == (hidden + mask + weight, hidden + weight)
     assert coded(profile, "bf16")[0] == (hidden / 2 + mask + weight, hidden / 2 + weight)
     assert coded(profile, "bf16")[-1] == (0, 0)
+
+
+def test_a_sequence_of_layers_is_planned_and_other_models_are_told_what_to_do(
+    linear: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = linear.read_text()
+    named = "nn.Sequential(OrderedDict((f'layer{n}', one) for n, one in enumerate(layers)))"
+    linear.write_text(
+        "from collections import OrderedDict\n" + text.replace("shardline.Pipeline(layers, stages=2)", named)
+    )
+    found = planned(linear, "--link", "10Mbit")
+    assert found["better"] == "pipeline" and found["staged"]["parameter_bytes"] > 0
+    capsys.readouterr()
+    for model, why in (
+        ("nn.Bilinear(8, 8, 4)", "model() returned a Bilinear, which has no layers to cut between; return "),
+        ("shardline.Pipeline.split(nn.Sequential(*layers), torch.zeros(4, 8), cuts=['2'])", "`shardline simulate` "),
+    ):
+        linear.write_text(text.replace(LINEAR, model))
+        assert main(["partition", str(linear)]) == 2
+        assert why in capsys.readouterr().err
+
+
+class Pair(nn.Module):
+    """Takes a tuple of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        values, mask = given
+        return self.inner(values) * mask
+
+
+def test_a_model_that_is_called_with_a_tuple_is_measured() -> None:
+    job = replace(
+        job_of(Pair(), nn.Linear(8, 4)), loss=lambda model, batch: model((batch[0], batch[0] > 0)).square().mean()
+    )
+    profile = measure(job.build_model(), job)  # type: ignore[arg-type]
+    assert [one.output_bytes for one in profile.layers] == [4 * 8 * 4, 0]
+    assert all(one.forward_s > 0 and one.backward_s > 0 for one in profile.layers)
+
+
+def test_with_the_optimizer_on_the_worker_memory_has_its_state_and_stages_keep_their_gradients(linear: Path) -> None:
+    text = linear.read_text().replace('optimizer="SGD", optimizer_args={"lr": 0.1}', 'optimizer="Adam"')
+    linear.write_text(text)
+    profile = linear.with_suffix(".profile")
+    found = {
+        apply: planned(linear, "--link", "10Mbit", "--set", f"apply={apply}", "--profile", str(profile))
+        for apply in ("server", "worker")
+    }
+    trained = 4 * (8 * 256 + 256 + 2 * (256 * 256 + 256) + 2 * 256 + 256 * 4 + 4)
+    whole = {apply: one["data_parallel"]["memory_bytes"][0] for apply, one in found.items()}
+    # Adam's two moments.
+    assert whole["worker"] - whole["server"] == pytest.approx(2 * trained, rel=0.01)
+    assert found["worker"]["data_parallel"]["parameter_bytes"] == found["server"]["data_parallel"]["parameter_bytes"]
+    # Batch norm's statistics are all that travels.
+    assert 0 < found["worker"]["staged"]["parameter_bytes"] <= 3000
+    assert all(len(stage["workers"]) == 1 for stage in found["worker"]["staged"]["stages"])
 
 
 def test_workers_that_share_machines(linear: Path) -> None:

@@ -16,6 +16,7 @@ from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.replica_tensors import StepPart
+from shardline.pipeline.room import check_room
 from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
@@ -61,7 +62,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
         train_stream(session, optimizer, model, job, schedule)
         return
     if isinstance(model, StagedModel) and schedule.staged:
-        train_stages(session, optimizer, StageRunner(model, job, source, schedule, session.parcels))
+        train_stages(session, optimizer, model, StageRunner(model, job, source, schedule, session.parcels))
         return
     for step in session.steps():
         with session.attempt():
@@ -74,9 +75,29 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     _log_end(session)
 
 
-def train_stages(session: Session, optimizer: ShardlineOptimizer, runner: StageRunner) -> None:
+class Room:
+    """Checks that the stages which are assigned fit into memory, when they change."""
+
+    def __init__(self, session: Session, model: StagedModel) -> None:
+        self._session = session
+        self._model = model
+        self._checked: set[tuple[int, int]] = set()
+
+    def check(self) -> None:
+        """Raise JobError, see check_room()."""
+        stages = self._session.parcels.all_stages()
+        new = {(replica, stage) for replica, own in stages.items() for stage in own} - self._checked
+        if new:
+            more = {replica: [stage for one, stage in new if one == replica] for replica, _ in new}
+            check_room(self._model, self._session.job, more, self._session.device)
+            self._checked |= new
+
+
+def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedModel, runner: StageRunner) -> None:
     """Run the stages that the chief assigns, step by step."""
+    room = Room(session, model)
     for step in session.steps():
+        room.check()
         with session.attempt():
             session.begin_replica(min(session.replicas))
             parts = runner.run(step, {replica: session.parcels.stages(replica) for replica in session.replicas})
@@ -108,7 +129,9 @@ def train_stream(
         steps=session.job.steps,
         predict=predict,
     )
+    room = Room(session, model)
     for step in session.steps():
+        room.check()
         with session.attempt():
             runner.begin(step, session.parcels.timeline, session.parcels.all_stages())
             session.begin_replica(min(session.replicas))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardline.core.spec import JobSpec
     from shardline.job import Job
     from shardline.pipeline.base import PipelineSchedule
+    from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile
 
 PAYLOAD = 0.94
@@ -60,8 +61,8 @@ PAYLOAD = 0.94
 def partition(**flags: Any) -> int:
     """Measure the layers of JOB.py, find the best stages for a cluster, and say what to write in the job.
 
-    The job's model must be a shardline.Pipeline; how it is cut now does not matter. A step keeps its samples: the job's
-    replicas x accumulate x batch_size.
+    The job's model must be a shardline.Pipeline or a torch.nn.Sequential; how it is cut now does not matter. A step
+    keeps its samples: the job's replicas x accumulate x batch_size.
     """
     from shardline.cli.simulate import load
     from shardline.pipeline.partition import choose, smallest
@@ -84,9 +85,10 @@ def partition(**flags: Any) -> int:
 
 def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
     """The job on the cluster, from parsed flags."""
+    from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
 
-    model = job.build_model()
+    model = in_layers(job.build_model())
     profile = read_profile(job, model, flags["profile"])
     whole = replace(job, pipeline="whole-model", tensor_ranks=1)
     spec = whole.spec(model)
@@ -97,7 +99,19 @@ def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
         microbatches=job.contributors * job.accumulate,
         exchange=exchanges(spec, len(profile.layers), flags["ps"]),
         coded=coded(profile, str(job.codec_parcels)),
+        optimizer_bytes=optimizer_bytes(spec) if job.apply == WORKER else 0.0,
+        keeps=job.apply == WORKER and not spec.consistency.clip_norm,
     )
+
+
+def optimizer_bytes(job: JobSpec) -> float:
+    """Bytes of the optimizer's state per byte of what is trained."""
+    from shardline.core.plan import make_plan
+    from shardline.core.spec import TensorKind, itemsize
+    from shardline.pipeline.room import state_bytes
+
+    trained = sum(one.elements * itemsize(one.dtype) for one in job.tensors if one.kind is TensorKind.PARAM)
+    return sum(state_bytes(job, make_plan(job.tensors, 1)).values()) / trained
 
 
 def schedule_of(job: Job) -> PipelineSchedule:
@@ -125,18 +139,34 @@ def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
 
 
-def read_profile(job: Job, model: nn.Module, path: Path | None) -> Profile:
+def in_layers(model: nn.Module) -> Pipeline:
+    """The model as layers to cut between. Raises JobError for one that has none."""
+    from torch import nn
+
+    from shardline.pipeline.model import Pipeline
+    from shardline.pipeline.split.model import Split
+
+    if isinstance(model, Pipeline):
+        return model
+    if isinstance(model, nn.Sequential):
+        return Pipeline(list(model), stages=1)
+    if isinstance(model, Split):
+        raise JobError(
+            "model() returned a model of Pipeline.split, whose stages are traced anew for other cuts; "
+            "`shardline simulate` measures those that it has; or list its layers: shardline.Pipeline([...])"
+        )
+    raise JobError(
+        f"model() returned a {type(model).__name__}, which has no layers to cut between; return "
+        "shardline.Pipeline([layer, layer, ...], stages=2), or name modules to cut at: shardline.Pipeline.split(...)"
+    )
+
+
+def read_profile(job: Job, model: Pipeline, path: Path | None) -> Profile:
     """The profile in a file, or if there is none, measured here and written to it. Raises UsageError, JobError."""
     import torch
 
-    from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition import Profile, measure
 
-    if not isinstance(model, Pipeline):
-        raise JobError(
-            f"model() returned a {type(model).__name__}, which has no layers to cut between; return "
-            "shardline.Pipeline([layer, layer, ...], stages=2)"
-        )
     if path is not None and path.exists():
         try:
             profile = Profile.read(path.read_text(encoding="utf-8"), f"--profile {path}")

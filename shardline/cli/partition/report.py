@@ -34,10 +34,12 @@ def report(job: Job, costs: Costs, choice: Comparison) -> list[str]:
 def table(costs: Costs, option: Rated) -> list[str]:
     """The stages of a plan."""
     from shardline.cli.terminal import aligned
+    from shardline.pipeline.partition import kept
 
     rows: list[tuple[str, ...]] = [
         ("stage", "layers", "workers", "computing", "link", "weights", "activations out", "held", "memory")
     ]
+    costs = kept(costs, option.plan)
     behind, slots, memory = 0, sum(len(stage.workers) for stage in option.plan), []
     for stage in reversed(option.plan):
         copies = len(stage.workers)

@@ -14,6 +14,7 @@ from shardline.pipeline.partition.costs import (
     LinkLevel,
     PlannedStage,
     Stages,
+    kept,
 )
 from shardline.pipeline.partition.dynamic import best, candidates
 from shardline.pipeline.partition.measure import measure, shapes
@@ -39,6 +40,7 @@ __all__ = [
     "candidates",
     "choose",
     "coded",
+    "kept",
     "measure",
     "mixed",
     "shapes",

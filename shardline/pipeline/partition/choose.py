@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shardline.errors import JobError
-from shardline.pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages
+from shardline.pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages, kept
 from shardline.pipeline.partition.dynamic import candidates
 from shardline.pipeline.partition.mixed import mixed
 from shardline.pipeline.schedules.whole import WholeModel
@@ -59,7 +59,7 @@ def choose(costs: Costs, *, allow_mixed: bool = False) -> Comparison:
     whole = _option(replace(costs, schedule=WholeModel()), (every,))
     plans = [plan for copies in (None, *range(1, workers + 1)) for plan in _staged(costs, copies)]
     if allow_mixed:
-        found = mixed(costs, workers, also=[plan for plan in plans if len(plan[0].workers) == 1])
+        found = mixed(_alone(costs), workers, also=[plan for plan in plans if len(plan[0].workers) == 1])
         plans += [found] if found is not None and _runs(costs, found) else []
     options = [_option(costs, plan) for plan in plans]
     staged = min((one for one in options if one.fits), key=_rank, default=None)
@@ -70,7 +70,7 @@ def choose(costs: Costs, *, allow_mixed: bool = False) -> Comparison:
 def smallest(costs: Costs) -> float:
     """Memory that the largest worker of a pipeline needs at least, of one with as many stages as there are workers."""
     free = replace(costs, cluster=replace(costs.cluster, memory_bytes=float("inf")))
-    found = [max(costs.forecast(plan).memory_bytes) for plan in _staged(free, 1)]
+    found = [max(free.forecast(plan).memory_bytes) for plan in _staged(free, 1)]
     return min(found, default=float("inf"))
 
 
@@ -80,7 +80,13 @@ def replicas_of(plan: Stages) -> int:
 
 
 def _staged(costs: Costs, copies: int | None) -> list[Stages]:
-    return [plan for plan in candidates(costs, copies=copies) if len(plan) > 1 and _runs(costs, plan)]
+    searched = _alone(costs) if copies == 1 else costs
+    return [plan for plan in candidates(searched, copies=copies) if len(plan) > 1 and _runs(costs, plan)]
+
+
+def _alone(costs: Costs) -> Costs:
+    """The costs of plans in which each stage has one worker."""
+    return kept(costs, [PlannedStage(first=0, end=0, workers=(0,))] * 2)
 
 
 def _runs(costs: Costs, plan: Stages) -> bool:
@@ -94,7 +100,7 @@ def _runs(costs: Costs, plan: Stages) -> bool:
 
 
 def _option(costs: Costs, plan: Stages) -> Rated:
-    forecast = costs.forecast(plan)
+    forecast = kept(costs, plan).forecast(plan)
     return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardline.errors import UsageError
@@ -53,6 +53,11 @@ class Cluster:
     def workers(self) -> int:
         """Number of workers."""
         return math.prod(level.count for level in self.levels)
+
+    @property
+    def servers_bytes_per_s(self) -> float:
+        """Of the servers' links together."""
+        return self.servers * self.levels[-1].bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +122,8 @@ class Costs:
     """What coded() finds: `handed` after the job's codec_parcels; empty = as they are."""
     optimizer_bytes: float = 0.0
     """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
+    keeps: bool = False
+    """Where no stage has several workers, gradients and parameters stay on them: see kept()."""
 
     def __post_init__(self) -> None:
         if self.cluster.sync not in (SERVERS, ALL_REDUCE):
@@ -133,7 +140,8 @@ class Costs:
         return len(self.profile.layers)
 
     @cached_property
-    def _exchanges(self) -> Sequence[LayerTraffic]:
+    def exchanges(self) -> Sequence[LayerTraffic]:
+        """By layer."""
         if self.exchange:
             return self.exchange
         return [
@@ -152,7 +160,7 @@ class Costs:
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
-        layers, exchanges = self.profile.layers, self._exchanges
+        layers, exchanges = self.profile.layers, self.exchanges
         columns: dict[str, list[float]] = {
             "seconds": [layer.seconds + self.schedule.recompute * layer.forward_s for layer in layers],
             "trained": [layer.trained_bytes for layer in layers],
@@ -206,14 +214,6 @@ class Costs:
         """Bytes of a worker's exchange of parameters, the larger direction."""
         return self.ring_bytes(first, end, copies) if self.ring else self.load(first, end)
 
-    def parcel_s(self, first: int, end: int) -> float:
-        """Time of a worker's own link for the parcels of one microbatch, the longer direction."""
-        return max(self.parcels(first, end, 1)) / self.microbatches / self.cluster.levels[0].bytes_per_s
-
-    def crossing_s(self, end: int) -> float:
-        """Time of one microbatch's activation to the stage that begins there, and of its gradient back."""
-        return sum(self.handed[end - 1]) / self.cluster.levels[0].bytes_per_s if 0 < end < self.count else 0.0
-
     def load(self, first: int, end: int) -> float:
         """Bytes of a worker's exchange with the servers, the larger direction; 0 with an all-reduce."""
         if self.ring:
@@ -222,12 +222,7 @@ class Costs:
 
     def servers_s(self, load: float) -> float:
         """Time of the servers' links for so many bytes of all workers."""
-        return load / self.servers_bytes_per_s
-
-    @property
-    def servers_bytes_per_s(self) -> float:
-        """Of the servers' links together."""
-        return self.cluster.servers * self.cluster.levels[-1].bytes_per_s
+        return load / self.cluster.servers_bytes_per_s
 
     # Memory
 
@@ -260,7 +255,7 @@ class Costs:
     # A plan
 
     def forecast(self, plan: Stages) -> Forecast:
-        """What a plan takes."""
+        """What a plan takes. Of costs for it, see kept()."""
         used = sorted({worker for stage in plan for worker in stage.workers})
         compute, link, memory = (dict.fromkeys(used, 0.0) for _ in range(3))
         behind, slots = 0, sum(len(stage.workers) for stage in plan)
@@ -299,6 +294,13 @@ class Costs:
             return copies * self.ring_bytes(first, end, copies)
         each = self.total("push", first, end) + self.total("pull", first, end)
         return copies * each + self.total("once", first, end)
+
+
+def kept(costs: Costs, plan: Sequence[PlannedStage]) -> Costs:
+    """The costs of this plan, which may exchange less than others: see Costs.keeps."""
+    if not costs.keeps or len(plan) == 1 or any(len(stage.workers) > 1 for stage in plan):
+        return costs
+    return replace(costs, exchange=[replace(one, push_bytes=0.0, pull_bytes=0.0) for one in costs.exchanges])
 
 
 def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> tuple[int, int]:

@@ -52,13 +52,15 @@ def waiting_s(items: Iterable[Item], bytes_per_s: float) -> float:
 
 def once_s(costs: Costs, first: int, end: int) -> float:
     """One microbatch's time in a stage and on its way to the next one, both ways."""
-    return costs.total("seconds", first, end) + costs.crossing_s(end)
+    crossing = sum(costs.handed[end - 1]) if end < costs.count else 0.0
+    return costs.total("seconds", first, end) + crossing / costs.cluster.levels[0].bytes_per_s
 
 
 def rest_s(costs: Costs, first: int, end: int, copies: int) -> tuple[float, float]:
     """What a worker of a stage computes after the first microbatch, and its link's time for their parcels."""
     others = costs.share(copies) - 1
-    return others * costs.total("seconds", first, end), others * costs.parcel_s(first, end)
+    parcels_s = max(costs.parcels(first, end, 1)) / costs.microbatches / costs.cluster.levels[0].bytes_per_s
+    return others * costs.total("seconds", first, end), others * parcels_s
 
 
 def measure(costs: Costs, first: int, end: int, workers: tuple[int, ...]) -> Measure:
@@ -71,7 +73,7 @@ def measure(costs: Costs, first: int, end: int, workers: tuple[int, ...]) -> Mea
             for one in parts(costs, [Travel(0.0, first, end, workers)])
         ]
         link_s = waiting_s(((head_s, nbytes) for head_s, nbytes, _ in own), costs.cluster.levels[0].bytes_per_s)
-        servers_s = waiting_s(((head_s, copies * load) for head_s, _, load in own), costs.servers_bytes_per_s)
+        servers_s = waiting_s(((head_s, copies * load) for head_s, _, load in own), costs.cluster.servers_bytes_per_s)
     return once, max(rest_s(costs, first, end, copies)), once + link_s, once + servers_s
 
 
@@ -126,5 +128,5 @@ def waits(costs: Costs, plan: Stages) -> dict[str, float]:
     loads = [(part.head_s, len(part.workers) * costs.load(part.first, part.end)) for part in sent]
     return {
         "links": max(*(waiting_s(one, own) for one in items.values()), *outer, 0.0),
-        "servers": waiting_s(loads, costs.servers_bytes_per_s),
+        "servers": waiting_s(loads, costs.cluster.servers_bytes_per_s),
     }

@@ -29,8 +29,8 @@ MOST_S = 20.0
 class _Look:
     """What one pass over the model has found."""
 
-    entry: torch.Tensor
-    """What the job's loss calls the model with."""
+    entry: Any
+    """What the job's loss calls the model with: a tensor, or a tuple of tensors."""
     outputs: list[Any] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) ->
         for number, layer in enumerate(model):
             last = number == len(model) - 1
             ahead = _entered(look.entry, job, batch) if last else None
-            forward_s, backward_s = _timed(layer, given, look.entry.device, repeats, ahead)
+            forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
             layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
             given = look.outputs[number]
     threads = torch.get_num_threads()
@@ -118,18 +118,18 @@ class _Entered(BaseException):
     """Leaves the job's loss once the model's input is known. Not an Exception, so that no user's code stops it."""
 
 
-def _entry(model: nn.Module, job: DataSource, batch: Any) -> torch.Tensor:
+def _entry(model: nn.Module, job: DataSource, batch: Any) -> Any:
     """What the job's loss calls the model with."""
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
 
-    def call(given: torch.Tensor) -> torch.Tensor:
+    def call(given: Any) -> torch.Tensor:
         found.append(given)
         raise _Entered
 
     with calling("loss(model, batch)"), suppress(_Entered):
         job.loss(_StandIn(model, call), batch)
-    if not found or not isinstance(found[0], torch.Tensor):
-        raise JobError("loss(model, batch) must call the model of a pipeline, with one tensor")
+    if not found or not any(True for _ in tensors_in(found[0])):
+        raise JobError("loss(model, batch) must call the model of a pipeline, with one tensor or a tuple of tensors")
     return found[0]
 
 

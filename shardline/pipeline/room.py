@@ -1,0 +1,61 @@
+"""Whether a worker has room for its stages, before it computes any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardline import pipeline, update
+from shardline.core.plan import Plan, make_plan
+from shardline.core.settings import WORKER
+from shardline.core.spec import JobSpec, TensorKind, itemsize
+from shardline.errors import JobError
+from shardline.host.process import free_memory
+from shardline.pipeline.partition.costs import versions
+from shardline.pipeline.staged import StagedModel
+
+
+def check_room(model: StagedModel, job: JobSpec, stages: Mapping[int, Sequence[int]], device: torch.device) -> None:
+    """Refuse stages that don't fit into the memory that is left, the model being in it already.
+
+    stages: of this worker, by replica. Counted is what is known before the first pass: see needed_bytes(). Raises
+    JobError, naming the largest stage, its layers, the bytes and the limit.
+    """
+    needed = needed_bytes(job, stages)
+    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if sum(needed.values()) > free:
+        largest = max(needed, key=lambda stage: needed[stage])
+        others = f", with this worker's other stages {sum(needed.values()):,}" if len(needed) > 1 else ""
+        raise JobError(
+            f"{model.where(largest)}, does not fit: besides the model, its gradients, versions of its parameters and "
+            f"optimizer state need {needed[largest]:,} bytes{others}, and {free:,} are left on {device}; activations "
+            "are not in it. Cut the model into more stages: `shardline partition --memory` finds some that fit"
+        )
+
+
+def needed_bytes(job: JobSpec, stages: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """By stage: bytes of gradients, of the versions of its parameters but one, and of optimizer state that is here."""
+    schedule, last = pipeline.of(job), pipeline.stages(job) - 1
+    states = state_bytes(job, make_plan(job.tensors, 1)) if job.apply == WORKER else {}
+    found = {}
+    for stage in sorted({stage for own in stages.values() for stage in own}):
+        sizes = dict.fromkeys(TensorKind, 0)
+        for one in job.tensors:
+            if one.fragment == stage:
+                sizes[one.kind] += one.elements * itemsize(one.dtype)
+        replicas = sum(stage in own for own in stages.values())
+        more = max(versions(schedule, last - stage, last, job.accumulate)) - 1
+        found[stage] = sizes[TensorKind.PARAM] * replicas + sum(sizes.values()) * more + states.get(stage, 0)
+    return found
+
+
+def state_bytes(job: JobSpec, plan: Plan) -> dict[int, int]:
+    """By fragment: bytes of the optimizer's state."""
+    found: dict[int, int] = {}
+    for bucket in (bucket for shard in plan.shards for bucket in shard.buckets):
+        if bucket.kind is TensorKind.PARAM:
+            fragment = plan.tensors[bucket.slices[0].tensor].fragment
+            rule = update.bucket_rule(job.rule, job.schedule, bucket, plan.tensors, torch.device("cpu"))
+            found[fragment] = found.get(fragment, 0) + rule.full_nbytes()
+    return found

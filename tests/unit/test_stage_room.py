@@ -1,0 +1,58 @@
+"""A stage that does not fit into a worker's memory is refused before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shardline.errors import JobError
+from shardline.job import Job
+from shardline.pipeline import room
+from shardline.pipeline.model import Pipeline
+
+WEIGHTS = 4 * 64 * 64
+
+
+def job_of(**changes: Any) -> Job:
+    return Job(
+        model=lambda: Pipeline([nn.Linear(64, 64, bias=False) for _ in range(4)], stages=[1, 2]),
+        loss=lambda model, batch: model(batch[0]).square().mean(), dataset=TensorDataset(torch.zeros(16, 64)),
+        batch_size=4, steps=1, **{"optimizer": "SGD", "optimizer_args": {"lr": 0.1}, "pipeline": "flush", **changes},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        # A gradient per replica of the stage; stage 2 has two layers.
+        ({"replicas": 2}, {0: 2, 2: 2}),
+        # stash has n - s versions, and one that pulls fill, of which one is in the model.
+        ({"pipeline": "stash"}, {0: 1 + 3, 2: 2 * (1 + 1)}),
+        # Adam has two moments.
+        ({"optimizer": "Adam", "optimizer_args": {}, "apply": "worker"}, {0: 3, 2: 6}),
+    ],
+)
+def test_what_is_known_before_the_first_pass_is_counted(changes: dict[str, Any], needed: dict[int, int]) -> None:
+    job = job_of(**changes)
+    spec = job.spec(job.build_model())
+    stages = {0: (0, 2), 1: (0,)} if spec.replicas == 2 else {0: (0, 2)}
+    assert room.needed_bytes(spec, stages) == {stage: count * WEIGHTS for stage, count in needed.items()}
+
+
+def test_it_is_refused_with_the_stage_its_layers_the_bytes_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of()
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    spec, cpu = job.spec(model), torch.device("cpu")
+    monkeypatch.setattr(room, "free_memory", lambda: 3 * WEIGHTS)
+    room.check_room(model, spec, {0: (1, 2)}, cpu)
+    monkeypatch.setattr(room, "free_memory", lambda: 3 * WEIGHTS - 1)
+    with pytest.raises(JobError) as refused:
+        room.check_room(model, spec, {0: (1, 2)}, cpu)
+    said = str(refused.value)
+    assert "stage 2, layer 2 (Linear) to layer 3 (Linear), does not fit" in said
+    assert "need 32,768 bytes, with this worker's other stages 49,152, and 49,151 are left on cpu" in said
