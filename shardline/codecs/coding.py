@@ -72,12 +72,12 @@ class Coding:
         """The job's own, and those of single tensors."""
         return (self.codec, *self._others.values())
 
-    @property
+    @functools.cached_property
     def exact(self) -> bool:
         """See Codec.exact: of all buckets."""
         return all(codec.exact for codec in self.codecs)
 
-    @property
+    @functools.cached_property
     def is_view(self) -> bool:
         """See Codec.is_view: of all buckets."""
         return all(codec.is_view for codec in self.codecs)

@@ -57,7 +57,7 @@ class BucketSpec:
     """Number of elements including padding."""
     slices: tuple[Slice, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the flat buffer."""
         return self.elements * itemsize(self.dtype)
@@ -69,7 +69,7 @@ class ShardSpec:
 
     buckets: tuple[BucketSpec, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of one copy of the shard's values."""
         return sum(bucket.nbytes for bucket in self.buckets)

@@ -66,7 +66,7 @@ def borrowed_tensor(data: Buffer, dtype: str) -> torch.Tensor:
     view, size = memoryview(data), DTYPES[dtype].itemsize
     if not view.readonly or len(view) == 0 or len(view) % size:
         return tensor_from_bytes(data, dtype)
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    address = np.frombuffer(view, np.uint8).ctypes.data
     if address % size:
         return tensor_from_bytes(data, dtype)
     # torch warns about read-only buffers; for a ctypes array it can't tell.

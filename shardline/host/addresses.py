@@ -33,8 +33,7 @@ def _libc() -> ctypes.CDLL:
 
 def address_of(memory: memoryview) -> int:
     """Address of the first byte. The memory must not be empty."""
-    found: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return found
+    return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def pages_of(nbytes: int) -> int:

@@ -230,7 +230,7 @@ class ShardCalls:
         attachment breaks: then the caller gets the shard's own answer, if one comes soon.
         calls: the attachment's socket for calls; None = gRPC.
         """
-        talk = _Conversation(sink, self._elements, fill)
+        talk = _Conversation(sink, self._elements, fill, single=single)
         try:
             if calls is not None:
                 replies = self._over_socket(calls, talk, requests, timeout_s, single=single)
@@ -302,7 +302,7 @@ def _statuses(replies: Iterable[ReplyView]) -> Iterator[ReplyView]:
 class _Conversation:
     """One PushPull: its replies, and errors on our side."""
 
-    def __init__(self, sink: Sink, elements: Sequence[int], fill: Callable[[Arrival], None]) -> None:
+    def __init__(self, sink: Sink, elements: Sequence[int], fill: Callable[[Arrival], None], *, single: bool) -> None:
         self._fill = fill
         self._lock = threading.Lock()
         self._call: Any = None
@@ -314,7 +314,8 @@ class _Conversation:
         self.acks: list[Ack] = []
         self.broken: list[Exception] = []
         """Errors on our side; the first one counts."""
-        self._over = threading.Event()
+        self._over = None if single else threading.Event()
+        """Set when the call has ended, for the thread that sends its requests."""
 
     def began(self, call: Any) -> None:
         """The call has started."""
@@ -325,7 +326,8 @@ class _Conversation:
 
     def over(self, call: Any) -> None:
         """The call has ended."""
-        self._over.set()
+        if self._over is not None:
+            self._over.set()
 
     def _give_up(self) -> None:
         """End this call, but no later one of the same lane."""
@@ -340,7 +342,7 @@ class _Conversation:
             yield from requests
         except Exception as error:
             self.broken.append(error)
-            if isinstance(error, UnreachableError):
+            if isinstance(error, UnreachableError) and self._over is not None:
                 self._over.wait(LAST_WORD_S)
             self._give_up()
 
@@ -394,6 +396,7 @@ class _Conversation:
 
     def close(self) -> None:
         """Release threads that wait for the last answer."""
-        self._over.set()
+        if self._over is not None:
+            self._over.set()
         if self._patience is not None:
             self._patience.cancel()

@@ -46,8 +46,7 @@ class NegotiatedLane:
     @property
     def current(self) -> Lane:
         """The lane in use, or the next to try."""
-        with self._lock:
-            return self._left[0]
+        return self._left[0]
 
     @property
     def name(self) -> str:
@@ -62,7 +61,8 @@ class NegotiatedLane:
             return self._exchange(sender, contributions, want, sink, timeout_s=timeout_s)
         finally:
             # At the end, not at the beginning: cancel() may come before its exchange has begun.
-            self._cancelled.clear()
+            if self._cancelled.is_set():
+                self._cancelled.clear()
 
     def _exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float

@@ -160,6 +160,8 @@ class ReplyView:
 
 
 def _head(field: int, size: int) -> bytes:
+    if field < 16 and size < 0x80:
+        return bytes((field << 3 | BYTES, size))
     return varint(field << 3 | BYTES) + varint(size)
 
 

@@ -8,13 +8,12 @@ import socket
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
+from shardline.host.addresses import address_of
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
@@ -43,7 +42,7 @@ class Mapped:
         self.sender = sender.who
         self._gradients = gradients
         self._areas = {**dict(enumerate(areas)), **({2: replies} if replies is not None else {})}
-        self._start = _address(gradients.memory)
+        self._start = gradients.address
         self.by_reference = bool(areas)
         """Whether parameters are read in the shard's publication."""
         self.used: set[int] = set()
@@ -92,7 +91,7 @@ class Mapped:
 
     def holds(self, data: memoryview) -> int | None:
         """Offset of bytes that are already in the gradient segment; None for others."""
-        offset = _address(data) - self._start if len(data) else -1
+        offset = address_of(data) - self._start if len(data) else -1
         inside = offset >= 0 and offset + len(data) <= self._gradients.nbytes
         if inside and offset % segments.ALIGNMENT_BYTES == 0:
             return offset
@@ -277,8 +276,3 @@ def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:
     else:
         sink.take(arrival, mapped.view(arrival))
     mapped.seen(arrival.bucket, arrival.step)
-
-
-def _address(memory: memoryview) -> int:
-    found: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return found
