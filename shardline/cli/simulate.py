@@ -13,7 +13,7 @@ import click
 from shardline.cli import options
 from shardline.cluster import parse_address, read_spec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import UsageError
+from shardline.errors import JobError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -211,11 +211,17 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         machines = {task: host for task, host in machines.items() if host != "*"}
     links, exchange_s = network(flags), quantities.seconds(flags["exchange"], "--exchange")
     model = job.build_model()
-    if compares and isinstance(model, Pipeline) and model.automatic:
-        settle(model, job)
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
-    both = compares and isinstance(model, StagedModel) and model.num_stages > 1
+    both = compares and isinstance(model, StagedModel)
+    if compares and isinstance(model, Pipeline) and model.automatic:
+        try:
+            settle(model, job)
+        except JobError as error:
+            # A job in stages has been refused already.
+            click.echo(f"No pipeline is compared: {error}")
+            both = False
+    both = both and isinstance(model, StagedModel) and model.num_stages > 1
     stages = stage_costs(job, flags, model) if both or pipeline.of(described).staged else None
     return Setup(
         job=described,

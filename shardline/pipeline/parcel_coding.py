@@ -6,6 +6,7 @@ training do not depend on who computes what.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from torch import nn
 
 from shardline import codecs
 from shardline.codecs.base import Layout, Turn
+from shardline.codecs.cast import Cast
 from shardline.codecs.coding import BucketCoding
 from shardline.codecs.lossy import Lossy
 from shardline.core.plan import BucketSpec, Slice
-from shardline.core.reduce import is_finite
+from shardline.core.reduce import magnitude
 from shardline.core.settings import Settings
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec, dtype_name
 from shardline.core.tensor_bytes import borrowed_tensor, memory_of
@@ -70,16 +72,28 @@ class ParcelCoding:
         if coder is None:
             return value, None
         values = flat(value, order)
-        # Other codecs write NaN and infinity as such.
-        if isinstance(self._codec, Lossy) and not is_finite(values):
-            raise NonFiniteError(
-                f"{what} has NaN or infinity in it, in step {key.step} of replica {key.replica}, microbatch "
-                f"{key.microbatch}, which codec {self._name} can't write; lower the learning rate, or if infinity is "
-                "meant, choose codec_parcels='bf16', which can"
-            )
+        self._check(values, key, what)
         turn = Turn(step=key.step, replica=key.replica, seed=self._seed_of(key, number))
         payload = borrowed_tensor(coder.encoder.encode(values, turn), "uint8")
         return payload, Form(self._name, dtype, tuple(value.shape), order)
+
+    def _check(self, values: torch.Tensor, key: ParcelKey, what: str) -> None:
+        """Refuse what the codec can't write. Casts write NaN and infinity as such, but nothing else as infinity."""
+        if not isinstance(self._codec, Lossy | Cast):
+            return
+        largest = magnitude(values)
+        where = f"in step {key.step} of replica {key.replica}, microbatch {key.microbatch}"
+        if isinstance(self._codec, Lossy):
+            if not math.isfinite(largest):
+                raise NonFiniteError(
+                    f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
+                    "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
+                )
+        elif math.isfinite(largest) and not torch.tensor(largest).to(DTYPES[self._codec.wire_dtype]).isfinite():
+            raise NonFiniteError(
+                f"{what} has numbers up to {largest:.6g}, {where}, of which codec {self._name} makes infinity; choose "
+                "codec_parcels='bf16', which has the range of float32, or lower the learning rate"
+            )
 
     def decode(self, value: torch.Tensor, form: Form | None, key: ParcelKey, what: str) -> torch.Tensor:
         """The inverse of encode()."""

@@ -44,6 +44,10 @@ def model():
     return shardline.Pipeline(layers, stages={stages}, workers={workers})
 
 
+def evaluate(model):
+    return {{"score": 1.0}}
+
+
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -51,7 +55,7 @@ def loss(model, batch):
 job = shardline.Job(
     model=model, loss=loss, dataset=data, optimizer="Adam", optimizer_args={{"lr": 0.01}}, batch_size=4,
     accumulate={accumulate}, steps={steps}, replicas={replicas}, checkpoint_every=10, pipeline="{pipeline}",
-    apply="{apply}", codec_parcels="{codec}",
+    apply="{apply}", codec_parcels="{codec}", evaluate=evaluate,
 )
 """
 
@@ -131,6 +135,20 @@ def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path
     who = {one["stage"]: one["tasks"] for one in summary_of(out)["stages"]}
     assert who == {0: ["worker/0", "worker/1"], 1: ["worker/2"], 2: ["worker/3"]}
     assert_refused(train(job, tmp_path / "few", "--workers", "3"), 2, "stage 2 of the pipeline is for worker/3")
+
+
+def test_automatic_stages_are_found_by_every_process_again(tmp_path: Path) -> None:
+    job, out = write_job(tmp_path, stages='"auto"', steps=12), tmp_path / "run"
+    finished = train(job, out, "--ps", "2", "--workers", "3", "--evaluators", "1")
+    assert finished.code == 0, finished
+    assert summary_of(out)["evaluation"]["last"]["metrics"]["score"] == 1.0
+    assert any("3 workers, 1 replicas in 3 stages" in told for told in events(out, "running"))
+    cut = write_job(tmp_path, stages="3", steps=12)
+    assert same_bits(out, cut)
+    again = write_job(tmp_path, stages='"auto"', steps=18)
+    finished = train(again, out, "--ps", "1", "--workers", "2", "--resume")
+    assert finished.code == 0, finished
+    assert same_bits(out, write_job(tmp_path, stages="2", steps=18))
 
 
 def test_a_cut_that_is_no_layer_is_refused_before_anything_starts(tmp_path: Path) -> None:

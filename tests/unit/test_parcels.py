@@ -134,6 +134,17 @@ def test_what_a_codec_can_t_write_is_told_with_its_layer(bad: float) -> None:
     assert not value.isfinite().any()
 
 
+def test_numbers_that_a_codec_makes_infinite_are_told_with_their_layer() -> None:
+    coding, large = ParcelCoding("fp16", 7), torch.full((32, 64), 65_504.0)
+    assert coding.decoded(coding.encoded(Parcel(KEY, (large,), (True,)), [True], ""), "")[0].equal(large)
+    sent = Parcel(KEY, (large * 2,), (True,))
+    with pytest.raises(
+        NonFiniteError, match=r"output of layer 3 has numbers up to 131008, in step 3 .* codec fp16 makes"
+    ):
+        coding.encoded(sent, [True], "the output of layer 3")
+    ParcelCoding("bf16", 7).encoded(sent, [True], "")
+
+
 def test_random_rounding_depends_on_the_pass_and_not_on_torch_s_generator() -> None:
     values, coding = torch.randn(32, 64), ParcelCoding("int8:stochastic=true", 7)
     keys = [KEY, replace(KEY, step=4), replace(KEY, replica=1), replace(KEY, stage=2), replace(KEY, microbatch=0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ class Wide(nn.Module):
         return values @ self.rows + (large @ large.T)[:4, :1]
 
 
-def auto_job(stages: str, made: Sequence[nn.Module], hosts: Sequence[int] = (), **fields: object) -> Job:
+def auto_job(stages: str, made: Sequence[nn.Module], hosts: Sequence[Any] = (), **fields: object) -> Job:
     given = {"pipeline": "flush", "accumulate": 4, **fields}
     return replace(job_of(**given), model=lambda: Pipeline(list(made), stages=stages, workers=hosts))  # type: ignore[arg-type]
 
@@ -256,11 +257,17 @@ def test_every_process_finds_the_same_cuts_and_leaves_values_and_random_numbers_
             {},
             r"first microbatch, but layer 1 \(Linear\) raised RuntimeError",
         ),
+        (
+            "auto",
+            linear(3),
+            {"hosts": [[0], [1], [0]]},
+            r"workers=\[\[0\], \[1\], \[0\]\] gives one worker several; give the layers",
+        ),
         ("auto:2", linear(3), {"batch_size": 10_000}, r"^the data set has \d+ samples; one step needs 40000"),
     ],
 )
 def test_what_can_not_be_cut_automatically_is_named(
-    stages: str, made: list[nn.Module], fields: dict[str, object], sentence: str
+    stages: str, made: list[nn.Module], fields: dict[str, Any], sentence: str
 ) -> None:
     job = auto_job(stages, made, **fields)
     with pytest.raises(JobError, match=sentence):

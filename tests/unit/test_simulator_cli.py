@@ -240,6 +240,27 @@ def test_advice_gives_every_worker_a_replica(job_file: str, tmp_path: Path, caps
 
 
 @pytest.mark.usefixtures("few_passes")
+def test_advice_leaves_pipelines_out_where_the_model_has_too_few_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import torch, shardline\n"
+        "from torch import nn\n"
+        "job = shardline.Job(\n"
+        "    model=lambda: shardline.Pipeline([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)], stages='auto'),\n"
+        "    loss=lambda model, batch: model(batch[0]).mean(), optimizer='SGD', optimizer_args={'lr': 0.1},\n"
+        "    dataset=torch.utils.data.TensorDataset(torch.zeros(64, 4)), batch_size=4, steps=4,\n"
+        ")\n"
+    )
+    job = tmp_path / "auto.py"
+    job.write_text(text)
+    rows = advise(tmp_path, str(job), "--workers", "6", "--compute", "10ms")
+    assert {row["pipeline"] for row in rows} == {"whole-model"}
+    assert "No pipeline is compared: Pipeline: 6 stages of 3 layers" in capsys.readouterr().out
+    assert any(row["pipeline"] == "flush" for row in advise(tmp_path, str(job), "--workers", "2", "--compute", "10ms"))
+
+
+@pytest.mark.usefixtures("few_passes")
 def test_advice_names_what_the_job_cannot_have(
     job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,13 @@ def settle(model: Pipeline, job: Job) -> None:
     count = model.wanted or len(model.hosts) or (max(1, job.workers // job.contributors) if job.workers else 0)
     if not count:
         return
+    homes = [number for one in model.hosts for number in one]
+    if len(homes) > len(set(homes)):
+        raise JobError(
+            f"Pipeline: stages={model.automatic!r} makes stages that take equally long, but workers="
+            f"{list(map(list, model.hosts))} gives one worker several; give the layers that begin a stage, as "
+            "`shardline partition --mixed` finds them"
+        )
     if job.samples:
         # Too few samples are no matter of shapes.
         job.data_order()
