@@ -228,6 +228,8 @@ class ChiefStatus:
     """Codec of gradients; empty until the job is known."""
     codec_down: str = ""
     """Codec of parameters."""
+    codec_parcels: str = ""
+    """Codec of activations and their gradients; empty without a pipeline."""
     dead_s: float = 0.0
     """Seconds of silence after which a task is dead."""
     page: str = ""

@@ -115,7 +115,7 @@ class CodecView:
     """What a codec makes of one direction."""
 
     way: str
-    """up (gradients) or down (parameters)."""
+    """up (gradients), down (parameters), or "between stages"."""
     codec: str
     ratio: float | None
     """Bytes in memory per byte sent; None if nothing was sent through a network."""
@@ -319,6 +319,8 @@ def _codecs(status: ChiefStatus) -> tuple[CodecView, ...]:
                 owed=_finite(sides.codec_owed) or None,
             )
         )
+    if status.codec_parcels not in ("", PLAIN):
+        found.append(CodecView(way="between stages", codec=status.codec_parcels, ratio=None, error=None, owed=None))
     return tuple(found)
 
 

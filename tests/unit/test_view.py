@@ -152,6 +152,7 @@ CODED = replace(
     STATUS,
     codec_up="topk",
     codec_down="delta:by=bf16",
+    codec_parcels="bf16",
     tasks=(
         TaskStatus(task="worker/0", state="alive", traffic=Traffic(codec_error=0.8, codec_owed=3.0)),
         TaskStatus(task="worker/1", state="dead", traffic=Traffic(codec_error=0.88, codec_owed=4.0)),
@@ -166,8 +167,9 @@ def test_codecs_show_what_they_save_and_what_they_cost() -> None:
         "topk up, 66x smaller, error 88 %, owed 5",
         # Nothing went over a network.
         "delta:by=bf16 down, error 0.2 %",
+        "bf16 between stages",
     ]
-    assert not cluster_view(replace(CODED, codec_up="raw", codec_down="raw")).codecs
+    assert not cluster_view(replace(CODED, codec_up="raw", codec_down="raw", codec_parcels="raw")).codecs
     assert chief_status_from_proto(chief_status_to_proto(CODED)) == CODED
 
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardline import codecs, methods
+from shardline import codecs, methods, pipeline
 from shardline.core.orders import LOST, REPEATED
+from shardline.core.spec import JobSpec
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
 from shardline_chief.io.reporter import Reporter
@@ -166,6 +167,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         rule=state.job.rule.name if state.job is not None else "",
         codec_up=str(codecs.of(state.job).ups[0]) if state.job is not None else "",
         codec_down=str(codecs.of(state.job).downs[0]) if state.job is not None else "",
+        codec_parcels=_codec_parcels(state.job),
         replicas=state.job.replicas if state.job is not None else 0,
         time=now,
         missing=_missing(program, rows),
@@ -196,6 +198,10 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
         drift=pace.drift if pace is not None else 0.0,
         gap=pace.gap if pace is not None else 0.0,
     )
+
+
+def _codec_parcels(job: JobSpec | None) -> str:
+    return str(codecs.of_parcels(job)) if job is not None and pipeline.of(job).staged else ""
 
 
 def _missing(program: Program, rows: Sequence[TaskStatus]) -> tuple[str, ...]:

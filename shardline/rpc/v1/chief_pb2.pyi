@@ -1116,6 +1116,7 @@ class ChiefStatusReply(_message.Message):
     CODEC_UP_FIELD_NUMBER: _builtins.int
     CODEC_DOWN_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    CODEC_PARCELS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -1153,6 +1154,8 @@ class ChiefStatusReply(_message.Message):
     codec_up: _builtins.str
     """The job's codecs of gradients and of parameters; empty until the job is known."""
     codec_down: _builtins.str
+    codec_parcels: _builtins.str
+    """The codec of what stages of a pipeline hand to each other; empty = none, or without a pipeline."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1224,10 +1227,11 @@ class ChiefStatusReply(_message.Message):
         codec_up: _builtins.str = ...,
         codec_down: _builtins.str = ...,
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
+        codec_parcels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
