@@ -15,9 +15,10 @@ import pytest
 
 from shardline.cli.bench import link as bench_link
 from shardline.cli.bench.command import BenchFigures, headline, table
-from shardline.cli.bench.lane import LaneFigures
+from shardline.cli.bench.lane import LaneFigures, pull_wait_s
 from shardline.cli.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 from shardline.cli.main import main
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, UnreachableError, UsageError
 
 
@@ -197,3 +198,12 @@ def test_figures_for_people_name_what_was_not_used() -> None:
     assert found.push_ratio == pytest.approx(0.96)
     assert headline(found)[1] == "  lane skipped: tcp: the port is blocked"
     assert table(found).row_count == 3
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "least_s", "most_s"), [(0.01, 5.0, 5.1), (64.0, 64.0, 70.0), (4e3, 600.0, 600.0)]
+)
+def test_a_pull_waits_for_a_push_that_a_slow_link_takes_long_for(
+    megabytes: float, least_s: float, most_s: float
+) -> None:
+    assert least_s <= pull_wait_s(Timeouts(total_s=60.0), int(megabytes * 1e6)) <= most_s

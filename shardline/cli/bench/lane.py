@@ -22,6 +22,7 @@ from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ProtocolError, UsageError
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
@@ -33,6 +34,8 @@ SERVERS = "shardline.servers"
 """Entry points for servers without a chief."""
 ROW = 1024
 SLOWEST_BYTES_PER_S = 1e6
+MAX_WAIT_S = 600.0
+"""A server refuses to hold a pull for longer."""
 MIN_ROUNDS = 3
 
 
@@ -50,6 +53,11 @@ class LaneFigures:
     both_s: float
     """Seconds for a push and a pull in one exchange, in full duplex."""
     rounds: int
+
+
+def pull_wait_s(timeouts: Timeouts, nbytes: int) -> float:
+    """Seconds that a server holds a pull for a push of nbytes on its way: over a slow link that takes a while."""
+    return min(MAX_WAIT_S, timeouts.server_wait_s + nbytes / SLOWEST_BYTES_PER_S)
 
 
 def serve_without_chief(config: RoleConfig) -> Any:
@@ -152,7 +160,7 @@ class LaneProbe:
 
     def both(self) -> float:
         """Seconds for a push, the update, and a pull of the result."""
-        want = Want(step=self._step + 1, wait_s=self._timeouts.server_wait_s)
+        want = Want(step=self._step + 1, wait_s=pull_wait_s(self._timeouts, self.nbytes))
         seconds = self._exchange([self._contribution()], want)
         self._step += 1
         return seconds
