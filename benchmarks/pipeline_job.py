@@ -1,4 +1,4 @@
-"""Models in stages as a job file: a VGG-like one with large fully connected layers, and equal linear layers.
+"""Models in stages as a job file: like VGG, with large fully connected layers, like ResNet, and equal linear layers.
 
     shardline train benchmarks/pipeline_job.py --workers 4 -- --model vgg --replicas 4
     shardline train benchmarks/pipeline_job.py --workers 4 -- --model vgg --pipeline flush --microbatches 8
@@ -20,12 +20,13 @@ import shardline
 
 SAMPLES, CLASSES = 512, 10
 IMAGE = (3, 32, 32)
+CHANNELS = 16
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["vgg", "mlp"], default="vgg")
+    parser.add_argument("--model", choices=["vgg", "mlp", "resnet"], default="vgg")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="samples of a step")
@@ -53,6 +54,25 @@ def vgg(width: int) -> tuple[list[nn.Module], list[int]]:
     return [*layers, nn.Linear(size, CLASSES)], cuts
 
 
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Two convolutions, and the input."""
+        return torch.relu(values + self.second(torch.relu(self.first(values))))
+
+
+def resnet(stages: int) -> tuple[list[nn.Module], list[int]]:
+    """Residual blocks: few parameters, large activations."""
+    blocks = [Block(CHANNELS) for _ in range(stages)]
+    layers = [nn.Conv2d(IMAGE[0], CHANNELS, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return [*layers, nn.Linear(CHANNELS, CLASSES)], list(range(2, stages + 1))
+
+
 def mlp(width: int, stages: int) -> tuple[list[nn.Module], list[int]]:
     """Two equal layers in each stage."""
     layers = [layer for _ in range(2 * stages) for layer in (nn.Linear(width, width), nn.ReLU())]
@@ -61,14 +81,17 @@ def mlp(width: int, stages: int) -> tuple[list[nn.Module], list[int]]:
 
 def model() -> nn.Module:
     """The model in stages."""
-    layers, cuts = vgg(OPTIONS.width) if OPTIONS.model == "vgg" else mlp(OPTIONS.width, OPTIONS.stages)
+    if OPTIONS.model == "resnet":
+        layers, cuts = resnet(OPTIONS.stages)
+    else:
+        layers, cuts = vgg(OPTIONS.width) if OPTIONS.model == "vgg" else mlp(OPTIONS.width, OPTIONS.stages)
     return shardline.Pipeline(layers, stages=cuts)
 
 
 def data() -> TensorDataset:
     """Points of the model's input shape."""
-    shape = IMAGE if OPTIONS.model == "vgg" else (OPTIONS.width,)
-    classes = CLASSES if OPTIONS.model == "vgg" else OPTIONS.width
+    shape = (OPTIONS.width,) if OPTIONS.model == "mlp" else IMAGE
+    classes = OPTIONS.width if OPTIONS.model == "mlp" else CLASSES
     return TensorDataset(torch.randn(SAMPLES, *shape), torch.randint(0, classes, (SAMPLES,)))
 
 

@@ -66,6 +66,10 @@ class Run:
     """One pass of ten takes so many times as long."""
     stages: int = 0
     """Of the model; each replica then has as many workers."""
+    layers: tuple[float, ...] = ()
+    """Seconds of each layer, in stages that begin with `cuts` and are at `homes`, the numbers of workers."""
+    cuts: tuple[int, ...] = ()
+    homes: tuple[int, ...] = ()
     pipeline: str = "whole-model"
     microbatches: int = 1
 
@@ -73,11 +77,16 @@ class Run:
         """What the job file is told by a worker's environment."""
         mean_s = self.mean_s * (self.slow if worker == self.workers - 1 else 1.0)
         found = ["--width", str(self.width), "--mean", str(mean_s), "--cv", str(self.cv), "--pauses", str(self.pauses)]
+        if self.layers:
+            for name in ("layers", "cuts", "homes"):
+                found += [f"--{name}", *map(str, getattr(self, name))]
         return shlex.join([*found, "--stages", str(self.stages)] if self.stages else found)
 
     @property
     def replicas(self) -> int:
         """Of the job."""
+        if self.layers:
+            return 1
         if self.stages:
             return self.workers // self.stages
         return self.workers if self.consistency.startswith("sync") else 1

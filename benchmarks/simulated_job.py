@@ -35,6 +35,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--stages", type=int, default=0, help="a model in so many stages of a layer each")
     parser.add_argument("--slow", type=float, default=1.0, help="the last stage takes so many times as long")
+    parser.add_argument("--layers", type=float, nargs="+", default=[], help="seconds of each layer instead of --stages")
+    parser.add_argument("--cuts", type=int, nargs="+", default=[], help="layers that begin a stage")
+    parser.add_argument("--homes", type=int, nargs="+", default=[], help="the worker of each stage")
     parser.add_argument("--pauses", type=float, default=1.0, help="one pass of ten takes so many times as long")
     return parser.parse_args(arguments)
 
@@ -97,11 +100,12 @@ class SleepyStage(nn.Module):
 
 def make_model() -> nn.Module:
     """The model, in stages if there are to be some."""
-    if not options.stages:
+    if not options.stages and not options.layers:
         return Sleepy(options)
-    means = [options.mean] * (options.stages - 1) + [options.mean * options.slow]
+    means = options.layers or [options.mean] * (options.stages - 1) + [options.mean * options.slow]
     layers = [SleepyStage(options.width, mean_s, options.cv) for mean_s in means]
-    return shardline.Pipeline(layers, stages=list(range(1, options.stages)))
+    cuts = options.cuts or list(range(1, options.stages))
+    return shardline.Pipeline(layers, stages=cuts, workers=[[home] for home in options.homes])
 
 
 options = parse(shlex.split(os.environ.get("SHARDLINE_JOB_ARGS", "")))

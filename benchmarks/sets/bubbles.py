@@ -1,4 +1,8 @@
-"""Pipelines whose passes wait instead of computing: bubbles beside the formula, rates beside the longest stage's."""
+"""Pipelines whose passes wait instead of computing: bubbles beside the formula, rates beside the longest stage's.
+
+And a mixed pipeline beside a sequential one: layers as long as those of a transformer with few large blocks between an
+embedding and an output layer of half a block's length each.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.contenders import Bench, Contender, collect
-from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median
-from benchmarks.simulated import Pass, passes, real, staged
-from shardline.pipeline import bubble
+from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median, speed_row
+from benchmarks.simulated import Pass, Run, passes, real, staged
+from shardline.pipeline import Flush, bubble
+from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, Profile, Stages, best, mixed
 
 NAME = "bubbles"
 ABOUT = "3 equal stages on a worker each, whose passes wait 90 ms per microbatch, so that cores are no limit"
@@ -22,7 +27,10 @@ MICROBATCHES = (2, 4, 8)
 STEADY = 4
 """Microbatches of a step without a flush."""
 WARMUP, STEPS = 4, 10
-NEAR_BAR, STEADY_BAR = 1.05, 0.9
+NEAR_BAR, STEADY_BAR, MIXED_BAR = 1.05, 0.9, 1.15
+UNBALANCED = {"embedding": 0.03, "block 0": 0.06, "block 1": 0.06, "output": 0.03}
+"""Seconds of the layers of an unbalanced model."""
+SEQUENTIAL, MIXED = "sequential stages, 8 microbatches", "mixed stages, 8 microbatches"
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -41,7 +49,49 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
         Contender(name=name_of(*shape), run=lambda shape=shape: run(*shape))  # type: ignore[misc]
         for shape in shapes
     ]
+    for name, plan in plans().items():
+        contenders.append(Contender(name=name, run=lambda plan=plan: planned(plan)))  # type: ignore[misc]
     return collect(contenders, bench.scale.repeats, bench.say)
+
+
+def plans() -> dict[str, Stages]:
+    """What `shardline partition` finds for the unbalanced model, with and without --mixed."""
+    handed = (Handed(dtype="float32", shape=(1, WIDTH), needs_grad=True),)
+    layers = [
+        Layer(name=name, forward_s=s / 3, backward_s=2 * s / 3, handed=handed, trained_bytes=4 * WIDTH * WIDTH)
+        for name, s in UNBALANCED.items()
+    ]
+    costs = Costs(
+        profile=Profile(layers=tuple(layers), samples=1),
+        cluster=Cluster(levels=(LinkLevel(count=STAGES),)),
+        schedule=Flush(),
+        microbatches=MICROBATCHES[-1],
+    )
+    sequential = best(costs, copies=1)
+    assert sequential is not None
+    found = mixed(costs, STAGES, also=[sequential])
+    assert found is not None
+    return {SEQUENTIAL: sequential, MIXED: found}
+
+
+def planned(plan: Stages) -> dict[str, Any]:
+    """A run of a plan, each stage on its worker."""
+    run = Run(
+        name="planned",
+        workers=STAGES,
+        steps=WARMUP + STEPS + 1,
+        width=WIDTH,
+        cv=0.0,
+        layers=tuple(UNBALANCED.values()),
+        cuts=tuple(stage.first for stage in plan[1:]),
+        homes=tuple(stage.workers[0] for stage in plan),
+        pipeline="flush",
+        microbatches=MICROBATCHES[-1],
+    )
+    with tempfile.TemporaryDirectory(prefix="shardline-bench-") as folder:
+        out = Path(folder) / "run"
+        real(run, out)
+        return figures([one for one in passes(out) if step_of(one) >= WARMUP])
 
 
 def figures(found: Sequence[Pass]) -> dict[str, Any]:
@@ -50,9 +100,10 @@ def figures(found: Sequence[Pass]) -> dict[str, Any]:
     starts = [min(one["ts"] for one in own) for own in steps.values()]
     # The last step only says when the one before it is over.
     whole = list(steps.values())[:-1]
-    busy = [sum(one["dur"] for own in whole for one in own if one["args"]["stage"] == stage) for stage in range(STAGES)]
+    stages = {one["args"]["stage"] for one in found}
+    busy = [sum(one["dur"] for own in whole for one in own if one["args"]["stage"] == stage) for stage in stages]
     bubbles = [
-        1 - sum(one["dur"] for one in own) / STAGES / (max(one["ts"] + one["dur"] for one in own) - start)
+        1 - sum(one["dur"] for one in own) / len(stages) / (max(one["ts"] + one["dur"] for one in own) - start)
         for own, start in zip(whole, starts, strict=False)
     ]
     return {
@@ -76,7 +127,8 @@ def name_of(pipeline: str, microbatches: int) -> str:
 def rows(samples: Samples) -> list[Row]:
     """Bubbles over the formula's, and steps/s over those of the longest stage that computes without a pause."""
     found = [_near(samples, name, count) for name in FLUSHING for count in MICROBATCHES]
-    return [*found, *(_steady(samples, name_of(name, STEADY)) for name in UNBROKEN)]
+    found += [_steady(samples, name_of(name, STEADY)) for name in UNBROKEN]
+    return [*found, speed_row(samples, MIXED, MIXED, [SEQUENTIAL], MIXED_BAR)]
 
 
 def _near(samples: Samples, pipeline: str, microbatches: int) -> Row:

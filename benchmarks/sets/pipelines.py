@@ -13,13 +13,18 @@ from benchmarks.sets.hooks import ddp_on
 from benchmarks.staged import on_hosts, on_one_host, train
 
 NAME = "pipelines"
-ABOUT = "models in stages: a VGG-like one of 51 MB on 4 workers and 2 ps over 1 Gbit/s, and linear layers on one host"
+ABOUT = (
+    "models in stages: a VGG-like one of 51 MB, and a ResNet-like one, on 4 workers and 2 ps over 1 Gbit/s, and linear "
+    "layers on one host"
+)
 WORKERS, PS, MICROBATCHES = 4, 2, 4
 MEGABYTES = 50.8
 """Of the VGG-like model."""
-FEWER_BAR, FASTER_BAR, TORCH_BAR = 0.85, 3.0, 1.0
+FEWER_BAR, FASTER_BAR, TORCH_BAR, RESNET_BAR = 0.85, 3.0, 1.0, 1.0
 STAGES, WIDTH = 2, 1024
 WHOLE = "data parallel"
+RESNET = {"like ResNet, data parallel": ("whole-model", WORKERS), "like ResNet, flush": ("flush", 1)}
+"""By name: pipeline and replicas. `shardline partition` chooses the first."""
 ALL_REDUCE = "DDP's all-reduce alone"
 STAGED = {
     "flush": ("flush", ()),
@@ -39,21 +44,25 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
             sites = on_hosts(hosts, ps=PS, workers=WORKERS)
             steps, warmup = bench.scale.steps, min(4, bench.scale.warmup)
 
-            def contender(name: str, flags: list[str], more: tuple[str, ...] = ()) -> Contender:
-                run = lambda: train(["--model", "vgg", *flags], sites, steps=steps, warmup=warmup, more=more)  # noqa: E731
+            def contender(name: str, flags: list[str], more: tuple[str, ...] = (), model: str = "vgg") -> Contender:
+                run = lambda: train(["--model", model, *flags], sites, steps=steps, warmup=warmup, more=more)  # noqa: E731
                 return Contender(name=name, run=run)
 
             contenders = [contender(WHOLE, ["--replicas", str(WORKERS)])]
             for name, (pipeline, more) in STAGED.items():
                 flags = ["--pipeline", pipeline, "--microbatches", str(MICROBATCHES)]
                 contenders.append(contender(name, flags, more))
+            for name, (pipeline, replicas) in RESNET.items():
+                flags = ["--pipeline", pipeline, "--replicas", str(replicas)]
+                flags += ["--microbatches", str(MICROBATCHES)] if replicas == 1 else []
+                contenders.append(contender(name, flags, model="resnet"))
             if bench.scale.peers:
                 work = bench.work(megabytes=MEGABYTES, tensors=WORKERS, steps=steps, warmup=warmup)
                 contenders.append(Contender(name=ALL_REDUCE, run=lambda: ddp_on(work, "none", hosts, WORKERS)))
             more_samples, lacking = collect(contenders, bench.scale.repeats, bench.say)
     except ContenderError as error:
         bench.say(f"  {error}")
-        more_samples, lacking = {}, dict.fromkeys((WHOLE, *STAGED), str(error))
+        more_samples, lacking = {}, dict.fromkeys((WHOLE, *STAGED, *RESNET), str(error))
     return {**samples, **more_samples}, {**missing, **lacking}
 
 
@@ -86,6 +95,8 @@ def rows(samples: Samples) -> list[Row]:
     for name in STAGED:
         bar = FASTER_BAR if name == "double-buffer" else None
         found.append(speed_row(samples, name, name, [WHOLE], bar))
+    planned, other = RESNET
+    found.append(speed_row(samples, f"{planned}, as planned", planned, [other], RESNET_BAR))
     found.append(speed_row(samples, "double-buffer, beside an all-reduce", "double-buffer", [ALL_REDUCE], None))
     for ours, theirs in SCHEDULES.items():
         found.append(speed_row(samples, f"{ours}, one host", f"{ours}, one host", [f"torch {theirs}"], TORCH_BAR))

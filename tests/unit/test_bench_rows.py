@@ -363,6 +363,15 @@ def test_bubbles_and_rates_come_from_the_passes_of_a_trace() -> None:
     assert figures == {"median_s": 10.0, "longest_s": 2.0, "bubble": pytest.approx(2 / 3), "steps": 2}
 
 
+def test_the_plans_that_are_compared_are_those_of_an_unbalanced_model() -> None:
+    found = {name: [(stage.first, stage.workers) for stage in plan] for name, plan in bubbles.plans().items()}
+    assert found == {
+        bubbles.SEQUENTIAL: [(0, (0,)), (2, (1,))],
+        # Both ends in one worker.
+        bubbles.MIXED: [(0, (0,)), (1, (1,)), (2, (2,)), (3, (0,))],
+    }
+
+
 def test_results_are_written_as_json_and_png(tmp_path: Path) -> None:
     rows = [Row(work="a", value=2.0, unit="steps/s", ratio=2.0, bar=1.0, against={"b": 1.0})]
     write(tmp_path, "set", "about", rows, samples={"a": [{}]}, failures={"c": "why"}, around={"machine": {}})
