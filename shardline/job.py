@@ -214,6 +214,24 @@ class Job(Settings):
 
     def build_model(self) -> nn.Module:
         """A new model with the initial values that all processes of this job share: a function of the seed alone."""
+        model = self._made()
+        if isinstance(model, Pipeline) and model.automatic and PIPELINES.parse(self.pipeline).staged:
+            # Only here: most jobs need none of it.
+            from shardline.pipeline.partition.automatic import cuts_for
+
+            # Lazy layers, and nothing to train, are no matter of shapes.
+            model_tensors(model)
+            cuts = cuts_for(model, self)
+            if cuts is not None:
+                # The pass that was looked at may have changed it: statistics, buffers made on the way, weights.
+                del model
+                model = self._made()
+                assert isinstance(model, Pipeline), "model() returned one before"
+                model.cut(cuts)
+        return model
+
+    def _made(self) -> nn.Module:
+        """What model() returns, with the generators seeded."""
         # In addition to seed_everything: torch's own function also seeds a CUDA that the factory itself initialises.
         torch.manual_seed(self.seed)
         seed_everything(self.seed)
@@ -221,11 +239,6 @@ class Job(Settings):
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model() returned {_short(model)}; it must return a torch.nn.Module")
-        if isinstance(model, Pipeline) and model.automatic and PIPELINES.parse(self.pipeline).staged:
-            # Only here: most jobs need none of it.
-            from shardline.pipeline.partition.automatic import settle
-
-            settle(model, self)
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -286,7 +299,8 @@ class Job(Settings):
         """The model's layers that workers share; () if tensor_ranks is 1. Raises JobError, see tensor_parallel."""
         if self.tensor_ranks == 1:
             return ()
-        return across.shared_layers(model, self.tensor_parallel)
+        staged = PIPELINES.parse(self.pipeline).staged
+        return across.shared_layers(model, self.tensor_parallel, in_stages=staged)
 
     def _staged(self, model: nn.Module, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         """The tensors, each with its stage if there is a pipeline. Raises JobError for a model without stages."""

@@ -192,7 +192,7 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     from shardline import pipeline
     from shardline.pipeline.model import Pipeline
-    from shardline.pipeline.partition.automatic import settle
+    from shardline.pipeline.partition.automatic import cuts_for
     from shardline.pipeline.staged import StagedModel
     from shardline.simulator import Setup, quantities
 
@@ -216,7 +216,9 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     both = compares and isinstance(model, StagedModel)
     if compares and isinstance(model, Pipeline) and model.automatic:
         try:
-            settle(model, job)
+            cuts = cuts_for(model, job)
+            assert cuts is not None, "the number of workers is given"
+            model.cut(cuts)
         except JobError as error:
             # A job in stages has been refused already.
             click.echo(f"No pipeline is compared: {error}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline import pipeline
-from shardline.errors import JobError
+from shardline.data import seed_everything
+from shardline.errors import JobError, JobExitError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import pack, unpack
@@ -225,18 +228,62 @@ def test_plain_auto_gives_each_worker_of_a_replica_a_stage(workers: int, replica
     assert isinstance(model, Pipeline) and model.num_stages == stages
 
 
-def test_every_process_finds_the_same_cuts_and_leaves_values_and_random_numbers_as_they_were() -> None:
-    def made() -> nn.Module:
-        return Pipeline([nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 4)], stages="auto:2")
+class Changing(nn.Module):
+    """Its forward pass makes a buffer, makes another one larger, changes weights and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=0.1)
+        self.register_buffer("mask", None)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.mask = torch.ones(4)
+        self.seen = torch.zeros(len(values))
+        self.calls += 1
+        return values * self.mask + self.table(torch.arange(8)).sum()
+
+
+def test_every_process_finds_the_same_cuts_of_a_model_that_nothing_has_changed() -> None:
+    def made() -> Pipeline:
+        layers = [nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 4), Changing()]
+        return Pipeline(layers, stages="auto:2")
 
     job = replace(job_of(accumulate=4), model=made)
     torch.manual_seed(job.seed)
-    expected, state = made().state_dict(), torch.get_rng_state()
+    seed_everything(job.seed)
+    expected, states = made().state_dict(), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
     for _ in range(2):
         model = job.build_model()
-        assert isinstance(model, Pipeline) and model.cuts == (2,)
+        assert isinstance(model, Pipeline) and model.cuts == (3,)
+        assert model.state_dict().keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), state)
+        assert model[4].calls == 0
+        assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+        assert np.array_equal(np.random.get_state()[1], states[2])
+
+
+def test_automatic_stages_of_a_model_that_takes_two_tensors() -> None:
+    class Two(nn.Linear):
+        def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            return super().forward(given[0] + given[1]), given[1]
+
+    def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = model((batch[0], batch[0]))[0].sum()
+        return found
+
+    model = replace(auto_job("auto:2", [Two(4, 4), Two(4, 4)]), loss=loss).build_model()
+    assert isinstance(model, Pipeline) and model.cuts == (1,)
+
+
+def test_workers_that_share_layers_have_a_stage_together() -> None:
+    job = auto_job("auto", linear(4), workers=4, tensor_ranks=2, tensor_parallel={"0": "gathered"})
+    model = job.build_model()
+    assert isinstance(model, Pipeline) and model.num_stages == 2
+    # A whole model has no stages that could part layers from each other.
+    whole = replace(job, pipeline="whole-model", tensor_parallel={"0": "colwise", "2": "rowwise"})
+    assert pipeline.stages(whole.spec(whole.build_model())) == 1
 
 
 @pytest.mark.parametrize(
@@ -276,3 +323,24 @@ def test_what_can_not_be_cut_automatically_is_named(
     whole = replace(job, pipeline="whole-model", batch_size=1)
     model = whole.build_model()
     assert len(whole.spec(model).tensors) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        ([nn.Linear(4, 4), nn.LazyLinear(4)], "^'1.weight' is not initialised yet"),
+        ([nn.ReLU(), nn.ReLU()], "^the model has no parameters that require a gradient"),
+        ([], "^the model has no parameters that require a gradient"),
+    ],
+)
+def test_what_no_process_can_compute_is_told_before_it_is_cut(made: list[nn.Module], sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        auto_job("auto:2", made).build_model()
+
+
+def test_a_loss_that_ends_the_process_is_told_as_such() -> None:
+    def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        raise SystemExit(3)
+
+    with pytest.raises(JobExitError, match=r"^loss\(model, batch\) called sys.exit\(3\)"):
+        replace(auto_job("auto:2", linear(3)), loss=loss).build_model()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,8 @@ def gradients(flags: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], dict[st
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(SIDE, SIDE, generator=generator) * torch.randn(SIDE, SIDE, generator=generator).abs()
         return (TensorSpec(name="matrix", shape=(SIDE, SIDE), dtype="float32"),), {"matrix": values}
-    job = load_job(path, options.overrides(flags))
+    # Gradients are those of one process.
+    job = replace(load_job(path, options.overrides(flags)), pipeline="whole-model", tensor_ranks=1)
     model, source = job.build_model(), BatchSource(job)
     optimizer = job.build_optimizer(model)
     for step in range(PASSES):

@@ -88,10 +88,10 @@ def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
     from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
 
-    model = in_layers(job.build_model())
-    profile = read_profile(job, model, flags["profile"])
     whole = replace(job, pipeline="whole-model", tensor_ranks=1)
+    model = in_layers(whole.build_model())
     spec = whole.spec(model)
+    profile = read_profile(job, model, flags["profile"])
     return Costs(
         profile=profile,
         cluster=make_cluster(flags),

@@ -75,8 +75,8 @@ def check_choices(choices: Mapping[str, str]) -> None:
                 )
 
 
-def shared_layers(model: nn.Module, choices: Mapping[str, str]) -> tuple[SharedLayer, ...]:
-    """The layers that workers share, in the model's order.
+def shared_layers(model: nn.Module, choices: Mapping[str, str], *, in_stages: bool = True) -> tuple[SharedLayer, ...]:
+    """The layers that workers share, in the model's order. in_stages: the stages of a Pipeline have other workers.
 
     Raises JobError, naming pattern or layer: a pattern that matches nothing, a style that doesn't exist or doesn't fit,
     a layer that is neither Linear nor Embedding, and an output in parts that no other layer takes.
@@ -100,7 +100,7 @@ def shared_layers(model: nn.Module, choices: Mapping[str, str]) -> tuple[SharedL
                 found.setdefault(layer, _shared(model, layer, STYLES[style]))
     order = [name for name, _ in model.named_modules() if name in found]
     layers = tuple(found[name] for name in order)
-    _check_flow(layers, _stage_of(model))
+    _check_flow(layers, _stage_of(model, in_stages))
     return layers
 
 
@@ -139,9 +139,9 @@ def _shared(model: nn.Module, name: str, style: Style) -> SharedLayer:
     return shared
 
 
-def _stage_of(model: nn.Module) -> Callable[[str], int]:
+def _stage_of(model: nn.Module, in_stages: bool) -> Callable[[str], int]:
     def stage(layer: str) -> int:
-        return model.stage_of(int(layer.partition(".")[0])) if isinstance(model, Pipeline) else 0
+        return model.stage_of(int(layer.partition(".")[0])) if in_stages and isinstance(model, Pipeline) else 0
 
     return stage
 

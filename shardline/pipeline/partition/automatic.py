@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardline.core.settings import WORKER
-from shardline.errors import JobError
+from shardline.errors import JobError, JobExitError
 from shardline.pipeline.balance import balanced
 from shardline.pipeline.partition.coded import coded
 from shardline.pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
@@ -27,17 +27,17 @@ FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 50e9, 10e9, 1.25e9
 """Of the machine that all models are cut for: about one core, and 10 Gbit/s."""
 
 
-def settle(model: Pipeline, job: Job) -> None:
-    """Cut a model with stages="auto" or "auto:N" for a job.
+def cuts_for(model: Pipeline, job: Job) -> list[int] | None:
+    """The layers that begin a stage of a model with stages="auto" or "auto:N", for a job.
 
-    Computes the job's first microbatch, forward. "auto" makes as many stages as the model names workers for, else as
-    there are workers for each replica; where neither is known, the model stays uncut, and says so when it is asked for
-    its stages. Raises JobError where the microbatch can't be computed, or the model has too few layers, and what
-    Job.data_order() raises.
+    Computes the job's first microbatch, forward, with all that this changes in the model. "auto" makes as many stages
+    as the model names workers for, else as there are workers for each replica, or teams of those that share layers.
+    None where neither is known: the model stays uncut, and says so when it is asked for its stages. Raises JobError
+    where the microbatch can't be computed, or the model has too few layers, and what Job.data_order() raises.
     """
-    count = model.wanted or len(model.hosts) or (max(1, job.workers // job.contributors) if job.workers else 0)
+    count = model.wanted or len(model.hosts) or _teams(job)
     if not count:
-        return
+        return None
     homes = [number for one in model.hosts for number in one]
     if len(homes) > len(set(homes)):
         raise JobError(
@@ -50,6 +50,8 @@ def settle(model: Pipeline, job: Job) -> None:
         job.data_order()
     try:
         profile = shapes(model, job)
+    except JobExitError:
+        raise
     except JobError as error:
         raise JobError(
             f"Pipeline: stages={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; or "
@@ -59,7 +61,13 @@ def settle(model: Pipeline, job: Job) -> None:
     # With the optimizer on the one worker that has a stage, nothing is exchanged.
     exchanged = job.apply != WORKER or job.replicas > 1
     codec = str(job.codec_parcels)
-    model.cut(cuts(profile, copies, job.accumulate * job.contributors, exchanged=exchanged, codec=codec))
+    return cuts(profile, copies, job.accumulate * job.contributors, exchanged=exchanged, codec=codec)
+
+
+def _teams(job: Job) -> int:
+    """Workers for each replica, or teams of those that share layers; 0 = unknown."""
+    ranks = job.tensor_ranks if job.tensor_parallel else 1
+    return max(1, job.workers // (job.contributors * ranks)) if job.workers else 0
 
 
 def cuts(

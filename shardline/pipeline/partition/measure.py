@@ -38,13 +38,11 @@ class _Look:
 def shapes(model: nn.Sequential, job: DataSource) -> Profile:
     """The profile without times: a function of the job alone, the same in every process.
 
-    Computes one microbatch, forward. The model's values and buffers are left as they were. Raises JobError if the job's
-    loss or a layer raises, or a layer of which gradients are wanted returns no tensor.
+    Computes one microbatch, forward, with all that this changes: random numbers, buffers and what else layers keep.
+    Raises JobError if the job's loss or a layer raises, or a layer of which gradients are wanted returns no tensor.
     """
-    device = next(model.parameters()).device
-    with _untouched(model):
-        batch = _batch(job, device)
-        look = _look(model, job, batch)
+    batch = _batch(job, next(model.parameters()).device)
+    look = _look(model, job, batch)
     return Profile(
         layers=tuple(look.layers), samples=job.batch_size, batch_bytes=_bytes_of(batch), joined=_joined(model)
     )
@@ -53,20 +51,18 @@ def shapes(model: nn.Sequential, job: DataSource) -> Profile:
 def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
     """The profile with times: medians of one microbatch on this machine, with torch's present number of threads.
 
-    Raises what shapes() raises.
+    Changes and raises what shapes() does.
     """
     device = next(model.parameters()).device
     batch = _batch(job, device)
-    with _untouched(model):
-        look = _look(model, job, batch)
-        given: Any = look.entry
-        layers = []
-        for number, layer in enumerate(model):
-            last = number == len(model) - 1
-            ahead = _entered(look.entry, job, batch) if last else None
-            forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
-            layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
-            given = look.outputs[number]
+    look = _look(model, job, batch)
+    given: Any = look.entry
+    layers = []
+    for number, layer in enumerate(model):
+        ahead = _entered(job, batch) if number == len(model) - 1 else None
+        forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
+        layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
+        given = look.outputs[number]
     threads = torch.get_num_threads()
     measured = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
     return Profile(
@@ -95,21 +91,6 @@ def _batch(job: DataSource, device: torch.device) -> Any:
         return to_device(BatchSource(job).batch(0, 0, 0), device)
 
 
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put back buffers, gradients and the state of the random generators afterwards."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-
-
 def _bytes_of(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(batch))
 
@@ -122,7 +103,7 @@ def _entry(model: nn.Module, job: DataSource, batch: Any) -> Any:
     """What the job's loss calls the model with."""
     found: list[Any] = []
 
-    def call(given: Any) -> torch.Tensor:
+    def call(given: Any) -> Any:
         found.append(given)
         raise _Entered
 
@@ -146,7 +127,7 @@ class _StandIn(nn.Module):
         return self._call(given)
 
 
-def _entered(entry: torch.Tensor, job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
+def _entered(job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
     """The job's loss as a function of the model's output."""
 
     def loss(output: Any) -> torch.Tensor:
@@ -173,7 +154,7 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
             with calling(f"layer {number} ({type(layer).__name__})"):
                 values = layer(values)
             if last:
-                _entered(look.entry, job, batch)(values)
+                _entered(job, batch)(values)
         # One tensor that is returned twice is handed on once.
         found = list({id(one): one for one in tensors_in(values)}.values())
         if not found and not last:
