@@ -6,6 +6,7 @@ training do not depend on who computes what.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,9 @@ from shardline.data import derive
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.pipeline.parcel import Form, Parcel, ParcelKey, flat, memory_order, unflat
 
+SHAPES = 64
+"""Shapes of which the coders are kept."""
+
 
 class ParcelCoding:
     """Encodes and decodes parcels. Used by one thread.
@@ -39,7 +43,8 @@ class ParcelCoding:
         self._codec = codecs.of_parcels(Settings(codec_parcels=codec))
         self._name = str(self._codec)
         self._seed = seed
-        self._coders: dict[tuple[str, tuple[int, ...]], BucketCoding | None] = {}
+        self.coder = functools.lru_cache(maxsize=SHAPES)(self._make)
+        """By dtype, and shape in memory; None if the codec does not take such tensors."""
 
     def encoded(self, parcel: Parcel, which: Sequence[bool], what: str) -> Parcel:
         """The parcel with its tensors encoded, those of `which` that the codec takes.
@@ -68,7 +73,7 @@ class ParcelCoding:
         if value.layout is not torch.strided or value.dtype not in DTYPES.values():
             return value, None
         order, dtype = memory_order(value), dtype_name(value.dtype, str(key))
-        coder = self._coder(dtype, tuple(value.shape[one] for one in order))
+        coder = self.coder(dtype, tuple(value.shape[one] for one in order))
         if coder is None:
             return value, None
         values = flat(value, order)
@@ -82,14 +87,15 @@ class ParcelCoding:
         if not isinstance(self._codec, Lossy | Cast):
             return
         largest = magnitude(values)
+        # Scales are float32.
+        kept = DTYPES[self._codec.wire_dtype if isinstance(self._codec, Cast) else "float32"]
         where = f"in step {key.step} of replica {key.replica}, microbatch {key.microbatch}"
-        if isinstance(self._codec, Lossy):
-            if not math.isfinite(largest):
-                raise NonFiniteError(
-                    f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
-                    "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
-                )
-        elif math.isfinite(largest) and not torch.tensor(largest).to(DTYPES[self._codec.wire_dtype]).isfinite():
+        if isinstance(self._codec, Lossy) and not math.isfinite(largest):
+            raise NonFiniteError(
+                f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
+                "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
+            )
+        if math.isfinite(largest) and not torch.tensor(largest, dtype=torch.float64).to(kept).isfinite():
             raise NonFiniteError(
                 f"{what} has numbers up to {largest:.6g}, {where}, of which codec {self._name} makes infinity; choose "
                 "codec_parcels='bf16', which has the range of float32, or lower the learning rate"
@@ -100,7 +106,7 @@ class ParcelCoding:
         if form is None:
             return value
         where = f"{key}, {what}, {form.dtype} {form.shape} in {value.nbytes} bytes of codec {form.codec}"
-        coder = self._coder(form.dtype, tuple(form.shape[one] for one in form.order))
+        coder = self.coder(form.dtype, tuple(form.shape[one] for one in form.order))
         if form.codec != self._name or coder is None:
             raise ProtocolError(f"{where}: the job's codec_parcels is {self._name!r}, which does not encode it so")
         misfit = coder.misfit(value.nbytes)
@@ -114,17 +120,14 @@ class ParcelCoding:
 
     def usual_bytes(self, dtype: str, shape: Sequence[int]) -> int | None:
         """Bytes of a tensor of which this is the shape in memory, encoded; None if the codec does not take it."""
-        coder = self._coder(dtype, tuple(shape)) if dtype in DTYPES else None
+        coder = self.coder(dtype, tuple(shape)) if dtype in DTYPES else None
         return None if coder is None else coder.usual_bytes
 
-    def _coder(self, dtype: str, shape: tuple[int, ...]) -> BucketCoding | None:
-        """For tensors of which this is the shape in memory; None if the codec does not take them."""
-        if (dtype, shape) not in self._coders:
-            self._coders[dtype, shape] = self._make(TensorSpec(name="", shape=shape, dtype=dtype))
-        return self._coders[dtype, shape]
-
-    def _make(self, tensor: TensorSpec) -> BucketCoding | None:
-        codec, elements = self._codec, tensor.elements
+    def _make(self, dtype: str, shape: tuple[int, ...]) -> BucketCoding | None:
+        # Where dimensions of size 1 are in memory says nothing: a gradient may have them elsewhere than its activation.
+        ordered = tuple(sorted(shape, key=lambda size: size == 1))
+        codec, tensor = self._codec, TensorSpec(name="", shape=ordered, dtype=dtype)
+        elements = tensor.elements
         if codec.is_view or not elements or not codec.takes(tensor):
             return None
         piece = Slice(tensor=0, first_row=0, rows=tensor.rows, offset=0, elements=elements)

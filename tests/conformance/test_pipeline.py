@@ -401,6 +401,26 @@ def wide_layers() -> list[nn.Module]:
     ]
 
 
+class TurnedAround(nn.Module):
+    """A layer in the dimensions of which one has size 1, before them or after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(values.view(-1, 1, 64).transpose(0, 1)).transpose(0, 1)
+
+
+def turned_around_layers() -> list[nn.Module]:
+    """The gradient of an activation has its dimension of size 1 elsewhere in memory."""
+    return [
+        nn.Sequential(nn.Linear(12, 16384), nn.Unflatten(1, (256, 1, 64)), nn.Flatten(0, 1)),
+        TurnedAround(),
+        nn.Sequential(nn.Unflatten(0, (4, 256)), nn.Flatten(1), nn.Linear(16384, 4)),
+    ]
+
+
 class Twice(nn.Module):
     """Uses its input twice."""
 
@@ -423,6 +443,7 @@ def alone(job: Job, whole: nn.Module, step: int, replica: int = 0) -> float:
     [
         *(pytest.param(wide_layers, [1, 2, 3], codec, id=codec) for codec in CODED),
         pytest.param(wide_layers, [1, 2, 3], "int8:stochastic=true", id="random rounding"),
+        pytest.param(turned_around_layers, [1, 2], "qsgd", id="a dimension of size 1 that moves"),
         pytest.param(several_layers, [2, 3, 4], "bf16", id="several tensors, some twice, some unused, an order"),
         pytest.param(cut_off_layers, [1, 2], "bf16", id="no gradient comes back"),
         pytest.param(frozen_layers, [1, 4], "fp16", id="frozen weights"),

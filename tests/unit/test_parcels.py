@@ -15,7 +15,7 @@ from shardline.core.identity import Identity
 from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError
 from shardline.lanes.parcels import WORKER, register_worker
 from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.parcel_coding import ParcelCoding
+from shardline.pipeline.parcel_coding import SHAPES, ParcelCoding
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
@@ -145,6 +145,19 @@ def test_numbers_that_a_codec_makes_infinite_are_told_with_their_layer() -> None
     ParcelCoding("bf16", 7).encoded(sent, [True], "")
 
 
+def test_what_is_beyond_the_scales_of_a_codec_is_told_too() -> None:
+    sent = Parcel(KEY, (torch.full((32, 64), 1e39, dtype=torch.float64),), (True,))
+    with pytest.raises(NonFiniteError, match=r"numbers up to 1e\+39, in step 3 .* codec int8 makes infinity"):
+        ParcelCoding("int8", 7).encoded(sent, [True], "")
+
+
+def test_the_coders_of_few_shapes_are_kept() -> None:
+    coding = ParcelCoding("int8", 7)
+    for rows in range(100, 300):
+        coding.encode(torch.ones(rows, 64), KEY, 0, "")
+    assert coding.coder.cache_info().currsize == SHAPES
+
+
 def test_random_rounding_depends_on_the_pass_and_not_on_torch_s_generator() -> None:
     values, coding = torch.randn(32, 64), ParcelCoding("int8:stochastic=true", 7)
     keys = [KEY, replace(KEY, step=4), replace(KEY, replica=1), replace(KEY, stage=2), replace(KEY, microbatch=0)]
@@ -185,6 +198,10 @@ def header(**changes: object) -> worker_pb2.ParcelHeader:
         ),
         ({"codec": "int8", "encoded_bytes": 20}, r"24 bytes announced for shapes \(2, 3\), which take 20"),
         ({"shape": (1 << 40,), "payload_bytes": 4 << 40}, "the limit is 4294967296"),
+        (
+            {"shape": (1 << 40,), "codec": "sparse", "encoded_bytes": 24},
+            r"which take 24, 4398046511104 decoded; the limit is 4294967296",
+        ),
     ],
 )
 def test_a_forged_header_is_refused_before_any_byte_is_taken(changes: dict[str, object], sentence: str) -> None:

@@ -112,7 +112,8 @@ class _TensorReader:
             raise ProtocolError(f"{where}: order {self._order} of a tensor with {len(self._shape)} dimensions")
         dtype = dtype_from_proto(tensor.dtype, where)
         self._dtype = DTYPES[dtype]
-        raw_bytes = math.prod(self._shape) * self._dtype.itemsize
+        self.raw_bytes = raw_bytes = math.prod(self._shape) * self._dtype.itemsize
+        """Before the codec: what decoding takes."""
         self.form = Form(tensor.codec, dtype, self._shape, self._order) if tensor.codec else None
         """What has been encoded, if it was."""
         self.nbytes = tensor.encoded_bytes if tensor.codec else raw_bytes
@@ -158,11 +159,14 @@ class ParcelReader:
         self._check_places(header)
         self._readers = [_TensorReader(tensor, str(self.key)) for tensor in header.tensors]
         size = sum(reader.nbytes for reader in self._readers)
-        if header.payload_bytes != size or size > MAX_PARCEL_BYTES:
+        # A few encoded bytes may stand for many.
+        raw_bytes = sum(reader.raw_bytes for reader in self._readers)
+        if header.payload_bytes != size or raw_bytes > MAX_PARCEL_BYTES:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in header.tensors)
+            decoded = f", {raw_bytes} decoded" if raw_bytes != size else ""
             raise ProtocolError(
-                f"{self.key}: {header.payload_bytes} bytes announced for shapes {shapes}, which take {size}; the limit "
-                f"is {MAX_PARCEL_BYTES}"
+                f"{self.key}: {header.payload_bytes} bytes announced for shapes {shapes}, which take {size}{decoded}; "
+                f"the limit is {MAX_PARCEL_BYTES}"
             )
         self.nbytes = size
         """Bytes that follow the header."""
