@@ -419,8 +419,11 @@ class Staging:
         replica. step: the push's; another than the bucket's marks a repetition. Raises TimeoutError.
         """
         self._loop = asyncio.get_running_loop()
-        # Enter the line before applying the rule, so that no change in between is missed.
-        waiter = _Waiter(Ask(shard, bucket, block, nbytes, step, push), self._loop.create_future())
+        ask = Ask(shard, bucket, block, nbytes, step, push)
+        if not self._waiting and (entry := self.ledger.decide(ask)).grant is not Grant.WAIT:
+            return self._lent(entry)
+        # Enter the line before applying the rule again, so that no change in between is missed.
+        waiter = _Waiter(ask, self._loop.create_future())
         self._waiting.append(waiter)
         self._grant()
         if not waiter.future.done():
@@ -491,8 +494,11 @@ class Staging:
             kept |= entry.grant is Grant.WAIT and waiter.ask.bucket is None and not self.ledger.begins(waiter.ask)
             if entry.grant is Grant.WAIT or waiter.future.done():
                 continue
-            self.ledger.note(entry)
-            self.leased += waiter.ask.nbytes
             self._waiting.remove(waiter)
-            waiter.future.set_result(StagingLease(self, self.ledger, entry))
+            waiter.future.set_result(self._lent(entry))
+
+    def _lent(self, entry: Entry) -> StagingLease:
+        self.ledger.note(entry)
+        self.leased += entry.ask.nbytes
         self.peak = max(self.peak, self.in_use)
+        return StagingLease(self, self.ledger, entry)
