@@ -74,11 +74,13 @@ class Orders:
     """State of the barrier that this task reported last."""
     posts: tuple[Post, ...] = ()
     """In a pipeline: who computes each unit, by unit; see shardline.pipeline."""
+    posting: int = 0
+    """Higher with every change of posts, so that two orders with the same posts are told apart."""
 
     @property
-    def work(self) -> tuple[tuple[int, ...], tuple[Post, ...]]:
+    def work(self) -> tuple[tuple[int, ...], tuple[Post, ...], int]:
         """What this task computes, and with whom."""
-        return self.replicas, self.posts
+        return self.replicas, self.posts, self.posting
 
     def units(self, task: str) -> Sequence[int]:
         """What this task computes: its replicas, or in a pipeline its units."""

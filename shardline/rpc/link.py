@@ -367,4 +367,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
             Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
             for post in message.posts
         ),
+        posting=message.posting,
     )

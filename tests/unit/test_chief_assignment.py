@@ -15,7 +15,7 @@ from shardline.fit import check_fit
 from shardline.pipeline.hosts import hosts_of
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.update import rule
-from shardline_chief.rules.state.work import assigned
+from shardline_chief.rules.state.work import Work, assigned
 
 WORKERS = [f"worker/{i}" for i in range(8)]
 
@@ -156,3 +156,12 @@ def test_workers_that_do_not_fit_the_job_or_the_cluster_are_refused_before_train
 def test_the_workers_of_stages_come_through_the_wire() -> None:
     job = job_in_stages([[0, 4], [1], [0, 2]], replicas=2)
     assert job_from_proto(job_to_proto(job)) == job and job_from_json(job_to_json(job)) == job
+
+
+def test_every_change_of_posts_is_numbered_also_one_that_is_taken_back() -> None:
+    job, work, numbers = job_in_stages([], replicas=1), Work(), []
+    for lives in ({"worker/0": 1}, {"worker/0": 1}, {"worker/0": 1, "worker/1": 2}, {"worker/0": 1}, {"worker/0": 3}):
+        work.reassign(lives, job, machines=dict.fromkeys(lives, "here"), own=False)
+        numbers.append(work.postings)
+    assert numbers == [1, 1, 2, 3, 4]
+    assert set(work.assignment.values()) == {"worker/0"}

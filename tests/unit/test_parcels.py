@@ -267,6 +267,16 @@ def test_what_is_for_a_step_far_ahead_waits_at_its_sender(office: PostOffice, ti
     timer.join()
 
 
+def test_a_parcel_of_newer_orders_waits_until_its_receiver_begins_again_with_them(office: PostOffice) -> None:
+    newer = ParcelReader(packed("j", 1, parcel(key()), posting=8).header)
+    office.begin(JOB, replace(ORDERS, posting=7), 3, identity(1))
+    with pytest.raises(UnreachableError, match=r"can't take the activation for stage 1 .* \(yet\)"):
+        office.mailbox.awaits(newer, wait_s=0.0)
+    assert office.mailbox.awaits(ParcelReader(packed("j", 1, parcel(key()), posting=6).header), wait_s=0.0)
+    office.begin(JOB, replace(ORDERS, posting=8), 3, identity(1))
+    assert office.mailbox.awaits(newer, wait_s=0.0)
+
+
 @pytest.mark.parametrize(
     ("job", "key"),
     [

@@ -374,4 +374,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
             chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
             for post in orders.posts
         ],
+        posting=orders.posting,
     )

@@ -36,6 +36,7 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
             reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
             fenced=not left,
         )
+    held = posts(state)
     return Orders(
         phase=state.phase,
         timeline=state.layout.timeline,
@@ -50,7 +51,8 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
         first_step=state.progress.base_step,
         awaited=tuple(state.tasks.awaited()) if _waits_at_start(state) else (),
         barrier=barriers.state_of(task),
-        posts=posts(state),
+        posts=held,
+        posting=(state.settings.term << 32) + state.work.postings if held else 0,
     )
 
 

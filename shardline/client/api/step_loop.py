@@ -296,7 +296,11 @@ class StepLoop:
             return self._still_ordered()
         try:
             found = self.trainer.standings([key.replica]).values()
-        except (Restart, Interrupted, UnreachableError) as error:
+        except UnreachableError as error:
+            # Beginning again would not help: the other stages do so only if the orders change.
+            log.info("can't ask whether step %d is closed: %s", key.step, error)
+            return self._still_ordered()
+        except (Restart, Interrupted) as error:
             log.info("looking for the current step again: %s", error or "interrupted")
             return False
         return min(standing.replicas[key.replica] for standing in found) <= key.step

@@ -49,7 +49,7 @@ class Mailbox:
         """By timeline and key: the sender, and what it sent."""
         self._job: JobSpec | None = None
         self._posts: tuple[Post, ...] = ()
-        self._timeline = 0
+        self._timeline = self._posting = 0
         self._step = 0
         self._interrupted = self._closed = False
 
@@ -61,6 +61,7 @@ class Mailbox:
         with self._changed:
             self._job = job
             self._posts, self._timeline, self._step = orders.posts, orders.timeline, step
+            self._posting = orders.posting
             for place in [place for place in self._here if place[0] < self._timeline or place[1].step < step]:
                 del self._here[place]
             self._changed.notify_all()
@@ -101,7 +102,7 @@ class Mailbox:
         end_s = time.monotonic() + wait_s
         with self._changed:
             while True:
-                found = self._wanted(parcel.job, parcel.timeline, parcel.key)
+                found = self._wanted(parcel.job, parcel.timeline, parcel.posting, parcel.key)
                 if found is not None:
                     self._check_codecs(parcel)
                     return found
@@ -113,15 +114,19 @@ class Mailbox:
                     )
                 self._changed.wait(left_s)
 
-    def _wanted(self, job: str, timeline: int, key: ParcelKey) -> bool | None:
-        """Whether a parcel may be needed; None = later, maybe."""
+    def _wanted(self, job: str, timeline: int, posting: int, key: ParcelKey) -> bool | None:
+        """Whether a parcel may be needed; None = later, maybe.
+
+        Its sender may have begun its step again because of orders that have not come here yet. This worker will begin
+        again too, and would lack what it had taken before.
+        """
         if self._job is None:
             return None
         if job != self._job.name or not self._fits(self._job, key):
             raise ProtocolError(f"{key} of job {job[:100]!r} is for no pass of job {self._job.name!r}")
         if timeline != self._timeline:
             return None if timeline > self._timeline else False
-        if key.step > self._step + pipeline.stages(self._job):
+        if posting > self._posting or key.step > self._step + pipeline.stages(self._job):
             return None
         return key.step >= self._step
 

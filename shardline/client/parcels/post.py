@@ -56,7 +56,7 @@ class PostOffice:
         self._job: JobSpec | None = None
         self._who = Identity(config.task)
         self._posts: tuple[Post, ...] = ()
-        self._timeline = 0
+        self._timeline = self._posting = 0
         self._senders: dict[str, ParcelSender] = {}
         self.passes = PassQueue()
         """Those that were computed, for the chief."""
@@ -68,8 +68,9 @@ class PostOffice:
         """
         if not orders.posts:
             return
-        moved = orders.posts != self._posts or orders.timeline != self._timeline
+        moved = (orders.posting, orders.posts, orders.timeline) != (self._posting, self._posts, self._timeline)
         self._job, self._posts, self._timeline = job, orders.posts, orders.timeline
+        self._posting = orders.posting
         self.mailbox.begin(job, orders, step)
         if moved:
             self.ports.keep_only({(post.task, post.incarnation) for post in orders.posts})
@@ -153,7 +154,7 @@ class PostOffice:
         if post.task == self._config.task:
             self.mailbox.deliver(Identity(post.task, post.incarnation), self._timeline, parcel)
             return
-        self._sender(post).put(packed(self._job.name, self._timeline, parcel))
+        self._sender(post).put(packed(self._job.name, self._timeline, parcel, self._posting))
 
     def _sender(self, post: Post) -> ParcelSender:
         sender = self._senders.get(post.address)

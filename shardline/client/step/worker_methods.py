@@ -38,7 +38,7 @@ class WorkerMethods:
         """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
         self.unbroken = not pipelines.of(job).flushes
         """A pipeline without a flush: passes compute with several versions of the parameters."""
-        self.resends = self.unbroken or pipelines.ranks(job) > 1
+        self.resends = pipelines.divided(job)
         """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
         self.copies = self.cadence.copies or self.unbroken
         """Passes compute with other tensors than those that pulls fill."""

@@ -43,8 +43,8 @@ class Packed:
         return self.header.payload_bytes
 
 
-def packed(job: str, timeline: int, parcel: Parcel) -> Packed:
-    """The message of one parcel; its tensors may be on any device."""
+def packed(job: str, timeline: int, parcel: Parcel, posting: int = 0) -> Packed:
+    """The message of one parcel; its tensors may be on any device. posting: of the orders by which it was computed."""
     key = parcel.key
     tensors: list[worker_pb2.ParcelTensor] = []
     payloads: list[memoryview] = []
@@ -66,6 +66,7 @@ def packed(job: str, timeline: int, parcel: Parcel) -> Packed:
         random_state=parcel.random_state,
         tensors=tensors,
         payload_bytes=sum(map(len, payloads)),
+        posting=posting,
     )
     return Packed(key, header, payloads, parcel.raw_bytes)
 
@@ -151,6 +152,7 @@ class ParcelReader:
     def __init__(self, header: worker_pb2.ParcelHeader) -> None:
         self.job = header.job
         self.timeline = header.timeline
+        self.posting = header.posting
         self.key = ParcelKey(header.step, header.replica, header.stage, header.microbatch, header.back)
         self.sender = Identity(header.task, header.incarnation, header.secret)
         """Of a call of Deliver."""

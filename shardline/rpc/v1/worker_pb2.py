@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardline.rpc.v1 import common_pb2 as shardline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshardline/rpc/v1/worker.proto\x12\x10shardline.rpc.v1\x1a\x1dshardline/rpc/v1/common.proto\"\x9e\x01\n\x0cParcelTensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05order\x18\x03 \x03(\r\x12\x12\n\nneeds_grad\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x15\n\rencoded_bytes\x18\x07 \x01(\x04\"\x9e\x02\n\x0cParcelHeader\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\x12\n\nmicrobatch\x18\x06 \x01(\r\x12\x0c\n\x04\x62\x61\x63k\x18\x07 \x01(\x08\x12\x0e\n\x06places\x18\x08 \x03(\r\x12\x14\n\x0crandom_state\x18\t \x01(\x0c\x12/\n\x07tensors\x18\n \x03(\x0b\x32\x1e.shardline.rpc.v1.ParcelTensor\x12\x15\n\rpayload_bytes\x18\x0b \x01(\x04\x12\x0c\n\x04task\x18\x0c \x01(\t\x12\x13\n\x0bincarnation\x18\r \x01(\x04\x12\x0e\n\x06secret\x18\x0e \x01(\x0c\"N\n\x0bParcelFrame\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.shardline.rpc.v1.ParcelHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x1b\n\x0bParcelReply\x12\x0c\n\x04kept\x18\x01 \x01(\x08\"p\n\x15OpenParcelLaneRequest\x12\x0c\n\x04task\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12$\n\x04lane\x18\x04 \x01(\x0e\x32\x16.shardline.rpc.v1.Lane\"c\n\x13OpenParcelLaneReply\x12\x0f\n\x07offered\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0e\n\x06socket\x18\x05 \x01(\t2\xb5\x01\n\x06Worker\x12`\n\x0eOpenParcelLane\x12\'.shardline.rpc.v1.OpenParcelLaneRequest\x1a%.shardline.rpc.v1.OpenParcelLaneReply\x12I\n\x07\x44\x65liver\x12\x1d.shardline.rpc.v1.ParcelFrame\x1a\x1d.shardline.rpc.v1.ParcelReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshardline/rpc/v1/worker.proto\x12\x10shardline.rpc.v1\x1a\x1dshardline/rpc/v1/common.proto\"\x9e\x01\n\x0cParcelTensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.shardline.rpc.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05order\x18\x03 \x03(\r\x12\x12\n\nneeds_grad\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x15\n\rencoded_bytes\x18\x07 \x01(\x04\"\xaf\x02\n\x0cParcelHeader\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\x12\n\nmicrobatch\x18\x06 \x01(\r\x12\x0c\n\x04\x62\x61\x63k\x18\x07 \x01(\x08\x12\x0e\n\x06places\x18\x08 \x03(\r\x12\x14\n\x0crandom_state\x18\t \x01(\x0c\x12/\n\x07tensors\x18\n \x03(\x0b\x32\x1e.shardline.rpc.v1.ParcelTensor\x12\x15\n\rpayload_bytes\x18\x0b \x01(\x04\x12\x0c\n\x04task\x18\x0c \x01(\t\x12\x13\n\x0bincarnation\x18\r \x01(\x04\x12\x0e\n\x06secret\x18\x0e \x01(\x0c\x12\x0f\n\x07posting\x18\x0f \x01(\x04\"N\n\x0bParcelFrame\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.shardline.rpc.v1.ParcelHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x1b\n\x0bParcelReply\x12\x0c\n\x04kept\x18\x01 \x01(\x08\"p\n\x15OpenParcelLaneRequest\x12\x0c\n\x04task\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12$\n\x04lane\x18\x04 \x01(\x0e\x32\x16.shardline.rpc.v1.Lane\"c\n\x13OpenParcelLaneReply\x12\x0f\n\x07offered\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0e\n\x06socket\x18\x05 \x01(\t2\xb5\x01\n\x06Worker\x12`\n\x0eOpenParcelLane\x12\'.shardline.rpc.v1.OpenParcelLaneRequest\x1a%.shardline.rpc.v1.OpenParcelLaneReply\x12I\n\x07\x44\x65liver\x12\x1d.shardline.rpc.v1.ParcelFrame\x1a\x1d.shardline.rpc.v1.ParcelReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARCELTENSOR']._serialized_start=83
   _globals['_PARCELTENSOR']._serialized_end=241
   _globals['_PARCELHEADER']._serialized_start=244
-  _globals['_PARCELHEADER']._serialized_end=530
-  _globals['_PARCELFRAME']._serialized_start=532
-  _globals['_PARCELFRAME']._serialized_end=610
-  _globals['_PARCELREPLY']._serialized_start=612
-  _globals['_PARCELREPLY']._serialized_end=639
-  _globals['_OPENPARCELLANEREQUEST']._serialized_start=641
-  _globals['_OPENPARCELLANEREQUEST']._serialized_end=753
-  _globals['_OPENPARCELLANEREPLY']._serialized_start=755
-  _globals['_OPENPARCELLANEREPLY']._serialized_end=854
-  _globals['_WORKER']._serialized_start=857
-  _globals['_WORKER']._serialized_end=1038
+  _globals['_PARCELHEADER']._serialized_end=547
+  _globals['_PARCELFRAME']._serialized_start=549
+  _globals['_PARCELFRAME']._serialized_end=627
+  _globals['_PARCELREPLY']._serialized_start=629
+  _globals['_PARCELREPLY']._serialized_end=656
+  _globals['_OPENPARCELLANEREQUEST']._serialized_start=658
+  _globals['_OPENPARCELLANEREQUEST']._serialized_end=770
+  _globals['_OPENPARCELLANEREPLY']._serialized_start=772
+  _globals['_OPENPARCELLANEREPLY']._serialized_end=871
+  _globals['_WORKER']._serialized_start=874
+  _globals['_WORKER']._serialized_end=1055
 # @@protoc_insertion_point(module_scope)

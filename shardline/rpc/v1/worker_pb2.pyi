@@ -86,6 +86,7 @@ class ParcelHeader(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    POSTING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     step: _builtins.int
@@ -103,6 +104,10 @@ class ParcelHeader(_message.Message):
     """The sender, in a call of Deliver; empty on a lane, whose socket belongs to one sender."""
     incarnation: _builtins.int
     secret: _builtins.bytes
+    posting: _builtins.int
+    """Orders.posting by which the sender computes. Whoever has older orders takes the parcel when it has these: computing
+    by them, it will need the parcel, and nobody sends it twice.
+    """
     @_builtins.property
     def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of an activation: which tensor each element of the tuple is that a stage has returned; empty: it returned one tensor.
@@ -128,10 +133,11 @@ class ParcelHeader(_message.Message):
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        posting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "incarnation", b"incarnation", "job", b"job", "microbatch", b"microbatch", "payload_bytes", b"payload_bytes", "places", b"places", "random_state", b"random_state", "replica", b"replica", "secret", b"secret", "stage", b"stage", "step", b"step", "task", b"task", "tensors", b"tensors", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "incarnation", b"incarnation", "job", b"job", "microbatch", b"microbatch", "payload_bytes", b"payload_bytes", "places", b"places", "posting", b"posting", "random_state", b"random_state", "replica", b"replica", "secret", b"secret", "stage", b"stage", "step", b"step", "task", b"task", "tensors", b"tensors", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

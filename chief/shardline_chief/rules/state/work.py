@@ -32,6 +32,8 @@ class Work:
         """Units that each living incarnation has or had."""
         self.leases: Leases | None = None
         """None unless the chief hands out batches."""
+        self.postings = 0
+        """Changes of who has which unit."""
         self.holders: dict[int, int] = {}
         """Incarnation that has each unit, or had it last."""
         self.moved: set[int] = set()
@@ -58,7 +60,7 @@ class Work:
 
         lives: incarnation by task. machines: host by task. own: each worker keeps the replica of its own index.
         """
-        before = self.assignment
+        before, had = self.assignment, dict(self.holders)
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in lives}
         else:
@@ -76,4 +78,5 @@ class Work:
                     self.unready.add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
+        self.postings += self.holders != had
         return [f"{pipeline.named(job, numbers)} to {task}" for task, numbers in gained.items()]

@@ -1,0 +1,68 @@
+"""Whatever dies, pipelines go on and end in the bits of one process; without any one of the rules they don't."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from shardline.pipeline import PIPELINES
+from tests.protocol_model.numbers import Broken
+from tests.protocol_model.pipelines import PipelineModel
+from tests.protocol_model.pipelines_chief import PipelineCounts, PipelineSetup
+
+STAGED = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
+EACH = pytest.mark.parametrize(
+    ("pipeline", "apply"), [(name, apply) for name in STAGED for apply in ("server", "worker")]
+)
+
+
+def played(seeds: range, pipeline: str, apply: str = "server", **changes: Any) -> PipelineCounts:
+    """One to two replicas, on two to four workers."""
+    total = PipelineCounts()
+    for seed in seeds:
+        shape = {"replicas": 1 + seed % 2, "workers": 2 + seed % 3, "microbatches": 2 + seed % 2}
+        setup = PipelineSetup(seed=seed, pipeline=pipeline, apply=apply, **{**shape, **changes})
+        counts = PipelineModel(setup).play()
+        for one in fields(counts):
+            setattr(total, one.name, getattr(total, one.name) + getattr(counts, one.name))
+    return total
+
+
+@EACH
+def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
+    counts = played(range(4), pipeline, apply, steps=6)
+    # Otherwise the schedules would show nothing.
+    assert counts.kills > 8 and counts.zombies > 2 and counts.moves > 10 and counts.chiefs > 1
+    assert counts.duplicates > 50 and counts.hosted > 5
+    goes_back = apply == "worker" or not PIPELINES.parse(pipeline).flushes
+    assert counts.rollbacks > 10 if goes_back else counts.rollbacks <= 4
+
+
+@pytest.mark.long
+@EACH
+def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
+    counts = played(range(1000, 1300), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2)
+    assert counts.late > 100 and counts.kills > 1000
+    # A step that is closed while its parcels are waited for is rare where everything goes back anyway.
+    assert counts.looked > 10 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
+
+
+@pytest.mark.parametrize(
+    ("rule", "pipeline", "apply", "seeds"),
+    [
+        pytest.param("decides", "stash", "server", range(3), id="going back when a stage moves"),
+        pytest.param("decides", "flush", "worker", range(6), id="going back for the optimizer's state"),
+        pytest.param("starts_over", "flush", "server", range(12), id="all workers beginning the step again"),
+        pytest.param("looks", "flush", "server", range(14, 15), id="asking whether the step is closed"),
+        pytest.param("waits", "flush", "server", range(26, 42), id="parcels of newer orders waiting"),
+        pytest.param("fences", "double-buffer", "server", range(3), id="telling timelines apart"),
+    ],
+)
+def test_each_rule_is_needed(
+    monkeypatch: pytest.MonkeyPatch, rule: str, pipeline: str, apply: str, seeds: range
+) -> None:
+    monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
+    with pytest.raises((AssertionError, Broken), match=r"stuck|has another|is used in|in the cut of"):
+        played(seeds, pipeline, apply, **{rule: False})
