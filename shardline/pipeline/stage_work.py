@@ -286,8 +286,14 @@ class StageWork:
             with calling(f"the model, {at}"):
                 return run()
         made: list[Any] = []
+        before = torch.is_autocast_enabled(self._device.type)
 
         def call(*inputs: Any, **named: Any) -> Any:
+            if self.last > 1 and torch.is_autocast_enabled(self._device.type) != before:
+                raise JobError(
+                    f"loss(model, batch) calls the model under torch.autocast, {at} but the stages between the first "
+                    "and the last are computed without the loss; use it in the forward() of layers, or make two stages"
+                )
             made.append(run(*inputs, **named))
             if stage < self.last:
                 raise _Taken

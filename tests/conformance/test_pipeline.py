@@ -683,3 +683,25 @@ def test_a_stage_that_nobody_computes_is_named() -> None:
     runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
     with pytest.raises(JobError, match="the gradient for stage 0 of replica 0, microbatch 0 of step 7"):
         runner.run(7, {0: [0]})
+
+
+def casts(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss(model, batch)
+
+
+@pytest.mark.parametrize("codec", ["", "bf16"])
+def test_autocast_in_the_loss_reaches_two_stages_and_more_are_refused(codec: str) -> None:
+    def run(cuts: list[int]) -> tuple[StepPart, nn.Module, float]:
+        job = replace(job_of(plain_layers, cuts, codec_parcels=codec), loss=casts)
+        whole, parts = job.build_model(), job.build_model()
+        assert isinstance(parts, Pipeline)
+        runner = StageRunner(parts, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
+        part = runner.run(0, {0: range(parts.num_stages)})[0]
+        return part, whole, alone(job, whole, 0)
+
+    part, whole, expected = run([4])
+    assert part.loss == expected
+    assert_gradients(whole, part.gradients)
+    with pytest.raises(JobError, match=r"calls the model under torch.autocast, in step 0 .* stage 0, but the stages"):
+        run([1, 4])
