@@ -1,6 +1,6 @@
 """Many schedules, one after another.
 
-make chaos                        # seeds 0 to 74
+make chaos                        # seeds 0 to 79
 make chaos ARGS="--seed 17"       # one of them again
 """
 
@@ -25,8 +25,8 @@ COLD_TIMEOUT_S = 24.0
 
 
 @click.command()
-@click.option("--seed", "seeds", type=int, multiple=True, help="This schedule; may be repeated. Default: 0 to 74.")
-@click.option("--count", type=click.IntRange(1), default=75, show_default=True, help="So many seeds from --from.")
+@click.option("--seed", "seeds", type=int, multiple=True, help="This schedule; may be repeated. Default: 0 to 79.")
+@click.option("--count", type=click.IntRange(1), default=80, show_default=True, help="So many seeds from --from.")
 @click.option("--from", "first", type=int, default=0, show_default=True, help="The first seed.")
 @click.option("--networks/--no-networks", default=True, help="Let links fail, where this machine can do that.")
 @click.option("--standbys/--no-standbys", default=True, help="Give some of the jobs standbys.")

