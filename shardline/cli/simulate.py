@@ -335,7 +335,8 @@ def report(job: Job, setup: Setup, result: Result) -> list[str]:
     for one in result.stages:
         lines.append(
             f"  stage {one.stage:<10}{100 * one.bubble:.0f} % idle within steps, "
-            f"holds {one.held} microbatches at most, stale by {one.behind} at most"
+            f"holds {one.held} microbatches at most, stale by {one.behind} at most, "
+            f"{one.versions} versions"
         )
     if result.losses:
         loss = found["loss"]

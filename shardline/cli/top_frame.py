@@ -247,6 +247,7 @@ def _stages(view: ClusterView, width: int) -> Iterable[Text]:
     for stage in view.stages:
         told = f"stage {stage.stage}: {stage.bubble:.0%} idle within steps, holds {stage.held}"
         told += f", {stage.behind} updates behind" if stage.behind else ""
+        told += f", {stage.versions} versions" if stage.versions > 1 else ""
         if width >= 80:
             told += f", forward {1000 * stage.forward_s:.1f} ms, backward {1000 * stage.backward_s:.1f} ms"
         yield _one_line(f"{told}, on {', '.join(map(printable, stage.tasks))}")

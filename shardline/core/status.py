@@ -153,6 +153,8 @@ class StageStatus:
     """Most microbatches of a replica whose activations it held."""
     behind: int = 0
     """Updates that its parameters had missed at most; 0 with a flush."""
+    versions: int = 1
+    """Most versions of its parameters that its passes needed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.replica_tensors import StepPart, Values
+from shardline.pipeline.schedules.counts import StageCounts
 from shardline.pipeline.schedules.unbroken import Unbroken, ahead
 from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
@@ -79,8 +80,9 @@ class StreamRunner:
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
         """Timeline, and stages by replica."""
-        self._versions: dict[int, Values] = {}
-        """Parameters of this worker's stages, by version."""
+        self._versions: dict[int, dict[int, Values]] = {}
+        """Parameters of this worker's stages, by stage and version."""
+        self._counts = StageCounts(pipeline, self._stages, job.accumulate, 0)
         self._predicted: dict[tuple[int, int, int], Values] = {}
         """By version, stage, and how many updates later."""
         self._units: list[_Unit] = []
@@ -103,6 +105,7 @@ class StreamRunner:
             self._work.begin(stages)
             self._work.tensors.clear()
             self._versions.clear()
+            self._counts = StageCounts(self._pipeline, self._stages, self._job.accumulate, step)
             self._predicted.clear()
             self._units.clear()
             self._parts.clear()
@@ -127,7 +130,7 @@ class StreamRunner:
         while any(unit.backward < end for unit in self._units):
             if self._advance(end):
                 continue
-            if self._step not in self._versions:
+            if not self._has_come:
                 self._arrive()
             else:
                 self._exchange.wait([key for at, back in self._next(end) if (key := self._work.needs(at, back=back))])
@@ -135,10 +138,11 @@ class StreamRunner:
         for stage in self._own:
             self._exchange.staleness(stage, self._step - self._version(self._step * self._job.accumulate, stage))
         # Nothing needs older versions than the first pass of the next step.
-        oldest = min(self._version(end, stage) for stage in self._own)
+        oldest = {stage: self._version(end, stage) for stage in self._own}
         if not self._pipeline.keeps_one:
-            self._versions = {version: values for version, values in self._versions.items() if version >= oldest}
-        self._predicted = {key: values for key, values in self._predicted.items() if key[0] >= oldest}
+            for stage, kept in self._versions.items():
+                self._versions[stage] = {version: one for version, one in kept.items() if version >= oldest[stage]}
+        self._predicted = {key: one for key, one in self._predicted.items() if key[0] >= oldest[key[1]]}
 
     def _part(self, replica: int) -> StepPart:
         loss: float | None = None
@@ -173,13 +177,15 @@ class StreamRunner:
             for at, back in self._passes(unit, end):
                 number = unit.backward if back else unit.forward
                 version = self._version(number, unit.stage, back=back)
-                if version in self._versions and self._work.ready(at, back=back):
+                if version in self._versions.get(unit.stage, ()) and self._work.ready(at, back=back):
                     self._point(unit.stage, version, late=at.step - version)
                     self._pass(unit, at, back=back)
                     return True
         return False
 
     def _pass(self, unit: _Unit, at: At, *, back: bool) -> None:
+        number, held = unit.backward if back else unit.forward, unit.forward - unit.backward + (not back)
+        self._counts.passed(unit.stage, number, self._work.version, held, back=back)
         if back:
             self._work.backward(at)
             unit.backward += 1
@@ -223,29 +229,36 @@ class StreamRunner:
 
     def _point(self, stage: int, version: int, *, late: int) -> None:
         """Have the stage's parameters be those of a version, or what is predicted for `late` updates after it."""
-        values = self._versions.get(version)
+        values = self._versions[stage].get(version)
         if self._predict is not None and late:
             values = self._predicted.get((version, stage, late))
         if values is None:
-            raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions)}")
+            raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions[stage])}")
         self._work.version = version
         for name, parameter in self._work.tensors.parameters[stage].items():
             parameter.data = values[name]
 
+    @property
+    def _has_come(self) -> bool:
+        """Whether the open step's parameters are here: those of all stages come together."""
+        return any(self._step in kept for kept in self._versions.values())
+
     def _arrive(self) -> None:
         """Wait for the open step's parameters, the newest there can be, and keep them."""
-        if self._step in self._versions:
+        if self._has_come:
             return
         self._exchange.settle()
         pulled = self._pulled()
-        names = [name for stage in self._own for name in self._work.tensors.parameters[stage]]
-        if self._pipeline.keeps_one and self._versions:
-            ((_, values),) = self._versions.items()
-            for name in names:
-                values[name].copy_(pulled[name].detach())
-            self._versions = {self._step: values}
-        else:
-            self._versions[self._step] = {name: pulled[name].detach().clone() for name in names}
+        for stage in self._own:
+            kept = self._versions.setdefault(stage, {})
+            if self._pipeline.keeps_one and kept:
+                _, values = kept.popitem()
+                for name, one in values.items():
+                    one.copy_(pulled[name].detach())
+            else:
+                values = {name: pulled[name].detach().clone() for name in self._work.tensors.parameters[stage]}
+            kept[self._step] = values
+            self._counts.arrived(stage, self._step, kept)
         if self._predict is None:
             return
         count = self._job.accumulate

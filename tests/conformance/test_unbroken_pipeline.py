@@ -13,7 +13,7 @@ from torch import nn
 
 from shardline.core.reduce import mean_, tree_sum
 from shardline.data import BatchSource
-from shardline.errors import JobError
+from shardline.errors import InternalError, JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
 from shardline.pipeline.hosts import hosts_of
@@ -21,9 +21,11 @@ from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
+from shardline.pipeline.schedules.counts import StageCounts
 from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
+from shardline.pipeline.timeline import Timeline
 from shardline.seams import settings_of
 from shardline.testing import reference
 from tests.conformance.test_pipeline import (
@@ -481,3 +483,52 @@ def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Unbr
         assert torch.allclose(server.pulled[f"{number}.weight"].double(), values, rtol=0, atol=1e-5)
     others = {reference(replace(job, pipeline=one)).sha256 for one in ("stash", "no-stash", "ftpipe")}
     assert len(others) == 3
+
+
+# StageCounts
+
+
+@EACH
+@pytest.mark.parametrize("microbatches", [3, 4])
+def test_what_a_run_counts_is_what_the_paper_says(schedule: Unbroken, microbatches: int) -> None:
+    """PipeDream, section 3.3: per stage, from the passes of a run, staleness, versions and microbatches in progress."""
+    job = job_of(plain_layers, [1, 4, 5], steps=12, pipeline=schedule, accumulate=microbatches)
+    server, _ = run(schedule, job)
+    figures = Timeline(4, 1, microbatches)
+    figures.add("worker/0", server.passes)
+    behind = {
+        "stash": [1, 1, 1, 0],
+        "ftpipe": [1, 1, 1, 0],
+        "no-stash": [1, 1, 1, 0],
+    }.get(schedule.name, [1, 1, 1, 1])
+    assert [one.behind for one in figures.figures()] == behind
+    # One worker has all stages here, and takes what is further behind first.
+    held = [one.held for one in figures.figures()]
+    assert held[0] == 4 and all(count <= 4 - stage for stage, count in enumerate(held))
+    versions = [1] * 4 if schedule.keeps_one else [1 + one for one in behind]
+    assert [one.versions for one in figures.figures()] == versions
+
+
+@pytest.mark.parametrize("schedule", [Stash(), VerticalSync(), FTPipe(), NoStash()], ids=str)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(schedule: Unbroken, stages: int) -> None:
+    """One microbatch per step: minibatch m from 1 on, stage s of n."""
+    for stage in range(stages):
+        counts, kept = StageCounts(schedule, stages, 1, 0), set[int]()
+        ahead_by = stages - 1 - stage
+        for step in range(12):
+            late = stages - 1 if schedule == VerticalSync() else ahead_by
+            kept = {step} if schedule.keeps_one else set(range(max(0, step - late), step + 1))
+            with pytest.raises(InternalError, match=f"stage {stage} has got version {step} and keeps"):
+                counts.arrived(stage, step, kept | {99})
+            counts.arrived(stage, step, kept)
+            # All that version lets go forward: in a full pipeline one microbatch.
+            forward = max(0, step - late)
+            counts.passed(stage, step, forward, min(step, ahead_by) + 1, back=False)
+            counts.passed(stage, step, step if schedule.keeps_one else forward, ahead_by + 1, back=True)
+            with pytest.raises(InternalError, match=f"stage {stage} has computed microbatch 0 of step {step} forward"):
+                counts.passed(stage, step, forward + 1, 1, back=False)
+            with pytest.raises(InternalError, match=f"holding {ahead_by + 2} microbatches"):
+                counts.passed(stage, step, forward, ahead_by + 2, back=False)
+        with pytest.raises(InternalError, match="has version 12 next"):
+            counts.arrived(stage, 13, kept)

@@ -108,6 +108,16 @@ def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None
         assert (one["held"], one["behind"]) == (schedule.held(one["stage"], stages, 4), 0)
 
 
+def assert_counted(out: Path, pipeline: str) -> None:
+    """The summary has the staleness, versions and stashes of the schedule, for three stages and four microbatches."""
+    schedule, full = PIPELINES.parse(pipeline), range(12, 48)
+    for one in summary_of(out)["stages"]:
+        behind = max(number // 4 - schedule.version(number, one["stage"], 3, 4) for number in full)
+        kept = 1 + max(number // 4 - schedule.back_version(number, one["stage"], 3, 4) for number in full)
+        assert (one["behind"], one["versions"]) == (behind, kept)
+        assert one["held"] <= 3 - one["stage"]
+
+
 @pytest.mark.parametrize("pipeline", ["gpipe:recompute=true", "flush"])
 def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
@@ -198,6 +208,7 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
         told for told in events(out, "pipeline") if "is a negative example: its backward passes use other" in told
     ]
     assert len(warned) == (pipeline == "no-stash")
+    assert_counted(out, pipeline)
     # Going on begins with an empty pipeline, with other cuts too.
     first = reference(load_job(job))
     job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")

@@ -113,6 +113,8 @@ def _stage(stage: int, passes: Sequence[TaskPass], busy_s: float, length_s: floa
         backward_s=_mean([one.end_s - one.start_s for one in reports if one.back]),
         held=max(one.held for one in reports),
         behind=max(max(0, one.step - one.version) for one in reports),
+        # What a step's backward passes need, up to the version with which it begins.
+        versions=max(1 + max(0, one.step - one.version) for one in reports if one.back),
     )
 
 

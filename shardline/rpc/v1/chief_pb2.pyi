@@ -1005,6 +1005,7 @@ class StageStatus(_message.Message):
     BACKWARD_S_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     BEHIND_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     bubble: _builtins.float
     """Share of a step in which it computed nothing, 0 to 1."""
@@ -1015,6 +1016,8 @@ class StageStatus(_message.Message):
     """Most microbatches of a replica whose activations it held."""
     behind: _builtins.int
     """Updates that its parameters had missed at most."""
+    versions: _builtins.int
+    """Most versions of its parameters that its passes needed at a time."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Who computes it."""
@@ -1029,10 +1032,11 @@ class StageStatus(_message.Message):
         backward_s: _builtins.float = ...,
         held: _builtins.int = ...,
         behind: _builtins.int = ...,
+        versions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "behind", b"behind", "bubble", b"bubble", "forward_s", b"forward_s", "held", b"held", "stage", b"stage", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "behind", b"behind", "bubble", b"bubble", "forward_s", b"forward_s", "held", b"held", "stage", b"stage", "tasks", b"tasks", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
