@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile
 
-PAYLOAD = 0.94
-"""Share of an Ethernet link's bits that are TCP payload."""
-
 
 @click.command(short_help="Find the best stages of a pipeline, and compare them with data parallelism.")
 @click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
 @options.option("--workers", type=click.IntRange(min=1), default=4, help="Workers.")
 @options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
-@click.option("--link", default="none", metavar="RATE", help="Bandwidth of each machine, each way: 1Gbit, 25MB.")
+@click.option("--link", default="none", metavar="RATE", help="Bandwidth of each machine, each way: 940Mbit, 25MB.")
 @click.option(
     "--group",
     type=click.IntRange(min=1),
@@ -127,14 +124,13 @@ def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     from shardline.pipeline.partition import Cluster, LinkLevel
     from shardline.simulator import quantities
 
-    link = PAYLOAD * quantities.bytes_per_s(flags["link"], "--link")
-    workers, group = flags["workers"], flags["group"]
+    link, workers, group = quantities.bytes_per_s(flags["link"], "--link"), flags["workers"], flags["group"]
     memory = quantities.byte_count(flags["memory"], "--memory")
     if workers % group:
         raise UsageError(f"--workers {workers} don't make groups of --group {group}; give a multiple of {group}")
     levels: tuple[LinkLevel, ...] = (LinkLevel(count=workers, bytes_per_s=link),)
     if group > 1:
-        inside = PAYLOAD * quantities.bytes_per_s(flags["group_link"], "--group-link")
+        inside = quantities.bytes_per_s(flags["group_link"], "--group-link")
         levels = (LinkLevel(count=group, bytes_per_s=inside), LinkLevel(count=workers // group, bytes_per_s=link))
     return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
 
