@@ -268,7 +268,7 @@ def test_role_folders_are_no_packages() -> None:
     assert not found, f"{found} would make `import worker` work, which a person's own worker.py must win"
 
 
-CLIENT = ("exchange", "applied", "step", "overlap", "parcels", "across", "factory", "unstepped", "api")
+CLIENT = ("room", "exchange", "applied", "step", "overlap", "parcels", "across", "factory", "unstepped", "api")
 """Parts of the client, inner ones first: each may import those before it."""
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shardline.client import room
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline import room
 from shardline.pipeline.model import Pipeline
 
 WEIGHTS = 4 * 64 * 64

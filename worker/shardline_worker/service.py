@@ -10,13 +10,13 @@ import torch
 from shardline import pipeline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
+from shardline.client.room import check_room
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.replica_tensors import StepPart
-from shardline.pipeline.room import check_room
 from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner

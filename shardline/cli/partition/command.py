@@ -103,9 +103,9 @@ def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
 
 def optimizer_bytes(job: JobSpec) -> float:
     """Bytes of the optimizer's state per byte of what is trained."""
+    from shardline.client.room import state_bytes
     from shardline.core.plan import make_plan
     from shardline.core.spec import TensorKind, itemsize
-    from shardline.pipeline.room import state_bytes
 
     trained = sum(one.elements * itemsize(one.dtype) for one in job.tensors if one.kind is TensorKind.PARAM)
     return sum(state_bytes(job, make_plan(job.tensors, 1)).values()) / trained

@@ -5,6 +5,7 @@ Nothing is measured, since processes would measure different times. `shardline p
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,16 +90,18 @@ def cuts(
         coded=coded(profile, codec),
     )
 
-    def size(stage: int, first: int, end: int) -> tuple[float, float]:
+    # Stages on as many workers have the same sizes.
+    @functools.cache
+    def size(first: int, end: int, count: int) -> tuple[float, float]:
         if not costs.stage_allowed(first, end):
             return math.inf, 0.0
-        own = first, end, copies[stage]
+        own = first, end, count
         return costs.compute_s(*own) + costs.link_s(*own), sum(costs.parcels(*own))
 
     # As with a number of stages: one begins with a trained layer, so that activation functions stay with theirs.
     trained = [n for n in range(1, costs.count) if costs.cut_allowed(n) and profile.layers[n].trained_bytes]
     points = [0, *trained, costs.count]
-    found = balanced(points, len(copies), size)
+    found = balanced(points, len(copies), lambda stage, first, end: size(first, end, copies[stage]))
     if found is None:
         raise JobError(_too_many(costs, len(copies)))
     return found
