@@ -60,15 +60,15 @@ def assign_teams(previous: Mapping[int, str], hosts: Mapping[str, str], cells: i
     """Worker by unit, where `ranks` workers of one host share each of the cells [0, cells); {} if no host has as many.
 
     Unit `rank * cells + cell` is a rank's part of a cell. Each worker has one rank, in all the cells of its team.
-    previous: the assignment so far. A team keeps its living members; others take the places of those that it lacks, or
-    it is dissolved. hosts: of the living workers, in order of index.
+    previous: the assignment so far. A team keeps its living members of one host, where most are; others take the places
+    of those that it lacks, or it is dissolved. hosts: of the living workers, in order of index.
     """
     if ranks == 1:
         return assign(previous, list(hosts), cells)
     before: dict[tuple[str, ...], list[int]] = {}
     for cell in range(cells):
         before.setdefault(tuple(previous.get(rank * cells + cell, "") for rank in range(ranks)), []).append(cell)
-    remains = [([member if member in hosts else "" for member in team], own) for team, own in before.items()]
+    remains = [(_left(team, hosts), own) for team, own in before.items()]
     # The most complete first.
     remains.sort(key=lambda item: item[0].count(""))
     placed = {member for team, _ in remains for member in team}
@@ -96,6 +96,13 @@ def assign_teams(previous: Mapping[int, str], hosts: Mapping[str, str], cells: i
     return {
         rank * cells + cell: worker for cell, leader in found.items() for rank, worker in enumerate(leaders[leader])
     }
+
+
+def _left(team: Sequence[str], hosts: Mapping[str, str]) -> list[str]:
+    """The members that go on together, each in its place: a worker may have come back on another host."""
+    where = [hosts[member] for member in team if member in hosts]
+    home = max(where, key=where.count, default="")
+    return [member if member in hosts and hosts[member] == home else "" for member in team]
 
 
 def _new_teams(free: Sequence[str], hosts: Mapping[str, str], ranks: int) -> list[list[str]]:

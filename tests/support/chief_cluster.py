@@ -378,9 +378,8 @@ class Cluster:
     def ask(self, role: str, index: int | None = 0, **fields: Any) -> list[JoinAnswer]:
         self._stable += 1
         answers: list[JoinAnswer] = []
-        join = Join(
-            role=role, index=index, stable_id=fields.pop("stable_id", f"s{self._stable}"), address="h:1", **fields
-        )
+        own = {"stable_id": f"s{self._stable}", "address": "h:1"}
+        join = Join(role=role, index=index, **{**own, **fields})
         self.program.join(answers, join, self.now_s)
         self.settle()
         if answers and answers[0].accepted:

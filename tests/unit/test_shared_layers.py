@@ -253,6 +253,14 @@ def test_a_team_gets_another_member_in_the_place_of_the_lost_one() -> None:
     assert assign_teams({}, hosts, 4, 1) == assign({}, list(hosts), 4)
 
 
+def test_a_member_that_comes_back_on_another_host_is_replaced_or_its_team_dissolved() -> None:
+    hosts = dict.fromkeys(WORKERS[:3], "here")
+    before = assign_teams({}, hosts, 1, 2)
+    assert teams_of(before, 1, 2) == [("worker/0", "worker/1")]
+    assert teams_of(assign_teams(before, {**hosts, "worker/1": "there"}, 1, 2), 1, 2) == [("worker/0", "worker/2")]
+    assert assign_teams(before, {"worker/0": "here", "worker/1": "there"}, 1, 2) == {}
+
+
 # How they meet
 
 

@@ -166,6 +166,15 @@ class Start:
         assert job is not None
         there = len(state.tasks.trainers())
         missing = state.settings.trainers - there
+        if missing <= 0 and state.lacks_team:
+            where = ", ".join(f"{member.task} at {member.address}" for member in state.tasks.trainers())
+            state.end(
+                JobError.exit_code,
+                f"tensor_parallel shares layers among {pipeline.ranks(job)} workers of one host, but no host has as "
+                f"many: {where}; start {pipeline.ranks(job)} on one host, or choose another tensor_ranks",
+                now_s,
+            )
+            return
         state.figures.running_s = now_s
         state.record("running", step=state.progress.base_step)
         if missing > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline import pipeline
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
 from shardline_chief.rules.actions import CommandResult
@@ -112,7 +113,7 @@ class Workers:
         state, tasks = self.state, self.state.tasks
         if state.phase is not Phase.RUNNING:
             return
-        lacking = not tasks.working() or tasks.too_few()
+        lacking = not tasks.working() or tasks.too_few() or state.lacks_team
         if state.script:
             lacking = bool(self._gone_from_script())
         if not lacking or len(tasks.finished) >= state.settings.trainers:
@@ -124,6 +125,9 @@ class Workers:
             who = "every task that trains"
             if state.script:
                 who = f"{', '.join(self._gone_from_script())}, without which a script can't continue,"
+            elif state.lacks_team and not tasks.too_few():
+                assert state.job is not None
+                who = f"a team of {pipeline.ranks(state.job)} workers of one host, which share layers,"
             elif tasks.trainers():
                 who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
             missed = f"no replacement joined within {state.timeouts.lost_s:g} s"

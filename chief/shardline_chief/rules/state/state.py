@@ -168,6 +168,11 @@ class State:
         # A script's worker computes its own replica only.
         return moved + self.work.reassign(lives, self.job, machines=machines, own=self.script)
 
+    @property
+    def lacks_team(self) -> bool:
+        """Whether workers are to share layers, and no host has as many of them as that takes."""
+        return self.job is not None and pipeline.ranks(self.job) > 1 and not self.work.assignment
+
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""
         if self.losses.now is None:
