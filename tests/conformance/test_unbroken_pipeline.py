@@ -365,7 +365,24 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
 ) -> None:
     layers, cuts = (wide_layers, [1, 2]) if codec else (plain_layers, [1, 4])
     job = job_of(layers, cuts, replicas=replicas, steps=6, pipeline=schedule, codec_parcels=codec)
-    hosts, shared = hosts_of(workers, 3), Shared(job, 3)
+    assert_bits_of_one_process(schedule, job, workers, len(cuts) + 1)
+
+
+@pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("workers", "replicas"), [([[0], [1], [2], [3]], 1), ([2, 1, 1, 1], 2), ([[0], [1]] * 2, 2)])
+def test_so_they_are_with_fewer_microbatches_than_a_stage_is_ahead(
+    schedule: Unbroken, microbatches: int, workers: list[int | list[int]], replicas: int
+) -> None:
+    fields = {"replicas": replicas, "accumulate": microbatches, "steps": 7, "pipeline": schedule}
+    assert_bits_of_one_process(schedule, job_of(plain_layers, [1, 4, 5], **fields), workers, 4)
+
+
+def assert_bits_of_one_process(
+    schedule: Unbroken, job: Job, workers: Sequence[int | Sequence[int]], count: int
+) -> None:
+    """Train with these workers of so many stages, and compare."""
+    hosts, replicas, shared = hosts_of(workers, count), job.replicas, Shared(job, count)
 
     def work(number: int) -> None:
         model, stages = job.build_model(), stages_of(hosts, replicas, number)
