@@ -273,6 +273,21 @@ def test_shapes_are_the_same_in_every_process_and_those_that_are_measured() -> N
     assert first.layers == tuple(replace(one, forward_s=0.0, backward_s=0.0) for one in measured.layers)
 
 
+class Recurrent(nn.LSTM):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        made: torch.Tensor = super().forward(values[:, None].expand(-1, 5, -1))[0]
+        return made
+
+
+def test_a_recurrent_layer_counts_the_same_whatever_computes_it() -> None:
+    job = job_of(Recurrent(8, 32, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(64, 8))
+    found = []
+    for together in (True, False):
+        with torch.backends.mkldnn.flags(enabled=together):  # type: ignore[no-untyped-call]
+            found.append([one.flops for one in shapes(job.build_model(), job).layers])  # type: ignore[arg-type]
+    assert found[0] == found[1] and found[0][0] > 2 * 4 * 5 * 2 * 4 * 32 * (8 + 32)
+
+
 def test_layers_that_share_weights_are_not_parted() -> None:
     shared = nn.Linear(8, 8)
     job = job_of(nn.Linear(8, 8), shared, nn.ReLU(), shared, nn.Linear(8, 8))
