@@ -201,6 +201,9 @@ class Codec(Resident, ABC):
     shares_memory: ClassVar[bool] = False
     """All receivers of a pull share one memory, so that each of them has to pull every step."""
 
+    writes_nonfinite: ClassVar[bool] = True
+    """NaN and infinity are decoded as such."""
+
     sender_copies: ClassVar[int] = 0
     """Most memory of the sender of pulls, in sizes of the buckets."""
 
@@ -241,6 +244,10 @@ class Codec(Resident, ABC):
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether it encodes this tensor; other tensors are not encoded, even in the same bucket."""
         return tensor.kind is TensorKind.PARAM and tensor.dtype in ("float32", "float64")
+
+    def stays_finite(self, magnitude: float) -> bool:
+        """Whether a finite number of this magnitude is decoded as one."""
+        return True
 
     def wants_whole(self, shape: Sequence[int]) -> bool:
         """Whether it can't encode pieces of a tensor of this shape, so that the plan must not cut it."""

@@ -22,6 +22,10 @@ class Cast(Codec):
         """Elements times the wire type's size."""
         return layout.bucket.elements * itemsize(self.wire_dtype)
 
+    def stays_finite(self, magnitude: float) -> bool:
+        """Whether it is in the wire type's range, rounded."""
+        return bool(torch.tensor(magnitude, dtype=torch.float64).to(DTYPES[self.wire_dtype]).isfinite())
+
     def encoder(self, layout: Layout) -> CastCoder:
         """Encoder that rounds."""
         return CastCoder(layout, self.wire_dtype)

@@ -38,6 +38,11 @@ class Lossy(PartCodec):
 
     direction = Direction.PUSH
     scope = Scope.QUANTUM
+    writes_nonfinite = False
+
+    def stays_finite(self, magnitude: float) -> bool:
+        """Whether it is in float32's range: scales are float32."""
+        return bool(torch.tensor(magnitude, dtype=torch.float64).to(torch.float32).isfinite())
 
     @property
     @abstractmethod

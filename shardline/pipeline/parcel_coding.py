@@ -16,9 +16,7 @@ from torch import nn
 
 from shardline import codecs
 from shardline.codecs.base import Layout, Turn
-from shardline.codecs.cast import Cast
 from shardline.codecs.coding import BucketCoding
-from shardline.codecs.lossy import Lossy
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.reduce import magnitude
 from shardline.core.settings import Settings
@@ -83,19 +81,16 @@ class ParcelCoding:
         return payload, Form(self._name, dtype, tuple(value.shape), order)
 
     def _check(self, values: torch.Tensor, key: ParcelKey, what: str) -> None:
-        """Refuse what the codec can't write. Casts write NaN and infinity as such, but nothing else as infinity."""
-        if not isinstance(self._codec, Lossy | Cast):
-            return
+        """Refuse what the codec can't write. Some write NaN and infinity as such, but no number may become infinite."""
         largest = magnitude(values)
-        # Scales are float32.
-        kept = DTYPES[self._codec.wire_dtype if isinstance(self._codec, Cast) else "float32"]
         where = f"in step {key.step} of replica {key.replica}, microbatch {key.microbatch}"
-        if isinstance(self._codec, Lossy) and not math.isfinite(largest):
-            raise NonFiniteError(
-                f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
-                "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
-            )
-        if math.isfinite(largest) and not torch.tensor(largest, dtype=torch.float64).to(kept).isfinite():
+        if not math.isfinite(largest):
+            if not self._codec.writes_nonfinite:
+                raise NonFiniteError(
+                    f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
+                    "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
+                )
+        elif not self._codec.stays_finite(largest):
             raise NonFiniteError(
                 f"{what} has numbers up to {largest:.6g}, {where}, of which codec {self._name} makes infinity; choose "
                 "codec_parcels='bf16', which has the range of float32, or lower the learning rate"
