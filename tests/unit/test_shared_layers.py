@@ -8,9 +8,11 @@ import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,10 +20,13 @@ from torch.utils.data import TensorDataset
 
 from shardline import pipeline
 from shardline.client.across.meeting import Meeting
+from shardline.client.across.team import Team
 from shardline.client.overlap.watching import StepAgain
 from shardline.consistency.assignment import assign, assign_teams
+from shardline.core.placement import Post
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, TensorSpec, joined
+from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
 from shardline.job import Job
 from shardline.pipeline.across import cut, shared_layers
@@ -322,3 +327,14 @@ def test_cutting_says_which_fragment_each_part_is_in() -> None:
         ("1.weight[1/2]", 2),
         ("1.bias", 0),
     ]
+
+
+def test_a_process_group_of_the_job_s_own_is_refused_and_left_alone(tmp_path: Path) -> None:
+    post = Post(task="worker/0", address="here:1", incarnation=int(uuid.uuid4()) >> 64)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(JobError, match=r"uses torch.distributed itself, .* or train with --set tensor_ranks=1"):
+            Team(Timeouts(total_s=5.0), lambda: True).meet((post,), 0, "step 1")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

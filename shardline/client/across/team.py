@@ -40,6 +40,8 @@ class Team:
         self._members: tuple[Post, ...] = ()
         self._rank = 0
         self._mesh: DeviceMesh | None = None
+        self._grouped = False
+        """torch's default group is this one's, or about to be."""
         self._inside = False
         """Within together(), or in the middle of making a group."""
         self._failures = 0
@@ -92,12 +94,15 @@ class Team:
 
     def _join(self, port: int, listener: socket.socket | None) -> DeviceMesh:
         if dist.is_initialized():
-            raise JobError("the job file uses torch.distributed itself, which tensor_parallel needs for its own groups")
+            raise JobError(
+                "the job file uses torch.distributed itself, which tensor_parallel needs for its own groups; leave one "
+                "of them out, or train with --set tensor_ranks=1"
+            )
         # gloo otherwise asks for the host's name, which may lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         patience = datetime.timedelta(seconds=self._timeouts.total_s)
         ranks = len(self._members)
-        self._inside = True
+        self._inside = self._grouped = True
         with self._leaving_after_errors():
             try:
                 store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it at run time only
@@ -177,9 +182,10 @@ class Team:
     def _close(self) -> None:
         """With the lock: gloo closes its connections."""
         self._mesh = None
-        if dist.is_initialized():
+        if self._grouped and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+        self._grouped = False
 
 
 def _listen(found: list[socket.socket]) -> int:
