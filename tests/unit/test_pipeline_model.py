@@ -281,6 +281,11 @@ def test_workers_that_share_layers_have_a_stage_together() -> None:
     job = auto_job("auto", linear(4), workers=4, tensor_ranks=2, tensor_parallel={"0": "gathered"})
     model = job.build_model()
     assert isinstance(model, Pipeline) and model.num_stages == 2
+    # What a layer leaves in parts goes to one of the same stage: without these it would be [4].
+    parted = replace(job, tensor_parallel={"2": "colwise", "4": "rowwise"})
+    model = parted.build_model()
+    assert isinstance(model, Pipeline) and model.cuts in ((2,), (6,))
+    assert pipeline.stages(parted.spec(model)) == 2
     # A whole model has no stages that could part layers from each other.
     whole = replace(job, pipeline="whole-model", tensor_parallel={"0": "colwise", "2": "rowwise"})
     assert pipeline.stages(whole.spec(whole.build_model())) == 1
@@ -291,7 +296,12 @@ def test_workers_that_share_layers_have_a_stage_together() -> None:
     [
         ("auto:5", linear(3), {}, r"5 stages of 6 layers, .* the model has 3 of them: 0 \(Linear\), 2 \(Linear\), 4 "),
         ("auto", linear(3), {"workers": 4}, 'give at most stages="auto:3", or start fewer workers'),
-        ("auto:2", shared(), {}, "no stage can begin with layer 1, 2: weights are shared across it"),
+        (
+            "auto:2",
+            shared(),
+            {},
+            "no stage can begin with layer 1, 2: weights, or outputs in parts, are shared across it",
+        ),
         (
             "auto",
             linear(3),

@@ -9,6 +9,7 @@ A pattern is a path of modules; `*` stands for any part of one name. The first p
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -167,6 +168,12 @@ def _check_flow(layers: Sequence[SharedLayer], stage_of: Callable[[str], int]) -
             f"{left} leaves its output in parts, but no rowwise layer of the same stage follows it; make one rowwise, "
             "or this one 'gathered'"
         )
+
+
+def handed_in_parts(layers: Sequence[SharedLayer]) -> list[tuple[str, str]]:
+    """Layers that leave their output in parts, each with the one that takes it: no stage can end between them."""
+    found = [layer for layer in layers if not layer.embedding]
+    return [(left.name, right.name) for left, right in itertools.pairwise(found) if left.style.leaves_parts]
 
 
 def _some(names: Sequence[str]) -> str:

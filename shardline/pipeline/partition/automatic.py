@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardline.core.settings import WORKER
 from shardline.errors import JobError, JobExitError
+from shardline.pipeline import across
 from shardline.pipeline.balance import balanced
 from shardline.pipeline.partition.coded import coded
 from shardline.pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
@@ -58,11 +59,19 @@ def cuts_for(model: Pipeline, job: Job) -> list[int] | None:
             f"Pipeline: stages={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; or "
             "give the layers that begin a stage, as `shardline partition` finds them"
         ) from error
+    profile = replace(profile, joined=tuple(sorted({*profile.joined, *_within_parts(model, job)})))
     copies = [len(one) for one in model.hosts] or [1] * count
     # With the optimizer on the one worker that has a stage, nothing is exchanged.
     exchanged = job.apply != WORKER or job.replicas > 1
     codec = str(job.codec_parcels)
     return cuts(profile, copies, job.accumulate * job.contributors, exchanged=exchanged, codec=codec)
+
+
+def _within_parts(model: Pipeline, job: Job) -> set[int]:
+    """Layers that can't begin a stage, since workers that share layers have what comes in in parts."""
+    shared = across.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
+    pairs = [[int(name.partition(".")[0]) for name in pair] for pair in across.handed_in_parts(shared)]
+    return {number for left, right in pairs for number in range(left + 1, right + 1)}
 
 
 def _teams(job: Job) -> int:
@@ -129,7 +138,8 @@ def _too_many(costs: Costs, count: int) -> str:
     names = ", ".join(costs.profile.layers[number].name for number in starts[:8])
     tied = costs.profile.joined
     why = (
-        f" (no stage can begin with layer {', '.join(map(str, tied[:8]))}: weights are shared across it)"
+        f" (no stage can begin with layer {', '.join(map(str, tied[:8]))}: weights, or outputs in parts, are shared "
+        "across it)"
         if tied
         else ""
     )
