@@ -17,6 +17,7 @@ from shardline.lanes.parcels import WORKER, register_worker
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.parcel_coding import SHAPES, ParcelCoding
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import worker_pb2
@@ -192,6 +193,7 @@ def header(**changes: object) -> worker_pb2.ParcelHeader:
         ({"order": (0, 0)}, r"order \(0, 0\) of a tensor with 2 dimensions"),
         ({"order": (0, 7)}, "order"),
         ({"dtype": 999}, "dtype"),
+        ({"dtype": DTYPE_TO_PROTO["int32"], "needs_grad": True}, "a gradient is asked for a tensor of int32"),
         (
             {"codec": "int8", "encoded_bytes": 25},
             r"25 bytes of codec 'int8' announced for float32 \(2, 3\), which is 24",

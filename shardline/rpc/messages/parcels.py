@@ -113,6 +113,8 @@ class _TensorReader:
             raise ProtocolError(f"{where}: order {self._order} of a tensor with {len(self._shape)} dimensions")
         dtype = dtype_from_proto(tensor.dtype, where)
         self._dtype = DTYPES[dtype]
+        if tensor.needs_grad and not (self._dtype.is_floating_point or self._dtype.is_complex):
+            raise ProtocolError(f"{where}: a gradient is asked for a tensor of {dtype}, which has none")
         self.raw_bytes = raw_bytes = math.prod(self._shape) * self._dtype.itemsize
         """Before the codec: what decoding takes."""
         self.form = Form(tensor.codec, dtype, self._shape, self._order) if tensor.codec else None
