@@ -11,6 +11,7 @@ from torch import nn
 from shardline.errors import JobError
 from shardline.pipeline.balance import balanced
 from shardline.pipeline.hosts import hosts_of
+from shardline.pipeline.parcel import only_input
 from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
 
@@ -114,12 +115,7 @@ class Pipeline(nn.Sequential, StagedModel):
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
         """The output of one stage. Raises JobError for inputs that no sequence of layers takes."""
-        if len(inputs) != 1 or named:
-            raise JobError(
-                f"a shardline.Pipeline takes one input, a tensor or a tuple of tensors, but was called with "
-                f"{len(inputs)}{''.join(f', and {name}' for name in named)}"
-            )
-        (values,) = inputs
+        values = only_input(inputs, named)
         for number in self.span(stage):
             values = self[number](values)
         return values

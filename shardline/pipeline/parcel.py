@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,16 @@ def unflat(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> 
     """The inverse of flat(), a view."""
     turned = values.reshape([shape[number] for number in order])
     return turned.permute([order.index(number) for number in range(len(shape))])
+
+
+def only_input(inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What a sequence of layers begins with. Raises JobError if it was called with anything but one input."""
+    if len(inputs) != 1 or named:
+        raise JobError(
+            f"a shardline.Pipeline takes one input, a tensor or a tuple of tensors, but was called with "
+            f"{len(inputs)}{''.join(f', and {name}' for name in named)}"
+        )
+    return inputs[0]
 
 
 def pack(returned: Any, stage: int, end: str) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:

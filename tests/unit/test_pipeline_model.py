@@ -264,6 +264,17 @@ def test_every_process_finds_the_same_cuts_of_a_model_that_nothing_has_changed()
         assert np.array_equal(np.random.get_state()[1], states[2])
 
 
+def test_automatic_stages_refuse_a_loss_that_calls_the_model_with_two_inputs() -> None:
+    def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = model(batch[0], targets=batch[0]).sum()
+        return found
+
+    with pytest.raises(
+        JobError, match="was called with 1, and targets"
+    ):
+        replace(auto_job("auto:2", linear(2)), loss=loss).build_model()
+
+
 def test_automatic_stages_of_a_model_that_takes_two_tensors() -> None:
     class Two(nn.Linear):
         def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything, to_device
 from shardline.errors import JobError
-from shardline.pipeline.parcel import memory_order
+from shardline.pipeline.parcel import memory_order, only_input
 from shardline.pipeline.partition.profile import Handed, Layer, Profile
 
 REPEATS = 7
@@ -132,9 +132,9 @@ class _StandIn(nn.Module):
         self.training = model.training
         self._call = call
 
-    def forward(self, given: Any) -> Any:
-        """The model's output."""
-        return self._call(given)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output. Raises JobError for inputs that no sequence of layers takes."""
+        return self._call(only_input(inputs, named))
 
 
 def _entered(job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
