@@ -98,8 +98,7 @@ class PipelineModel(PipelineChief):
         post = process.begun.posts[pipeline.unit_of(self.job, stage, key.replica)]
         marked = f"{process.begun.timeline}".encode()
         parcel = Parcel(key, (values,), random_state=marked)
-        posting = process.begun.posting if self.setup.waits else 0
-        self.net.append(Message(process.who, post.incarnation, process.begun.timeline, posting, parcel))
+        self.net.append(Message(process.who, post.incarnation, process.begun.timeline, process.begun.posting, parcel))
 
     def deliver(self) -> None:
         """A parcel arrives, any of those under way; what can't be taken yet is sent again, for a while."""
@@ -117,7 +116,7 @@ class PipelineModel(PipelineChief):
         header = SimpleNamespace(
             job=self.job.name,
             timeline=timeline,
-            posting=message.posting,
+            posting=message.posting if self.setup.waits else 0,
             key=message.parcel.key,
             codecs=frozenset[str](),
         )
@@ -137,7 +136,8 @@ class PipelineModel(PipelineChief):
     def again(self, message: Message) -> None:
         """Its sender repeats it until its orders change."""
         senders = [one for one in self.processes if one.who == message.who]
-        if senders and senders[0].begun.timeline == message.timeline and senders[0].step >= 0:
+        by = (message.timeline, message.posting)
+        if senders and (senders[0].begun.timeline, senders[0].begun.posting) == by:
             if message not in self.net:
                 self.net.append(message)
         elif self.random.random() < 0.2 and message not in self.net:

@@ -43,7 +43,9 @@ def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, app
 @pytest.mark.long
 @EACH
 def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
-    counts = played(range(1000, 1300), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2)
+    # PROTOCOL 1.4.7, "Not closed": what a worker of several replicas may wait for, where nothing goes back.
+    one = {"replicas": 1} if apply == "server" and PIPELINES.parse(pipeline).flushes else {}
+    counts = played(range(1000, 1300), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2, **one)
     assert counts.late > 100 and counts.kills > 1000
     # A step that is closed while its parcels are waited for is rare where everything goes back anyway.
     assert counts.looked > 10 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
@@ -55,8 +57,8 @@ def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, a
         pytest.param("decides", "stash", "server", range(3), id="going back when a stage moves"),
         pytest.param("decides", "flush", "worker", range(6), id="going back for the optimizer's state"),
         pytest.param("starts_over", "flush", "server", range(12), id="all workers beginning the step again"),
-        pytest.param("looks", "flush", "server", range(14, 15), id="asking whether the step is closed"),
-        pytest.param("waits", "flush", "server", range(26, 42), id="parcels of newer orders waiting"),
+        pytest.param("looks", "flush", "server", range(1), id="asking whether the step is closed"),
+        pytest.param("waits", "flush", "server", range(35, 36), id="parcels of newer orders waiting"),
         pytest.param("fences", "double-buffer", "server", range(3), id="telling timelines apart"),
     ],
 )
