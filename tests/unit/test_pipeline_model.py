@@ -269,9 +269,7 @@ def test_automatic_stages_refuse_a_loss_that_calls_the_model_with_two_inputs() -
         found: torch.Tensor = model(batch[0], targets=batch[0]).sum()
         return found
 
-    with pytest.raises(
-        JobError, match="was called with 1, and targets"
-    ):
+    with pytest.raises(JobError, match="was called with 1, and targets"):
         replace(auto_job("auto:2", linear(2)), loss=loss).build_model()
 
 
