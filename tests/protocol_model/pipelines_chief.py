@@ -320,7 +320,7 @@ class PipelineChief:
             saves=SimpleNamespace(checkpoint_step=self.committed[0]),
         )
         self.memory = ErrorMemory(cast(Any, self.chief), cast(Any, recovery))
-        if self.members and goes_back(cast(Any, self.chief)) and self.setup.decides:
+        if self.term > 1 and goes_back(cast(Any, self.chief)) and self.setup.decides:
             # See Takeover: it does not know who had which state.
             self.roll_back()
 
