@@ -45,10 +45,15 @@ def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, app
 def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
     # PROTOCOL 1.4.7, "Not closed": what a worker of several replicas may wait for, where nothing goes back.
     one = {"replicas": 1} if apply == "server" and PIPELINES.parse(pipeline).flushes else {}
-    counts = played(range(1000, 1300), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2, **one)
-    assert counts.late > 100 and counts.kills > 1000
+    counts = played(range(1000, 1100), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2, **one)
+    assert counts.late > 30 and counts.kills > 500
     # A step that is closed while its parcels are waited for is rare where everything goes back anyway.
-    assert counts.looked > 10 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
+    assert counts.looked > 2 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
+
+
+def test_a_step_that_replica_0_repeats_is_computed_with_the_parameters_of_that_step() -> None:
+    # Its worker has closed the step, another's stage moves before all have, and all begin it again.
+    played(range(1067, 1068), "flush", "worker", steps=10, kills=8, losses=2, chiefs=2)
 
 
 @pytest.mark.parametrize(

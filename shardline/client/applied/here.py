@@ -110,7 +110,8 @@ class AppliedHere(LocalTraining):
             self._show(TensorKind.FROZEN)
         self._show(TensorKind.BUFFER)
         self._owed = set(told.wants_state)
-        if self._ran_first:
+        # While a step is repeated, the model has the parameters of that one; what is owed leaves when it is closed.
+        if self._ran_first and self._meanwhile is None:
             self._bring()
 
     @torch.no_grad()
