@@ -1,8 +1,13 @@
-"""R12: pipelines without a flush, on the digits."""
+"""R12: pipelines without a flush, on the digits and on text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,22 +28,27 @@ from shardline.pipeline.model import Pipeline
 from shardline.schedule import cosine
 from shardline.testing import reference
 
-WIDTH, STEPS = 64, 600
+WIDTH, STEPS = 64, 1800
 RATES = (0.05, 0.2, 0.5)
-NONE = "no stashing"
+NONE, PREDICTED = "no stashing", "weight stashing with prediction"
 VARIANTS = {
     "serial": ("whole-model", 1),
     "weight stashing": ("stash", 1),
+    PREDICTED: ("stash:predict=true", 1),
     "vertical sync": ("vertical-sync", 1),
     "2BW": ("double-buffer", 4),
     NONE: ("no-stash", 1),
 }
-"""By label: the pipeline, and the microbatches of a step, which always has 32 samples."""
+"""By label: the pipeline, and the microbatches that a step's samples are divided into."""
+IMAGES = ("serial", "weight stashing", "vertical sync", "2BW", NONE)
+TEXT = ("serial", "weight stashing", PREDICTED, "2BW", NONE)
 FOUR, EIGHT = 4, 8
 DEEP = ("serial", "weight stashing", NONE)
 """What is tried with eight stages too."""
 DIVERGED = 90.0
 """Error of guessing, in percent."""
+TEXT_STEPS, TEXT_RATE = 2000, 2e-3
+CHARLM = Path(__file__).parents[2] / "examples" / "charlm" / "job.py"
 
 
 class Block(nn.Module):
@@ -61,18 +71,31 @@ def model(stages: int) -> Pipeline:
     return Pipeline([nn.Linear(64, WIDTH), *blocks, head], stages=[2 * stage for stage in range(1, stages)])
 
 
-def job_of(stages: int, pipeline: str, microbatches: int, rate: float, seed: int) -> Job:
-    """The job of a variant."""
-    return digits_job(
-        model=lambda: model(stages),
-        optimizer_args={"lr": rate},
-        pipeline=pipeline,
-        batch_size=32 // microbatches,
-        accumulate=microbatches,
-        schedule=cosine(warmup_steps=50),
-        steps=STEPS,
-        seed=seed,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned."""
+
+    model: Callable[[int], Pipeline]
+    """With so many stages."""
+    job: Job
+    """Its batch is that of a step. Without the rest of what a variant sets."""
+    score: Callable[[nn.Module], float]
+    """Of a trained model; less is better."""
+    worst: float
+    """The score of a training that diverged."""
+
+    def variant(self, stages: int, pipeline: str, microbatches: int, rate: float, seed: int) -> Job:
+        """The job of a variant."""
+        return replace(
+            self.job,
+            model=lambda: self.model(stages),
+            optimizer_args={**self.job.optimizer_args, "lr": rate},
+            pipeline=pipeline,
+            apply="worker",
+            batch_size=self.job.batch_size // microbatches,
+            accumulate=microbatches,
+            seed=seed,
+        )
 
 
 @torch.no_grad()
@@ -85,27 +108,69 @@ def error(found: nn.Module) -> float:
     return 100.0 * float((guesses.argmax(dim=1) != labels).double().mean())
 
 
-def trained(stages: int, pipeline: str, microbatches: int, rate: float, seed: int) -> float:
-    """Test error of a variant, after a training whose bits are those of a cluster."""
+def of_digits() -> Task:
+    """The digits, by a deep residual perceptron."""
+    job = digits_job(schedule=cosine(warmup_steps=50), steps=STEPS)
+    return Task(model=model, job=job, score=error, worst=DIVERGED)
+
+
+def of_text() -> Task:
+    """Python's own sources, byte by byte, by the transformer of examples/charlm, its output layer not tied."""
+    example: dict[str, Any] = runpy.run_path(str(CHARLM))
+    width, context, vocabulary = example["CHANNELS"], example["CONTEXT"], example["VOCABULARY"]
+
+    class Start(nn.Module):
+        """The bytes' embeddings and their positions'."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+
+        def forward(self, text: torch.Tensor) -> torch.Tensor:
+            """text: int64, shape [batch, positions]; the output's is [batch, positions, width]."""
+            found: torch.Tensor = self.embedding(text) + self.position(torch.arange(text.shape[1]))
+            return found
+
+    def model(stages: int) -> Pipeline:
+        blocks = [example["Block"]() for _ in range(example["LAYERS"])]
+        assert len(blocks) == stages - 1
+        head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+        return Pipeline([Start(), *blocks, head], stages=[2, 3, 4])
+
+    @torch.no_grad()
+    def loss(found: nn.Module) -> float:
+        found.eval()
+        return float(example["evaluate"](found)["loss"])
+
+    job = replace(example["job"], param_groups=None, replicas=1, clip_norm=0.0, tensor_parallel={}, steps=TEXT_STEPS)
+    return Task(model=model, job=job, score=loss, worst=math.log(vocabulary))
+
+
+def trained(task: Task, stages: int, pipeline: str, microbatches: int, rate: float, seed: int) -> float:
+    """The score of a variant, after a training whose bits are those of a cluster."""
     try:
-        result = reference(job_of(stages, pipeline, microbatches, rate, seed))
+        result = reference(task.variant(stages, pipeline, microbatches, rate, seed))
     except NonFiniteError:
-        return DIVERGED
-    found = model(stages)
+        return task.worst
+    found = task.model(stages)
     found.load_state_dict({**result.params, **result.buffers})
-    return error(found)
+    return task.score(found)
 
 
-def ended(stages: int, label: str, seeds: Sequence[int]) -> dict[float, list[float]]:
-    """Test errors of a variant with every seed, by learning rate."""
-    return {rate: [trained(stages, *VARIANTS[label], rate, seed) for seed in seeds] for rate in RATES}
+def ended(
+    task: Task, stages: int, label: str, rates: Sequence[float], seeds: Sequence[int]
+) -> dict[float, list[float]]:
+    """Scores of a variant with every seed, by learning rate."""
+    return {rate: [trained(task, stages, *VARIANTS[label], rate, seed) for seed in seeds] for rate in rates}
 
 
 def pipelines(seeds: Sequence[int]) -> Found:
     """R12."""
     torch.set_num_threads(1)
-    four = {label: ended(FOUR, label, seeds) for label in VARIANTS}
-    eight = {label: ended(EIGHT, label, seeds) for label in DEEP}
+    images, text = of_digits(), of_text()
+    four = {label: ended(images, FOUR, label, RATES, seeds) for label in IMAGES}
+    eight = {label: ended(images, EIGHT, label, RATES, seeds) for label in DEEP}
+    read = {label: ended(text, FOUR, label, (TEXT_RATE,), seeds[:1])[TEXT_RATE] for label in TEXT}
     both = {
         f"{label}, {stages} stages": found
         for stages, all_ in ((FOUR, four), (EIGHT, eight))
@@ -114,6 +179,9 @@ def pipelines(seeds: Sequence[int]) -> Found:
     rows: list[Row] = [
         {"training": label, **{f"error in %, rate {rate:g}": spread(found[rate], 2) for rate in RATES}}
         for label, found in both.items()
+    ]
+    rows += [
+        {"training": f"text, {label}, 4 stages", "loss in nats": spread(found, 3)} for label, found in read.items()
     ]
     best = {label: min(mean(values) for values in found.values()) for label, found in four.items()}
     return Found(
@@ -134,6 +202,11 @@ def pipelines(seeds: Sequence[int]) -> Found:
             "in eight stages it is": any(
                 mean(eight[NONE][rate]) > mean(eight["weight stashing"][rate]) + 0.5 for rate in RATES
             ),
+            "on text the loss with weight stashing is within 2 % of serial training": mean(read["weight stashing"])
+            <= 1.02 * mean(read["serial"]),
+            "so is that with prediction": mean(read[PREDICTED]) <= 1.02 * mean(read["serial"]),
+            "and that with 2BW": mean(read["2BW"]) <= 1.02 * mean(read["serial"]),
+            "without stashing it is higher, by 2 %": mean(read[NONE]) > 1.02 * mean(read["serial"]),
         },
         curves=[Curve(label=label, x=RATES, y=[mean(found[rate]) for rate in RATES]) for label, found in both.items()],
         axes=("learning rate", "test error (%)"),
@@ -149,9 +222,12 @@ ALL = (
         claim="With weight stashing, vertical sync or two versions (2BW) a pipeline that never drains trains as well "
         "as serial training; a backward pass with other parameters than its forward pass does not.",
         setting="A residual perceptron of two blocks per stage on the digits, plain SGD with a cosine schedule, "
-        f"{STEPS} steps of 32 samples; with 2BW in 4 microbatches. Runs in one process, whose bits are those of a "
+        f"{STEPS} steps of 32 samples; with 2BW in 4 microbatches. Then a transformer on Python's own sources, a byte "
+        "at a time: that of examples/charlm, its output layer not tied to the embedding, AdamW, a cosine schedule from "
+        f"{TEXT_RATE:g}, {TEXT_STEPS} steps of 16 x 64 bytes, one seed. Runs in one process, whose bits are those of a "
         "cluster; with a flush they are those of serial training. Without stashing forward passes have the versions of "
-        "weight stashing, and backward passes the newest.",
+        "weight stashing, and backward passes the newest; with prediction both have what their version will be when "
+        "the gradient is applied.",
         run=pipelines,
     ),
 )

@@ -34,6 +34,11 @@ STAGED = {
 """By name: pipeline, and flags."""
 SCHEDULES = {"gpipe": "GPipe", "flush": "1F1B"}
 """Ours, and torch's."""
+ALONE = {
+    **{f"{name}, one host": (name, "worker") for name in (*SCHEDULES, "stash")},
+    "gpipe, one host, servers apply": ("gpipe", "server"),
+}
+"""By name: pipeline, and who has the parameters. With torch each stage has its own."""
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -71,19 +76,20 @@ def _alone(bench: Bench) -> list[Contender]:
     steps, warmup = 5 * bench.scale.steps, bench.scale.warmup
     model = ["--width", str(WIDTH), "--stages", str(STAGES), "--microbatches", "8", "--batch", "512"]
 
-    def ours(schedule: str) -> dict[str, Any]:
+    def ours(schedule: str, apply: str) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         sites = on_one_host(bench.loopback.prefix, port, ps=1, workers=STAGES)
-        return train(["--model", "mlp", *model, "--pipeline", schedule], sites, steps=steps, warmup=warmup)
+        flags, more = ["--model", "mlp", *model, "--pipeline", schedule], ("--set", f"apply={apply}")
+        return train(flags, sites, steps=steps, warmup=warmup, more=more)
 
     def torchs(schedule: str) -> dict[str, Any]:
         command = [str(python_of("torch")), str(PEERS / "torch_pipelining.py"), "--schedule", schedule, *model]
         command += ["--steps", str(steps), "--warmup", str(warmup)]
         return run_json(command, what=f"torch {schedule}", timeout_s=600.0, prefix=bench.loopback.prefix)
 
-    found = [Contender(name=f"{name}, one host", run=lambda name=name: ours(name)) for name in (*SCHEDULES, "stash")]
+    found = [Contender(name=name, run=lambda chosen=chosen: ours(*chosen)) for name, chosen in ALONE.items()]
     if bench.scale.peers:
         found += [Contender(name=f"torch {name}", run=lambda name=name: torchs(name)) for name in SCHEDULES.values()]
     return found
@@ -101,7 +107,8 @@ def rows(samples: Samples) -> list[Row]:
     for ours, theirs in SCHEDULES.items():
         found.append(speed_row(samples, f"{ours}, one host", f"{ours}, one host", [f"torch {theirs}"], TORCH_BAR))
     best = [f"torch {name}" for name in SCHEDULES.values()]
-    found.append(speed_row(samples, "stash, one host", "stash, one host", best, None))
+    for name in list(ALONE)[len(SCHEDULES) :]:
+        found.append(speed_row(samples, name, name, best, None))
     return found
 
 
