@@ -187,3 +187,22 @@ def test_passes_of_machines_with_other_clocks_are_drawn_on_one() -> None:
     assert [one.bubble for one in board.figures()] == [0.5, 0.5]
     found = board.trace()
     assert found is not None and len([one for one in found["traceEvents"] if one["ph"] == "X"]) == 4
+
+
+def test_a_quicker_message_moves_the_passes_that_were_told_before_it() -> None:
+    board = PassBoard()
+    board.begin("digits", "flush", stages=1, replicas=1, microbatches=1)
+    first, second = step_of("flush", 0, 1, 1, 0.0), step_of("flush", 1, 1, 1, 2.0)
+    # The clocks are alike. The first message takes 5 s: its passes seem to be later than those of the next one.
+    board.told("worker/0", 1, first, sent_s=2.0, now_s=7.0)
+    board.told("worker/0", 1, second, sent_s=4.0, now_s=4.0)
+    found = board.trace()
+    assert found is not None
+    slices = sorted((one for one in found["traceEvents"] if one["ph"] == "X"), key=lambda one: one["ts"])
+    assert [(one["args"]["step"], one["cat"]) for one in slices] == [
+        (0, "forward"),
+        (0, "backward"),
+        (1, "forward"),
+        (1, "backward"),
+    ]
+    assert [one[1] for one in json.loads(board.recent())["passes"]] == [0, 0, 1, 1]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from shardline.core.orders import PassReport
 from shardline.core.status import StageStatus
-from shardline.pipeline.timeline import ClockOffsets, Timeline, trace
+from shardline.pipeline.timeline import ClockOffsets, Timeline, later, trace
 
 DRAWN, DRAWN_EACH = 1500, 40
 """Most passes that the page draws, and of each stage of a replica: as many of the newest steps as have no more."""
@@ -41,9 +40,12 @@ class PassBoard:
         with self._lock:
             if self._timeline is None:
                 return
+            before_s = self._clocks.of((task, incarnation))
             offset_s = self._clocks.heard((task, incarnation), sent_s, now_s)
-            moved = [_later(one, offset_s) for one in passes]
-            self._timeline.add(task, moved)
+            if before_s is not None and offset_s < before_s:
+                # Else passes from before would lie between, or after, those of now.
+                self._timeline.move(task, offset_s - before_s)
+            self._timeline.add(task, [later(one, offset_s) for one in passes])
             self._figures = None
 
     def figures(self) -> tuple[StageStatus, ...]:
@@ -89,7 +91,3 @@ class PassBoard:
                 return None
             passes = list(self._timeline.passes)
         return trace(passes, *self._job)
-
-
-def _later(report: PassReport, offset_s: float) -> PassReport:
-    return replace(report, start_s=report.start_s + offset_s, end_s=report.end_s + offset_s)

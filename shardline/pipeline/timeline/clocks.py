@@ -29,6 +29,11 @@ class ClockOffsets:
         self._known[sender] = offset_s, now_s
         return offset_s
 
+    def of(self, sender: Hashable) -> float | None:
+        """What heard() has returned last; None if it was never called."""
+        known = self._known.get(sender)
+        return known[0] if known is not None else None
+
     def keep(self, senders: set[Hashable]) -> None:
         """Forget all others."""
         self._known = {sender: known for sender, known in self._known.items() if sender in senders}

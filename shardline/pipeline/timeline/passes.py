@@ -6,7 +6,7 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.core.orders import PassReport
 from shardline.core.status import StageStatus
@@ -64,6 +64,17 @@ class Timeline:
         ):
             del self._steps[next(iter(self._steps))]
 
+    def move(self, task: str, by_s: float) -> None:
+        """Correct the times of a task's passes, since more is known of its clock."""
+
+        def moved(one: TaskPass) -> TaskPass:
+            return TaskPass(task, later(one.report, by_s)) if one.task == task else one
+
+        self.passes = deque(map(moved, self.passes), maxlen=self._kept)
+        self._steps = {
+            number: {place: moved(one) for place, one in step.items()} for number, step in self._steps.items()
+        }
+
     def whole(self, most: int = WINDOW) -> list[int]:
         """The newest steps of which all passes are known, in the order in which they were heard of."""
         count = 2 * self.stages * self.replicas * self.microbatches
@@ -101,6 +112,11 @@ class Timeline:
             _stage(stage, [one for one in found if one.report.stage == stage], busy[stage] / self.replicas, length_s)
             for stage in range(self.stages)
         )
+
+
+def later(report: PassReport, by_s: float) -> PassReport:
+    """A pass at another time."""
+    return replace(report, start_s=report.start_s + by_s, end_s=report.end_s + by_s)
 
 
 def _stage(stage: int, passes: Sequence[TaskPass], busy_s: float, length_s: float) -> StageStatus:
