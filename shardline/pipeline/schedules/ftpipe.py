@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.schedules.unbroken import Unbroken, newest
+from shardline.pipeline.schedules.unbroken import OneVersion
 
 
 @dataclass(frozen=True)
-class FTPipe(Unbroken):
+class FTPipe(OneVersion):
     """No flush and one version: backward passes first repeat their forward passes, with the newest parameters.
 
     Eliad et al.: Fine-tuning giant neural networks on commodity hardware (FTPipe, 2021), asynchronous pipelines with
@@ -27,16 +27,3 @@ class FTPipe(Unbroken):
     def recompute(self) -> bool:
         """See PipelineSchedule.recompute."""
         return True
-
-    @property
-    def keeps_one(self) -> bool:
-        """See Unbroken.keeps_one."""
-        return True
-
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
-        return newest(microbatch, stage, stages, microbatches, first)
-
-    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
-        """See PipelineSchedule.back_version: that of the step."""
-        return microbatch // microbatches

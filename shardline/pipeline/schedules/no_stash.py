@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.schedules.unbroken import Unbroken, newest
+from shardline.pipeline.schedules.unbroken import OneVersion
 
 
 @dataclass(frozen=True)
-class NoStash(Unbroken):
+class NoStash(OneVersion):
     """A negative example only: backward passes use newer parameters than their forward passes, so no gradient is right.
 
     Narayanan et al.: PipeDream (2019), section 3.3, has it to show what stashing is for. Each stage computes forward
@@ -25,16 +25,3 @@ class NoStash(Unbroken):
             "pipeline no-stash is a negative example: its backward passes use other parameters than their forward "
             "passes, so what it trains with is the gradient of nothing; choose pipeline='stash' or 'ftpipe' to train"
         )
-
-    @property
-    def keeps_one(self) -> bool:
-        """See Unbroken.keeps_one."""
-        return True
-
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
-        return newest(microbatch, stage, stages, microbatches, first)
-
-    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
-        """See PipelineSchedule.back_version: that of the step."""
-        return microbatch // microbatches

@@ -76,6 +76,24 @@ class Unbroken(PipelineSchedule, abc.ABC):
 
 
 @dataclass(frozen=True)
+class OneVersion(Unbroken, abc.ABC):
+    """A stage computes forward with its newest parameters, and back with those of the step."""
+
+    @property
+    def keeps_one(self) -> bool:
+        """See Unbroken.keeps_one."""
+        return True
+
+    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """See PipelineSchedule.version."""
+        return newest(microbatch, stage, stages, microbatches, first)
+
+    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+        """See PipelineSchedule.back_version: that of the step."""
+        return microbatch // microbatches
+
+
+@dataclass(frozen=True)
 class Stashing(Unbroken, abc.ABC):
     """A backward pass uses the very parameters of its forward pass.
 
