@@ -21,6 +21,8 @@ JOB = ROOT / "benchmarks" / "pipeline_job.py"
 RUN_S = 600.0
 LOOK_S = 0.02
 """Seconds between two looks at how far a run is."""
+AFTER = 2
+"""Steps after those that are measured."""
 PORT = 2422
 
 
@@ -77,7 +79,8 @@ def train(flags: Sequence[str], sites: Sites, *, steps: int, warmup: int, more: 
 
     Raises ContenderError.
     """
-    total = warmup + steps
+    # Steps follow the last one that counts, as they follow the first: what is sent while the bytes are read is alike.
+    total = warmup + steps + AFTER
     spec = {
         "chief": [sites.chief.address],
         "ps": [site.address for site in sites.ps],
@@ -98,7 +101,7 @@ def train(flags: Sequence[str], sites: Sites, *, steps: int, warmup: int, more: 
             task("ps", site, index)
         workers = [task("worker", site, index, *job) for index, site in enumerate(sites.workers)]
         found = _watch(
-            folder / "out" / "logs" / "steps.jsonl", [chief, *workers], sites.lab, first=warmup, last=total - 1
+            folder / "out" / "logs" / "steps.jsonl", [chief, *workers], sites.lab, first=warmup, last=warmup + steps
         )
         for child in (*workers, chief):
             if code := child.wait(60.0):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
+import sys
 from typing import Any
 
 from benchmarks.contenders import PEERS, Bench, Contender, collect, python_of
-from benchmarks.figures import AT_LEAST, Row, Samples, median, speed_row
+from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median, speed_row, steps_per_s
 from benchmarks.network import lab
-from benchmarks.process import ContenderError, run_json
+from benchmarks.process import ContenderError, environment, run_json
 from benchmarks.sets.hooks import ddp_on
 from benchmarks.staged import on_hosts, on_one_host, train
 
@@ -21,6 +23,9 @@ WORKERS, PS, MICROBATCHES = 4, 2, 4
 MEGABYTES = 50.8
 """Of the VGG-like model."""
 FEWER_BAR, FASTER_BAR, TORCH_BAR, RESNET_BAR = 0.85, 3.0, 1.0, 1.0
+BYTES_BAR, MEMORY_BAR = 0.05, 0.1
+LINK = "940Mbit"
+"""What a TCP connection gets of 1 Gbit/s."""
 STAGES, WIDTH = 2, 1024
 WHOLE = "data parallel"
 RESNET = {"like ResNet, data parallel": ("whole-model", WORKERS), "like ResNet, flush": ("flush", 1)}
@@ -32,6 +37,23 @@ STAGED = {
     "double-buffer, bf16": ("double-buffer", ("--codec-up", "bf16", "--codec-down", "bf16")),
 }
 """By name: pipeline, and flags."""
+RUNS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    WHOLE: (["--model", "vgg", "--replicas", str(WORKERS)], ()),
+    **{
+        name: (["--model", "vgg", "--pipeline", pipeline, "--microbatches", str(MICROBATCHES)], more)
+        for name, (pipeline, more) in STAGED.items()
+    },
+    **{
+        name: (
+            ["--model", "resnet", "--pipeline", pipeline, "--replicas", str(replicas)]
+            + (["--microbatches", str(MICROBATCHES)] if replicas == 1 else []),
+            (),
+        )
+        for name, (pipeline, replicas) in RESNET.items()
+    },
+}
+"""Over links: flags of the job, and of `shardline chief` and `worker`."""
+PREDICTED = "predicted"
 SCHEDULES = {"gpipe": "GPipe", "flush": "1F1B"}
 """Ours, and torch's."""
 ALONE = {
@@ -49,26 +71,33 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
             sites = on_hosts(hosts, ps=PS, workers=WORKERS)
             steps, warmup = bench.scale.steps, min(4, bench.scale.warmup)
 
-            def contender(name: str, flags: list[str], more: tuple[str, ...] = (), model: str = "vgg") -> Contender:
-                run = lambda: train(["--model", model, *flags], sites, steps=steps, warmup=warmup, more=more)  # noqa: E731
-                return Contender(name=name, run=run)
+            def contender(name: str) -> Contender:
+                flags, more = RUNS[name]
+                return Contender(name=name, run=lambda: train(flags, sites, steps=steps, warmup=warmup, more=more))
 
-            contenders = [contender(WHOLE, ["--replicas", str(WORKERS)])]
-            for name, (pipeline, more) in STAGED.items():
-                flags = ["--pipeline", pipeline, "--microbatches", str(MICROBATCHES)]
-                contenders.append(contender(name, flags, more))
-            for name, (pipeline, replicas) in RESNET.items():
-                flags = ["--pipeline", pipeline, "--replicas", str(replicas)]
-                flags += ["--microbatches", str(MICROBATCHES)] if replicas == 1 else []
-                contenders.append(contender(name, flags, model="resnet"))
+            contenders = [contender(name) for name in RUNS]
             if bench.scale.peers:
                 work = bench.work(megabytes=MEGABYTES, tensors=WORKERS, steps=steps, warmup=warmup)
                 contenders.append(Contender(name=ALL_REDUCE, run=lambda: ddp_on(work, "none", hosts, WORKERS)))
             more_samples, lacking = collect(contenders, bench.scale.repeats, bench.say)
     except ContenderError as error:
         bench.say(f"  {error}")
-        more_samples, lacking = {}, dict.fromkeys((WHOLE, *STAGED, *RESNET), str(error))
-    return {**samples, **more_samples}, {**missing, **lacking}
+        more_samples, lacking = {}, dict.fromkeys(RUNS, str(error))
+    planned, unplanned = collect([_planned(bench, name) for name in RUNS], 1, bench.say)
+    return {**samples, **more_samples, **planned}, {**missing, **lacking, **unplanned}
+
+
+def _planned(bench: Bench, name: str) -> Contender:
+    """What `shardline partition` says of a run."""
+    flags, more = RUNS[name]
+    command = [sys.executable, "-m", "benchmarks.planned", "--workers", str(WORKERS), "--ps", str(PS), "--link", LINK]
+    command += ["--codec", more[more.index("--codec-up") + 1]] if more else []
+    env = environment(more={"SHARDLINE_JOB_ARGS": shlex.join(flags)})
+    title = f"{name}, {PREDICTED}"
+    return Contender(
+        name=title,
+        run=lambda: run_json(command, what=title, timeout_s=300.0, prefix=bench.loopback.prefix, env=env),
+    )
 
 
 def _alone(bench: Bench) -> list[Contender]:
@@ -109,7 +138,35 @@ def rows(samples: Samples) -> list[Row]:
     best = [f"torch {name}" for name in SCHEDULES.values()]
     for name in list(ALONE)[len(SCHEDULES) :]:
         found.append(speed_row(samples, name, name, best, None))
+    return [*found, *(row for name in RUNS for row in _errors(samples, name))]
+
+
+def _errors(samples: Samples, name: str) -> list[Row]:
+    """What was measured beside what `shardline partition` predicts, and by which part of it that is wrong."""
+    title = f"{name}, {PREDICTED}"
+    speeds, sizes = ([read(samples, one) for one in (name, title)] for read in (steps_per_s, _megabytes))
+    found = [
+        _error(f"{name}: steps/s against those predicted", "steps/s", *speeds, None),
+        _error(f"{name}: bytes against those predicted", "MB/step", *sizes, BYTES_BAR),
+    ]
+    for sample in samples.get(title, ())[:1]:
+        stages = zip(sample["measured_memory"], sample["memory"], strict=True)
+        worst = max(stages, key=lambda both: abs(both[0] / both[1] - 1), default=None)
+        if worst is not None:
+            work = f"{name}: memory of the stage that is furthest from what is predicted"
+            found.append(_error(work, "MB", worst[0] / 1e6, worst[1] / 1e6, MEMORY_BAR))
     return found
+
+
+def _megabytes(samples: Samples, name: str) -> float | None:
+    found = median(samples, name, "bytes")
+    return None if found is None else found / 1e6
+
+
+def _error(work: str, unit: str, measured: float | None, predicted: float | None, bar: float | None) -> Row:
+    ratio = None if measured is None or not predicted else abs(predicted / measured - 1)
+    against = {} if predicted is None else {PREDICTED: predicted}
+    return Row(work=work, value=measured, unit=unit, against=against, ratio=ratio, bar=bar, sense=AT_MOST)
 
 
 def _fewer(samples: Samples, name: str, bar: float | None) -> Row:

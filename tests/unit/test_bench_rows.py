@@ -25,6 +25,7 @@ from benchmarks.sets import (
     links,
     overhead,
     overlap,
+    pipelines,
     scaling,
     sizes,
     small_tensors,
@@ -435,3 +436,17 @@ def test_start_is_compared_with_the_import_of_torch_and_the_end_with_a_second() 
     assert (first.ratio, first.met) == (pytest.approx(2.55), False)
     assert (end.ratio, end.met) == (0.9, True)
     assert (whole.value, whole.met) == (8.0, None)
+
+
+def test_a_pipeline_is_beside_what_is_predicted_of_it_with_the_error() -> None:
+    planned = {"median_s": 0.3, "bytes": 100e6, "memory": [20e6, 50e6], "measured_memory": [19e6, 56e6]}
+    samples = {"flush": [{"median_s": 0.4, "bytes": 104e6}], "flush, predicted": [planned]}
+    found = {row.work: row for row in pipelines.rows(samples) if row.work.startswith("flush: ")}
+    speed, size = (found[f"flush: {what} against those predicted"] for what in ("steps/s", "bytes"))
+    assert (speed.value, speed.ratio, speed.met) == (2.5, pytest.approx(1 / 3), None)
+    assert (size.value, size.against, size.met) == (104.0, {"predicted": 100.0}, True)
+    assert size.ratio == pytest.approx(0.04, abs=0.002)
+    memory = found["flush: memory of the stage that is furthest from what is predicted"]
+    assert (memory.value, memory.ratio, memory.met) == (56.0, pytest.approx(6 / 56), False)
+    lacking = [row for row in pipelines.rows({}) if row.work.startswith("flush: ")]
+    assert [(row.value, row.met) for row in lacking] == [(None, None)] * 2

@@ -213,6 +213,19 @@ def test_with_the_optimizer_on_the_worker_memory_has_its_state_and_stages_keep_t
     assert all(len(stage["workers"]) == 1 for stage in found["worker"]["staged"]["stages"])
 
 
+def test_the_stages_that_the_job_has_are_predicted_beside_the_best_ones(
+    linear: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(linear, "--workers", "4", "--link", "10Mbit", "--set", "pipeline=flush", "--set", "replicas=2")
+    said = capsys.readouterr().out
+    assert [(one["first"], one["workers"]) for one in found["present"]["stages"]] == [(0, [0, 1]), (4, [2, 3])]
+    speed = found["present"]["steps_per_s"]
+    assert speed <= found["staged"]["steps_per_s"] * 1.0001
+    assert f"the job's own 2 stages: {speed:,.2f} steps/s" in said
+    # Without a pipeline it has none.
+    assert planned(linear, "--workers", "4", "--link", "10Mbit")["present"] is None
+
+
 def test_how_the_job_cuts_its_model_does_not_matter(linear: Path, capsys: pytest.CaptureFixture[str]) -> None:
     linear.write_text(linear.read_text().replace("stages=2", 'stages="auto"'))
     # Each worker can't have a stage, and here nobody asks for it.

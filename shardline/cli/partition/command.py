@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardline.job import Job
     from shardline.pipeline.base import PipelineSchedule
     from shardline.pipeline.model import Pipeline
-    from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile
+    from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile, Stages
 
 
 @click.command(short_help="Find the best stages of a pipeline, and compare them with data parallelism.")
@@ -62,15 +62,18 @@ def partition(**flags: Any) -> int:
     keeps its samples: the job's replicas x accumulate x batch_size.
     """
     from shardline.cli.simulate import load
-    from shardline.pipeline.partition import choose, smallest
+    from shardline.pipeline.partition import choose, rated, smallest
 
     job = load(flags)
-    costs = make_costs(job, flags)
+    model = in_layers(replace(job, pipeline="whole-model", tensor_ranks=1).build_model())
+    costs = make_costs(job, flags, model)
     choice = choose(costs, allow_mixed=flags["mixed"])
-    for line in report(job, costs, choice):
+    own = own_stages(job, model, flags["workers"])
+    present = rated(costs, own) if own is not None else None
+    for line in report(job, costs, choice, present):
         click.echo(line)
     if flags["json_path"] is not None:
-        options.write_file(flags["json_path"], json.dumps(figures(costs, choice), indent=2) + "\n")
+        options.write_file(flags["json_path"], json.dumps(figures(costs, choice, present), indent=2) + "\n")
     if choice.staged is None and not choice.whole.fits:
         raise JobError(
             f"neither the whole model nor a stage of any pipeline fits into --memory {flags['memory']}: with "
@@ -80,14 +83,12 @@ def partition(**flags: Any) -> int:
     return 0
 
 
-def make_costs(job: Job, flags: Mapping[str, Any]) -> Costs:
+def make_costs(job: Job, flags: Mapping[str, Any], model: Pipeline) -> Costs:
     """The job on the cluster, from parsed flags."""
     from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
 
-    whole = replace(job, pipeline="whole-model", tensor_ranks=1)
-    model = in_layers(whole.build_model())
-    spec = whole.spec(model)
+    spec = replace(job, pipeline="whole-model", tensor_ranks=1).spec(model)
     profile = read_profile(job, model, flags["profile"])
     return Costs(
         profile=profile,
@@ -117,6 +118,26 @@ def schedule_of(job: Job) -> PipelineSchedule:
 
     found = PIPELINES.parse(job.pipeline)
     return found if found.staged else Flush()
+
+
+def own_stages(job: Job, model: Pipeline, workers: int) -> Stages | None:
+    """The stages that the job has now, on the workers that the chief gives them to; None where it has none."""
+    from shardline.consistency.assignment import assign
+    from shardline.pipeline import PIPELINES
+    from shardline.pipeline.hosts import assign_hosts, planned_hosts
+    from shardline.pipeline.partition import PlannedStage
+
+    if model.automatic or not PIPELINES.parse(job.pipeline).staged:
+        return None
+    tasks = [f"worker/{number}" for number in range(workers)]
+    plan, count = planned_hosts(model.hosts, job.replicas), model.num_stages
+    homes = assign_hosts(plan, {}, tasks) if plan else assign({}, tasks, count * job.replicas)
+    found = []
+    for stage in range(count):
+        units = range(stage * job.replicas, (stage + 1) * job.replicas)
+        own = tuple(dict.fromkeys(tasks.index(homes[unit]) for unit in units))
+        found.append(PlannedStage(first=model.span(stage).start, end=model.span(stage).stop, workers=own))
+    return tuple(found) if count > 1 else None
 
 
 def make_cluster(flags: Mapping[str, Any]) -> Cluster:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from shardline.pipeline.partition import Comparison, Costs, Rated
 
 
-def report(job: Job, costs: Costs, choice: Comparison) -> list[str]:
-    """Lines for people."""
+def report(job: Job, costs: Costs, choice: Comparison, present: Rated | None = None) -> list[str]:
+    """Lines for people. present: the stages that the job has now."""
     profile, cluster = costs.profile, costs.cluster
     seconds = costs.total("seconds", 0, costs.count)
     lines = [
@@ -27,6 +27,8 @@ def report(job: Job, costs: Costs, choice: Comparison) -> list[str]:
     if choice.staged is not None:
         lines += [*table(costs, choice.staged), ""]
         lines.append(_summary(f"pipeline {costs.schedule}, {len(choice.staged.plan)} stages", choice.staged))
+    if present is not None:
+        lines.append(_summary(f"the job's own {len(present.plan)} stages", present))
     lines.append(_summary(f"data parallel, {cluster.workers} workers", choice.whole))
     return [*lines, "", *advice(job, costs, choice)]
 
@@ -125,8 +127,8 @@ def _whole_lines(job: Job, costs: Costs) -> list[str]:
     return lines
 
 
-def figures(costs: Costs, choice: Comparison) -> dict[str, Any]:
-    """What was found, as JSON."""
+def figures(costs: Costs, choice: Comparison, present: Rated | None = None) -> dict[str, Any]:
+    """What was found, as JSON. present: the stages that the job has now."""
 
     def option(found: Rated | None) -> dict[str, Any] | None:
         if found is None:
@@ -141,6 +143,7 @@ def figures(costs: Costs, choice: Comparison) -> dict[str, Any]:
         "better": better,
         "lines": lines_of(costs, choice.staged) if choice.staged is not None else [],
         "staged": option(choice.staged),
+        "present": option(present),
         "data_parallel": option(choice.whole),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.pipeline.partition.choose import Comparison, Rated, choose, smallest
+from shardline.pipeline.partition.choose import Comparison, Rated, choose, rated, smallest
 from shardline.pipeline.partition.coded import coded
 from shardline.pipeline.partition.costs import (
     ALL_REDUCE,
@@ -43,6 +43,7 @@ __all__ = [
     "kept",
     "measure",
     "mixed",
+    "rated",
     "shapes",
     "smallest",
 ]

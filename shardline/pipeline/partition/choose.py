@@ -56,12 +56,12 @@ def choose(costs: Costs, *, allow_mixed: bool = False) -> Comparison:
     """
     workers = costs.cluster.workers
     every = PlannedStage(first=0, end=costs.count, workers=tuple(range(workers)))
-    whole = _option(replace(costs, schedule=WholeModel()), (every,))
+    whole = rated(replace(costs, schedule=WholeModel()), (every,))
     plans = [plan for copies in (None, *range(1, workers + 1)) for plan in _staged(costs, copies)]
     if allow_mixed:
         found = mixed(_alone(costs), workers, also=[plan for plan in plans if len(plan[0].workers) == 1])
         plans += [found] if found is not None and _runs(costs, found) else []
-    options = [_option(costs, plan) for plan in plans]
+    options = [rated(costs, plan) for plan in plans]
     staged = min((one for one in options if one.fits), key=_rank, default=None)
     homes = [worker for stage in (staged.plan if staged is not None else ()) for worker in stage.workers]
     return Comparison(whole=whole, staged=staged, mixed=len(homes) > len(set(homes)))
@@ -77,6 +77,12 @@ def smallest(costs: Costs) -> float:
 def replicas_of(plan: Stages) -> int:
     """The fewest replicas that the workers of each stage can share evenly."""
     return math.lcm(*(len(stage.workers) for stage in plan))
+
+
+def rated(costs: Costs, plan: Stages) -> Rated:
+    """What a plan takes, and whether it fits."""
+    forecast = kept(costs, plan).forecast(plan)
+    return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
 
 
 def _staged(costs: Costs, copies: int | None) -> list[Stages]:
@@ -97,11 +103,6 @@ def _runs(costs: Costs, plan: Stages) -> bool:
     except JobError:
         return False
     return not rest
-
-
-def _option(costs: Costs, plan: Stages) -> Rated:
-    forecast = kept(costs, plan).forecast(plan)
-    return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
 
 
 def _rank(option: Rated) -> tuple[float, float, float]:
