@@ -172,6 +172,25 @@ def test_tensor_data_sets_are_indexed_at_once_with_the_batch_that_collating_give
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(8, 3, 4, 4),
+        torch.randn(8, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.arange(8).to(torch.uint16),
+        torch.randn(8, 2) > 0,
+        torch.randn(8, 0),
+        torch.randn(4, 8, 2).transpose(0, 1),
+    ],
+    ids=["images", "channels-last", "uint16", "bool", "nothing", "turned"],
+)
+def test_rows_of_a_tensor_keep_its_memory_layout(tensor: torch.Tensor) -> None:
+    found = BatchSource(make_job(TensorDataset(tensor), batch_size=4)).batch(0, 0, 0)[0]
+    same = tensor[torch.from_numpy(epoch_order(0, 0, 8)[:4].copy())]
+    assert torch.equal(found, same)
+    assert (found.dtype, found.stride()) == (same.dtype, same.stride())
+
+
 def test_a_subclass_that_augments_a_tensor_data_set_is_asked_sample_by_sample() -> None:
     class Shifted(TensorDataset):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
