@@ -6,15 +6,21 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
 
+from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
 from shardline.core.exchange import BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Standing, Want
 from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import Lane
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.parcel import ParcelKey
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.support.covering import covering
@@ -173,6 +179,28 @@ def test_another_worker_takes_over_the_replicas_of_a_dead_one_in_mid_step(clip_n
 
         cluster.together([survive, live_and_die])
         assert_same_end(cluster.state(), expected_end(clip_norm))
+
+
+def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_they_have_of_it() -> None:
+    layers = [nn.Linear(5, 4), nn.Linear(4, 1)]
+    job = make_job("sgd", model=lambda: Pipeline(layers, stages=[1]), replicas=2, pipeline="flush")
+    with Cluster(job) as cluster:
+        # Units are stage * 2 + replica. All of replica 1's step 0 counts, and nothing of replica 0's.
+        quick = cluster.worker(1)
+        quick.trainer.locate([1, 3], cluster.timeline)
+        quick.tick([1])
+        quick.trainer.send()
+        (shard,) = cluster.shards
+        wait_for(lambda: shard.progress(1) == 1, "both stages of replica 1 to be counted")
+        for units, own in (([0, 1], {0, 1}), ([3], {1}), ([0, 1, 2], {0, 1})):
+            found = cluster.worker(0)
+            assert found.trainer.locate(units, cluster.timeline) == own
+            assert found.trainer.step == 0
+        waits = SimpleNamespace(trainer=found.trainer, _still_ordered=lambda: True)
+        assert StepLoop._still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
+        found.step([0])
+        quick.settle()
+        assert not StepLoop._still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
 
 
 def test_a_late_push_of_a_fenced_life_changes_nothing() -> None:

@@ -20,7 +20,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.schedules.unbroken import ahead
+from shardline.pipeline.schedules.unbroken import Unbroken, ahead
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import contribution
 from tests.protocol_model.numbers import require
@@ -224,7 +224,8 @@ class PipelineModel(PipelineChief):
         if not own or process.begun.timeline != self.timeline:
             return
         half = consistency.of(self.job.consistency).worker_half(self.job)
-        todo = half.located({shard.number: self.standing(shard, own) for shard in self.shards}, list(own))
+        asked = list(range(self.job.replicas)) if self.setup.alike else list(own)
+        todo = half.located({shard.number: self.standing(shard, asked) for shard in self.shards}, asked)
         step = half.step
         share = pipeline.share_of(self.job, self.plan, self.units_of(process))
         if process.local is not None:
@@ -238,7 +239,7 @@ class PipelineModel(PipelineChief):
         process.first = step
         process.versions.clear()
         self.counts.hosted += any(len(stages) > 1 for stages in own.values())
-        self.begin(process, step, todo)
+        self.begin(process, step, own if self.setup.alike else todo)
 
     def meet(self, process: Process, share: pipeline.Share) -> None:
         assert process.local is not None
@@ -281,7 +282,7 @@ class PipelineModel(PipelineChief):
         return True
 
     def begin(self, process: Process, step: int, todo: Collection[int]) -> None:
-        """The parameters of a step are here: compute it. todo: replicas that some stage has not counted."""
+        """The parameters of a step are here: compute these replicas' part of it."""
         own = process.own(self.job)
         stages = {stage for held in own.values() for stage in held}
         right = self.alone.weights[min(step, self.setup.steps)]
@@ -291,6 +292,8 @@ class PipelineModel(PipelineChief):
                 where = f"{process.who.task} has another {name} at step {step}"
                 require(torch.equal(process.model[name], right[name]), where)
         process.step = step
+        if isinstance(self.schedule, Unbroken) and self.schedule.keeps_one:
+            process.versions.clear()
         process.versions[step] = {tensor(stage): process.model[tensor(stage)].clone() for stage in stages}
         process.to_push, process.to_pull, process.computing = [], [], step < self.setup.steps
         process.mailbox.begin(self.job, process.begun, step)
@@ -318,29 +321,27 @@ class PipelineModel(PipelineChief):
         ready = [
             (chain, number, back)
             for chain in process.chains.values()
-            for number, back in self.next(chain, stop)
+            for number, back in self.next(process, chain, stop)
             if self.ready(process, chain, number, back=back)
         ]
         if ready:
             self.counts.passes += 1
             self.run(process, *self.random.choice(ready))
         elif self.setup.looks and self.schedule.flushes and self.random.random() < 0.05:
-            # As the runner and the session do it: of all that is waited for, the first is asked for.
-            waiting = [chain for chain in process.chains.values() if chain.todo]
-            first = min(waiting, key=lambda chain: (-chain.stage, -len(chain.todo), chain.replica), default=None)
-            if first is not None and self.closed(process, first.replica):
+            waiting = sorted(chain.replica for chain in process.chains.values() if chain.todo)
+            if waiting and self.closed(process, range(self.job.replicas) if self.setup.alike else waiting[:1]):
                 self.counts.looked += 1
                 process.step = -1
                 return
         if all(self.done(chain, stop) for chain in process.chains.values()):
             self.end_step(process)
 
-    def closed(self, process: Process, replica: int) -> bool:
-        """Whether all stages have counted what a replica brings to this step."""
-        found = min(shard.progress(replica) for shard in self.shards)
+    def closed(self, process: Process, replicas: Iterable[int]) -> bool:
+        """Whether all stages have counted what these replicas bring to this step."""
+        found = min(shard.progress(replica) for shard in self.shards for replica in replicas)
         return process.begun.timeline == self.timeline and found > process.step
 
-    def next(self, chain: Chain, stop: int) -> list[tuple[int, bool]]:
+    def next(self, process: Process, chain: Chain, stop: int) -> list[tuple[int, bool]]:
         if self.schedule.flushes:
             return [chain.todo[0]] if chain.todo else []
         if chain.backward >= stop:
@@ -349,9 +350,16 @@ class PipelineModel(PipelineChief):
         most = chain.backward + ahead(chain.stage, self.setup.stages) + 1
         if chain.forward < min(most, self.setup.steps * self.setup.microbatches):
             found.append((chain.forward, False))
-        if chain.backward < chain.forward:
+        if chain.backward < chain.forward and (chain.backward < stop - 1 or self.ends(process, chain)):
             found.append((chain.backward, True))
         return found
+
+    def ends(self, process: Process, chain: Chain) -> bool:
+        """Whether the last backward pass of the open step may follow now: see PipelineSchedule.ends."""
+        count, stages = self.setup.microbatches, self.setup.stages
+        if chain.forward >= self.setup.steps * count or not self.setup.ends:
+            return True
+        return self.schedule.ends(chain.forward, process.step, chain.stage, stages, count, first=process.first)
 
     def done(self, chain: Chain, stop: int) -> bool:
         return not chain.todo if self.schedule.flushes else chain.backward >= stop
@@ -361,29 +369,31 @@ class PipelineModel(PipelineChief):
         return ParcelKey(number // count, chain.replica, stage, number % count, back)
 
     def ready(self, process: Process, chain: Chain, number: int, *, back: bool) -> bool:
-        version = self.version(process, chain, number)
-        if version not in process.versions:
+        if self.version(process, chain, number, back=back) not in process.versions:
             return False
         if chain.stage == (self.setup.stages - 1 if back else 0):
             return True
         return process.mailbox.here(self.place(chain, number, stage=chain.stage, back=back))
 
-    def version(self, process: Process, chain: Chain, number: int) -> int:
-        count = self.setup.microbatches
-        return self.schedule.version(number, chain.stage, self.setup.stages, count, first=process.first)
+    def version(self, process: Process, chain: Chain, number: int, *, back: bool) -> int:
+        version = self.schedule.back_version if back else self.schedule.version
+        return version(number, chain.stage, self.setup.stages, self.setup.microbatches, first=process.first)
 
     def run(self, process: Process, chain: Chain, number: int, back: bool) -> None:
         key, last = self.place(chain, number, stage=chain.stage, back=back), self.setup.stages - 1
+        weight = process.versions[self.version(process, chain, number, back=back)][tensor(chain.stage)]
         if not back:
-            weight = process.versions[self.version(process, chain, number)][tensor(chain.stage)]
             given = self.take(process, key) if chain.stage else entered(key.step, key.replica, key.microbatch)
-            chain.given[number] = given, weight
+            output = forward(weight, given)
+            chain.given[number] = given, output
             chain.forward += 1
             if chain.stage < last:
-                self.send(process, self.place(chain, number, stage=chain.stage + 1, back=False), forward(weight, given))
+                self.send(process, self.place(chain, number, stage=chain.stage + 1, back=False), output)
         else:
-            given, weight = chain.given.pop(number)
-            come = self.take(process, key) if chain.stage < last else end(forward(weight, given))
+            given, output = chain.given.pop(number)
+            if self.schedule.recompute:
+                output = forward(weight, given)
+            come = self.take(process, key) if chain.stage < last else end(output)
             gradient, returned = backward(weight, given, come)
             chain.gradient = chain.gradient + gradient
             chain.backward += 1

@@ -70,8 +70,12 @@ class PipelineSetup:
     """The chief takes the job back to a checkpoint when ErrorMemory says so."""
     starts_over: bool = True
     """Every worker begins its step again when any post changes, not only those whose own units do."""
+    alike: bool = True
+    """All workers compute the step that some replica lacks, for each replica that they have, counted or not."""
     looks: bool = True
     """Who waits for a parcel asks for Progress meanwhile."""
+    ends: bool = True
+    """A stage that keeps one version of its parameters ends a step when no forward pass needs the one it has."""
     waits: bool = True
     """A parcel by newer orders than those of its receiver waits."""
     fences: bool = True
@@ -163,18 +167,22 @@ class Alone:
         total = {tensor(stage): torch.zeros(2) for stage in range(setup.stages)}
         for microbatch in range(setup.microbatches):
             number = step * setup.microbatches + microbatch
-            used = []
-            for stage in range(setup.stages):
-                version = self.schedule.version(number, stage, setup.stages, setup.microbatches, first=self.first)
-                used.append(self.weights[version][tensor(stage)])
             given = [entered(step, replica, microbatch)]
-            for weight in used:
-                given.append(forward(weight, given[-1]))
+            for stage in range(setup.stages):
+                given.append(forward(self.used(number, stage, back=False), given[-1]))
+            if self.schedule.recompute:
+                given[-1] = forward(self.used(number, setup.stages - 1, back=True), given[-2])
             back = end(given[-1])
             for stage in reversed(range(setup.stages)):
-                gradient, back = backward(used[stage], given[stage], back)
+                gradient, back = backward(self.used(number, stage, back=True), given[stage], back)
                 total[tensor(stage)] += gradient
         return total
+
+    def used(self, number: int, stage: int, *, back: bool) -> torch.Tensor:
+        """The parameters with which a microbatch is computed in a stage."""
+        version = self.schedule.back_version if back else self.schedule.version
+        found = version(number, stage, self.setup.stages, self.setup.microbatches, first=self.first)
+        return self.weights[found][tensor(stage)]
 
 
 def make_shards(setup: PipelineSetup, plan: Plan, *, aggregates: bool) -> list[Shard]:
@@ -200,7 +208,7 @@ class Chain:
     forward: int = 0
     backward: int = 0
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """What a forward pass got, and the weights that it used."""
+    """What a forward pass got, and what it made."""
     gradient: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
 
 

@@ -43,12 +43,19 @@ def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, app
 @pytest.mark.long
 @EACH
 def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
-    # PROTOCOL 1.4.7, "Not closed": what a worker of several replicas may wait for, where nothing goes back.
-    one = {"replicas": 1} if apply == "server" and PIPELINES.parse(pipeline).flushes else {}
-    counts = played(range(1000, 1100), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2, **one)
+    counts = played(range(1000, 1100), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2)
     assert counts.late > 30 and counts.kills > 500
     # A step that is closed while its parcels are waited for is rare where everything goes back anyway.
     assert counts.looked > 2 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(8))
+def test_no_schedule_of_thousands_stops_workers_that_have_several_replicas(part: int) -> None:
+    # Where nothing goes back, nothing else ends a wait.
+    seeds = range(2000 + 250 * part, 2250 + 250 * part)
+    counts = played(seeds, "flush", replicas=2 + part % 2, steps=10, kills=8, losses=2, chiefs=2)
+    assert counts.kills > 1500 and counts.looked > 10
 
 
 def test_a_step_that_replica_0_repeats_is_computed_with_the_parameters_of_that_step() -> None:
@@ -62,6 +69,8 @@ def test_a_step_that_replica_0_repeats_is_computed_with_the_parameters_of_that_s
         pytest.param("decides", "stash", "server", range(3), id="going back when a stage moves"),
         pytest.param("decides", "flush", "worker", range(6), id="going back for the optimizer's state"),
         pytest.param("starts_over", "flush", "server", range(12), id="all workers beginning the step again"),
+        pytest.param("alike", "flush", "server", range(129, 130), id="all workers computing all they have of a step"),
+        pytest.param("ends", "no-stash", "server", range(1, 2), id="one version until no forward pass needs it"),
         pytest.param("looks", "flush", "server", range(1), id="asking whether the step is closed"),
         pytest.param("waits", "flush", "server", range(35, 36), id="parcels of newer orders waiting"),
         pytest.param("fences", "double-buffer", "server", range(3), id="telling timelines apart"),

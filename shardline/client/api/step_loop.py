@@ -290,12 +290,12 @@ class StepLoop:
         return self.finder.still_ordered()
 
     def _still_open(self, key: ParcelKey) -> bool:
-        """Whether a replica's step still has to be computed, by the orders that it began with."""
+        """Whether a step still has to be computed, by the orders that it began with."""
         if not self._still_ordered() or self.trainer.methods.unbroken:
             # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
             return self._still_ordered()
         try:
-            found = self.trainer.standings([key.replica]).values()
+            found = self.trainer.standings(range(self.trainer.job.replicas)).values()
         except UnreachableError as error:
             # Beginning again would not help: the other stages do so only if the orders change.
             log.info("can't ask whether step %d is closed: %s", key.step, error)
@@ -303,7 +303,7 @@ class StepLoop:
         except (Restart, Interrupted) as error:
             log.info("looking for the current step again: %s", error or "interrupted")
             return False
-        return min(standing.replicas[key.replica] for standing in found) <= key.step
+        return min(step for standing in found for step in standing.replicas.values()) <= key.step
 
     def _account(self, sent: SentStep, figures: StepFigures) -> None:
         """Report a closed step to the metrics and the chief."""

@@ -97,9 +97,11 @@ class Trainer:
         self.exchange.run(self.sender, tasks)
 
     def locate(self, units: Iterable[int], timeline: int) -> set[int]:
-        """Find the step to work on and pull its parameters; returns the replicas that still have to contribute to it.
+        """Find the step to work on and pull its parameters; returns the replicas that have to contribute to it.
 
-        units: replicas, or in a pipeline stages of replicas. No exchange may be running: see give_up().
+        units: replicas, or in a pipeline stages of replicas. There all workers compute the step that some replica
+        lacks, for each replica that they have: who left out one that has counted would send no parcels of it to a
+        worker that had asked before it counted. No exchange may be running: see give_up().
         """
         self.sender = replace(self.sender, timeline=timeline)
         self.weights.forget()
@@ -107,13 +109,14 @@ class Trainer:
         self.open.first = True
         share = self.open.share = share_of(self.job, self.plan, units)
         self.weights.pull_only(self.methods.own(share))
-        standings = self.standings(self.half.asks_for(share.replicas))
-        todo = self.half.located(standings, share.replicas)
+        asked = range(self.job.replicas) if share.partial else share.replicas
+        standings = self.standings(self.half.asks_for(asked))
+        todo = self.half.located(standings, asked)
         before = self.methods.versions
         skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
         self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
         self.methods.restart(self._pull())
-        return todo
+        return set(share.replicas) if share.partial else todo
 
     def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
         """Each shard's standing on these replicas. Raises Restart, Interrupted, UnreachableError."""
