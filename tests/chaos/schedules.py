@@ -17,8 +17,12 @@ KILLS = ("kill", "away", "together", "writing")
 SPARE = "sync:spares=1"
 PLAIN = 50
 """Seeds from this one on have one event more, of those that came later: earlier seeds stay what they were."""
+NEGATIVE = 150
+"""Seeds from this one on draw NO_STASH like other pipelines."""
+NO_STASH = "no-stash"
+"""The pipeline that trains nothing, which has to be exact all the same."""
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
-"""Pipelines without a flush."""
+"""Pipelines without a flush that train."""
 STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", *UNBROKEN[2:])
 CUT = (0, 2, 3, 9)
 """Last digits of the seeds, from PLAIN on, that draw a pipeline."""
@@ -82,7 +86,7 @@ class Schedule:
     @property
     def unbroken(self) -> bool:
         """Whether it is a pipeline without a flush."""
-        return self.pipeline.partition(":")[0] in UNBROKEN
+        return self.pipeline.partition(":")[0] in (*UNBROKEN, NO_STASH)
 
     @property
     def synchronous(self) -> bool:
@@ -180,17 +184,17 @@ class _Cut:
 
 
 def _pipeline(seed: int) -> _Cut | None:
-    """Every schedule, with servers and with workers that run the optimizer, in twelve seeds that draw one."""
+    """Every schedule in turn, first with servers and then with workers that run the optimizer."""
     if seed < PLAIN or seed % 10 not in CUT:
         return None
     dice = random.Random(f"pipeline of {seed}")
     number = (seed - PLAIN) // 10 * len(CUT) + CUT.index(seed % 10)
-    name, apply = STAGED[number % len(STAGED)], ("server", "worker")[number // len(STAGED) % 2]
-    unbroken = name in UNBROKEN
-    predict = unbroken and apply == "worker" and dice.random() < 0.5
+    names = STAGED if seed < NEGATIVE else (*STAGED, NO_STASH)
+    name, apply = names[number % len(names)], ("server", "worker")[number // len(names) % 2]
+    predict = name in UNBROKEN and apply == "worker" and dice.random() < 0.5
     return _Cut(
         name=f"{name}:predict=true" if predict else name,
-        unbroken=unbroken,
+        unbroken=name in (*UNBROKEN, NO_STASH),
         apply=apply,
         replicas=dice.choice([1, 2]),
         accumulate=dice.choice([2, 3, 4]),

@@ -135,6 +135,35 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
     assert summary_of(out)["sha256"] == reference(load_job(job, [("steps", "24")])).sha256
 
 
+FAILS_ONCE = """
+from shardline.client.exchange.conversation import Conversation
+from shardline.client.exchange.outcomes import Restart
+
+whole, failed = Conversation.hold, []
+
+
+def hold(self, sender, task, promise):
+    own = [one for one in task.contributions if one.step == 3 and sender.who.task == "worker/1"]
+    if own and not failed:
+        failed.extend(own)
+        raise Restart("shard 0: lost: the push did not arrive")
+    return whole(self, sender, task, promise)
+
+
+Conversation.hold = hold
+"""
+
+
+def test_an_exchange_that_fails_is_made_again_and_no_stage_computes_anything_twice(tmp_path: Path) -> None:
+    job, out = write_job(tmp_path, steps=8), tmp_path / "run"
+    # Other stages have no reason to begin the step again, and would not send what came before to be computed with.
+    job.write_text(job.read_text(encoding="utf-8") + FAILS_ONCE, encoding="utf-8")
+    finished = train(job, out, "--ps", "2", "--workers", "3")
+    assert finished.code == 0, finished
+    assert same_bits(out, job)
+    assert_seen(out, "flush", stages=3, replicas=1)
+
+
 @pytest.mark.parametrize("pipeline", ["flush", "stash", "ftpipe"])
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
     job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
