@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from shardline.client.step.layout import tensor_piece
 from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
@@ -143,7 +144,8 @@ class Ground:
 
     def values(self, key: Key) -> torch.Tensor:
         """A copy of a bucket's parameters."""
-        return self.model.values(*key, self.rules[key].site.device)
+        whole = self.model.whole(*key)
+        return self.model.values(*key, self.rules[key].site.device) if whole is None else whole.clone()
 
     def mean(self, key: Key) -> tuple[torch.Tensor, list[bool]]:
         """A bucket's mean gradient, as the servers published it, and which slices have one."""
@@ -157,8 +159,11 @@ class Ground:
         return gradient, present
 
     def gathered(self, key: Key, found: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, list[bool]]:
-        """The same of gradients, by tensor, that have stayed here."""
+        """The same of gradients, by tensor, that have stayed here: their own memory where it is the whole bucket."""
         bucket = self._bucket(key)
+        whole = tensor_piece(self.plan, bucket, found)
+        if whole is not None:
+            return whole, [True]
         flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=self.rules[key].site.device)
         for piece in bucket.slices:
             if piece.tensor in found:

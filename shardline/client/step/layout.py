@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.core.plan import Plan, Slice
+from shardline.core.plan import BucketSpec, Plan, Slice
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
@@ -137,6 +137,17 @@ def span_of(plan: Plan, piece: Slice) -> slice:
     """The range of a slice within its flattened tensor."""
     start = piece.first_row * plan.tensors[piece.tensor].row_elements
     return slice(start, start + piece.elements)
+
+
+def tensor_piece(plan: Plan, bucket: BucketSpec, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The slice of one contiguous tensor that is the whole bucket, flat, not copied; None if there is none."""
+    piece = bucket.slices[0]
+    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
+        return None
+    tensor = tensors.get(piece.tensor)
+    if tensor is None or not tensor.is_contiguous():
+        return None
+    return tensor.detach().reshape(-1)[span_of(plan, piece)]
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

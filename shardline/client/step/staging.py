@@ -10,7 +10,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.step.layout import copy_and_look, copy_each, span_of
+from shardline.client.step.layout import copy_and_look, copy_each, span_of, tensor_piece
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -207,8 +207,9 @@ class GradientStaging:
         if any(piece.tensor in source for piece in spec.slices):
             values = self._lane_memory(key)
             if values is None and keep:
-                values = tensor_piece(self._plan, spec, source)
-                borrowed = values is not None
+                piece = tensor_piece(self._plan, spec, source)
+                borrowed = piece is not None and piece.device.type == "cpu"
+                values = piece if borrowed else None
             if values is None:
                 values = self._buffer(key)
             present = tuple(piece.tensor in source for piece in spec.slices)
@@ -356,17 +357,6 @@ def fill_bucket(
         return copy_and_look(targets, sources)
     (copy or copy_each)(targets, sources)
     return None
-
-
-def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The slice of one contiguous CPU gradient that is the whole bucket, flat, not copied; None if there is none."""
-    piece = bucket.slices[0]
-    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
-        return None
-    gradient = gradients.get(piece.tensor)
-    if gradient is None or gradient.device.type != "cpu" or not gradient.is_contiguous():
-        return None
-    return gradient.detach().reshape(-1)[span_of(plan, piece)]
 
 
 def present_bits(present: Sequence[bool]) -> bytes:
