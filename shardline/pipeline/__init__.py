@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardline.core.placement import Post
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 from shardline.pipeline.across import parts
@@ -81,6 +82,17 @@ def by_replica(job: JobSpec, owned: Iterable[int]) -> Mapping[int, tuple[int, ..
     return {replica: tuple(found[replica]) for replica in sorted(found)}
 
 
+def neighbours(job: JobSpec, posts: Sequence[Post], task: str) -> Mapping[tuple[int, int], Post]:
+    """Who computes each stage with this worker's rank, by (stage, replica); without posts nobody."""
+    rank = rank_of(job, [unit for unit, post in enumerate(posts) if post.task == task])
+    found = {
+        (stage, replica): unit_of(job, stage, replica, rank)
+        for stage in range(stages(job))
+        for replica in range(job.replicas)
+    }
+    return {place: posts[unit] for place, unit in found.items() if unit < len(posts)}
+
+
 def planned(job: JobSpec) -> dict[int, str]:
     """Task by unit, where the model names its workers; else {}."""
     return planned_hosts(job.hosts, job.replicas) if of(job).staged else {}
@@ -148,6 +160,7 @@ __all__ = [
     "check_hosts",
     "divided",
     "named",
+    "neighbours",
     "of",
     "planned",
     "rank_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardline import pipeline
 from shardline.client.overlap.watching import StepAgain
@@ -49,6 +49,9 @@ class Mailbox:
         """By timeline and key: the sender, and what it sent."""
         self._job: JobSpec | None = None
         self._posts: tuple[Post, ...] = ()
+        self._stages = 1
+        self.neighbours: Mapping[tuple[int, int], Post] = {}
+        """See shardline.pipeline.neighbours()."""
         self._timeline = self._posting = 0
         self._step = 0
         self._interrupted = self._closed = False
@@ -59,6 +62,10 @@ class Mailbox:
     def begin(self, job: JobSpec, orders: Orders, step: int) -> None:
         """Take parcels for this step from these posts: what was for earlier steps goes."""
         with self._changed:
+            if job is not self._job or orders.posts != self._posts:
+                # What the job's tensors and settings say is found once: every parcel asks for it several times.
+                self._stages = pipeline.stages(job)
+                self.neighbours = pipeline.neighbours(job, orders.posts, self._task)
             self._job = job
             self._posts, self._timeline, self._step = orders.posts, orders.timeline, step
             self._posting = orders.posting
@@ -126,7 +133,7 @@ class Mailbox:
             raise ProtocolError(f"{key} of job {job[:100]!r} is for no pass of job {self._job.name!r}")
         if timeline != self._timeline:
             return None if timeline > self._timeline else False
-        if posting > self._posting or key.step > self._step + pipeline.stages(self._job):
+        if posting > self._posting or key.step > self._step + self._stages:
             return None
         return key.step >= self._step
 
@@ -158,15 +165,10 @@ class Mailbox:
 
     def _origin(self, key: ParcelKey) -> Post | None:
         """Who sends such a parcel."""
-        assert self._job is not None
-        own = [unit for unit, post in enumerate(self._posts) if post.task == self._task]
-        rank = pipeline.rank_of(self._job, own)
-        unit = pipeline.unit_of(self._job, key.stage + (1 if key.back else -1), key.replica, rank)
-        return self._posts[unit] if unit < len(self._posts) else None
+        return self.neighbours.get((key.stage + (1 if key.back else -1), key.replica))
 
-    @staticmethod
-    def _fits(job: JobSpec, key: ParcelKey) -> bool:
-        last = pipeline.stages(job) - 1
+    def _fits(self, job: JobSpec, key: ParcelKey) -> bool:
+        last = self._stages - 1
         ends = key.stage <= last - 1 if key.back else 1 <= key.stage <= last
         return ends and key.replica < job.replicas and key.microbatch < job.accumulate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardline import pipeline
 from shardline.client.overlap.watching import StepAgain
@@ -57,6 +57,9 @@ class PostOffice:
         self._who = Identity(config.task)
         self._posts: tuple[Post, ...] = ()
         self._timeline = self._posting = 0
+        self._all_stages: Mapping[int, tuple[int, ...]] = {}
+        self.rank = 0
+        """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
         self._senders: dict[str, ParcelSender] = {}
         self.passes = PassQueue()
         """Those that were computed, for the chief."""
@@ -69,6 +72,10 @@ class PostOffice:
         if not orders.posts:
             return
         moved = (orders.posting, orders.posts, orders.timeline) != (self._posting, self._posts, self._timeline)
+        if moved or job is not self._job:
+            own = orders.units(self._config.task)
+            self.rank = pipeline.rank_of(job, own)
+            self._all_stages = pipeline.by_replica(job, own)
         self._job, self._posts, self._timeline = job, orders.posts, orders.timeline
         self._posting = orders.posting
         self.mailbox.begin(job, orders, step)
@@ -84,7 +91,7 @@ class PostOffice:
 
     def stages(self, replica: int) -> tuple[int, ...]:
         """The stages of a replica that this worker computes in the open step."""
-        return self.all_stages().get(replica, ())
+        return self._all_stages.get(replica, ())
 
     def arm(self) -> None:
         """See Mailbox.arm()."""
@@ -117,26 +124,16 @@ class PostOffice:
         """Timeline of the open step."""
         return self._timeline
 
-    @property
-    def rank(self) -> int:
-        """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
-        return pipeline.rank_of(self._job, self._own()) if self._job is not None else 0
-
     def team(self) -> tuple[Post, ...]:
         """The workers that share this one's layers in the open step, by rank. Raises StepAgain if there are none."""
-        own = self._own()
+        own = [unit for unit, post in enumerate(self._posts) if post.task == self._config.task]
         if self._job is None or not own:
             raise StepAgain
         return self._posts[own[0] % pipeline.cells(self._job) :: pipeline.cells(self._job)]
 
-    def _own(self) -> list[int]:
-        return [unit for unit, post in enumerate(self._posts) if post.task == self._config.task]
-
     def all_stages(self) -> dict[int, tuple[int, ...]]:
         """The stages that this worker computes in the open step, by replica."""
-        if self._job is None:
-            return {}
-        return dict(pipeline.by_replica(self._job, self._own()))
+        return dict(self._all_stages)
 
     def staleness(self, stage: int, steps: int) -> None:
         """See shardline.pipeline.stream.StageExchange."""
@@ -147,10 +144,9 @@ class PostOffice:
     def send(self, parcel: Parcel) -> None:
         """Hand a parcel over; it is delivered in the background."""
         assert self._job is not None
-        unit = pipeline.unit_of(self._job, parcel.key.stage, parcel.key.replica, self.rank)
-        if unit >= len(self._posts):
+        post = self.mailbox.neighbours.get((parcel.key.stage, parcel.key.replica))
+        if post is None:
             raise StepAgain
-        post = self._posts[unit]
         if post.task == self._config.task:
             self.mailbox.deliver(Identity(post.task, post.incarnation), self._timeline, parcel)
             return
