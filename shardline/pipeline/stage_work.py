@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -183,6 +184,7 @@ class StageWork:
         self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
         self._batches = Batches(job, source, self.last, self._device)
         self._held: dict[At, _Held] = {}
+        self._border = functools.cache(self._name_border)
 
     def begin(self, stages: Mapping[int, Sequence[int]]) -> None:
         """Forget forward passes whose backward passes will not come. stages: of this worker, by replica."""
@@ -275,7 +277,7 @@ class StageWork:
             )
         return outputs
 
-    def _border(self, stage: int, *, back: bool = False) -> str:
+    def _name_border(self, stage: int, *, back: bool = False) -> str:
         """What a stage hands to the next one, or its gradient, for messages."""
         return f"the {'gradient of the ' if back else ''}output of {self._model.end_of(stage)}, stage {stage}"
 

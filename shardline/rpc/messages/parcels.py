@@ -49,9 +49,9 @@ def packed(job: str, timeline: int, parcel: Parcel, posting: int = 0) -> Packed:
     tensors: list[worker_pb2.ParcelTensor] = []
     payloads: list[memoryview] = []
     for number, value in enumerate(parcel.values):
-        needs_grad = bool(parcel.needs_grad) and parcel.needs_grad[number]
         tensor, data = _tensor(value, parcel.form(number), str(key))
-        tensor.MergeFrom(worker_pb2.ParcelTensor(needs_grad=needs_grad, digest=digest(data)))
+        tensor.needs_grad = bool(parcel.needs_grad) and parcel.needs_grad[number]
+        tensor.digest = digest(data)
         tensors.append(tensor)
         payloads.append(data)
     header = worker_pb2.ParcelHeader(
