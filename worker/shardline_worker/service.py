@@ -100,8 +100,9 @@ def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedM
         room.check()
         with session.attempt():
             session.begin_replica(min(session.replicas))
-            parts = runner.run(step, {replica: session.parcels.stages(replica) for replica in session.replicas})
-            _contribute(session, parts, runner.samples)
+            stages = {replica: session.parcels.stages(replica) for replica in session.replicas}
+            # No name for what it returns: gradients go when they are applied.
+            _contribute(session, runner.run(step, stages), runner.samples)
             optimizer.step()
     _log_end(session)
 

@@ -135,6 +135,8 @@ class AppliedHere(LocalTraining):
                 ground.model.load(shard, number, values)
         ground.model.settle()
         self._step = step + 1
+        # The next step's gradients take this memory.
+        self._kept = None, {}
         self._brought.clear()
 
     @torch.no_grad()
