@@ -9,7 +9,7 @@ from typing import Any
 
 from shardline.core.orders import PassReport
 from shardline.core.status import StageStatus
-from shardline.pipeline.timeline import ClockOffsets, Timeline, later, trace
+from shardline.pipeline.timeline import ClockOffsets, Timeline, trace
 
 DRAWN, DRAWN_EACH = 1500, 40
 """Most passes that the page draws, and of each stage of a replica: as many of the newest steps as have no more."""
@@ -45,7 +45,7 @@ class PassBoard:
             if before_s is not None and offset_s < before_s:
                 # Else passes from before would lie between, or after, those of now.
                 self._timeline.move(task, offset_s - before_s)
-            self._timeline.add(task, [later(one, offset_s) for one in passes])
+            self._timeline.add(task, passes, offset_s)
             self._figures = None
 
     def figures(self) -> tuple[StageStatus, ...]:
@@ -65,22 +65,22 @@ class PassBoard:
             most = min(DRAWN_EACH // each, DRAWN // (each * timeline.stages * timeline.replicas))
             steps = timeline.whole(max(1, most))
             found = timeline.around(steps)
-        begin_s = min((one.report.start_s for one in found), default=0.0)
-        rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})
-        number = {row: place for place, row in enumerate(rows)}
-        passes = [
-            [
-                number[one.report.stage, one.report.replica, one.task],
-                one.report.step,
-                one.report.microbatch,
-                int(one.report.back),
-                round(1000 * (one.report.start_s - begin_s), 3),
-                round(1000 * (one.report.end_s - begin_s), 3),
-                one.report.version,
-                one.report.held,
+            begin_s = min((one.start_s for one in found), default=0.0)
+            rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})
+            number = {row: place for place, row in enumerate(rows)}
+            passes = [
+                [
+                    number[one.report.stage, one.report.replica, one.task],
+                    one.report.step,
+                    one.report.microbatch,
+                    int(one.report.back),
+                    round(1000 * (one.start_s - begin_s), 3),
+                    round(1000 * (one.end_s - begin_s), 3),
+                    one.report.version,
+                    one.report.held,
+                ]
+                for one in found
             ]
-            for one in found
-        ]
         names = [{"stage": stage, "replica": replica, "task": task} for stage, replica, task in rows]
         return json.dumps({"rows": names, "passes": passes}, separators=(",", ":"))
 
@@ -89,5 +89,5 @@ class PassBoard:
         with self._lock:
             if self._timeline is None:
                 return None
-            passes = list(self._timeline.passes)
+            passes = self._timeline.taken()
         return trace(passes, *self._job)

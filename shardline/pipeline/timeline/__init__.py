@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.pipeline.timeline.clocks import ClockOffsets
-from shardline.pipeline.timeline.passes import TaskPass, Timeline, later
+from shardline.pipeline.timeline.passes import TaskPass, Timeline
 from shardline.pipeline.timeline.trace import trace
 
-__all__ = ["ClockOffsets", "TaskPass", "Timeline", "later", "trace"]
+__all__ = ["ClockOffsets", "TaskPass", "Timeline", "trace"]

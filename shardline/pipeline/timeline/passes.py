@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardline.core.orders import PassReport
 from shardline.core.status import StageStatus
@@ -19,12 +20,25 @@ Place = tuple[int, int, int, bool]
 """(replica, stage, microbatch, back)."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TaskPass:
-    """A pass, its times on a clock that all tasks share."""
+    """A pass, and its times on a clock that all tasks share."""
 
     task: str
     report: PassReport
+    """Its times are on a clock of the process that computed it."""
+    offset_s: float = 0.0
+    """Added to those."""
+
+    @property
+    def start_s(self) -> float:
+        """When it began."""
+        return self.report.start_s + self.offset_s
+
+    @property
+    def end_s(self) -> float:
+        """When it ended."""
+        return self.report.end_s + self.offset_s
 
 
 class Timeline:
@@ -44,13 +58,13 @@ class Timeline:
         self._steps: dict[int, dict[Place, TaskPass]] = {}
         """By step, the one that was heard of last at the end."""
 
-    def add(self, task: str, reports: Iterable[PassReport]) -> None:
+    def add(self, task: str, reports: Iterable[PassReport], offset_s: float = 0.0) -> None:
         """Take in passes. Those that the job can't have are ignored, since anyone may report anything."""
         for one in reports:
+            found = TaskPass(task, one, offset_s)
             fits = one.replica < self.replicas and one.stage < self.stages and one.microbatch < self.microbatches
-            if not (fits and math.isfinite(one.start_s) and one.start_s <= one.end_s < math.inf):
+            if not (fits and math.isfinite(found.start_s) and found.start_s <= found.end_s < math.inf):
                 continue
-            found = TaskPass(task, one)
             self.passes.append(found)
             place = (one.replica, one.stage, one.microbatch, one.back)
             step = self._steps.pop(one.step, {})
@@ -66,14 +80,14 @@ class Timeline:
 
     def move(self, task: str, by_s: float) -> None:
         """Correct the times of a task's passes, since more is known of its clock."""
+        # A pass of a step may be none of the kept ones any more.
+        known = itertools.chain(self.passes, *(step.values() for step in self._steps.values()))
+        for one in {id(one): one for one in known if one.task == task}.values():
+            one.offset_s += by_s
 
-        def moved(one: TaskPass) -> TaskPass:
-            return TaskPass(task, later(one.report, by_s)) if one.task == task else one
-
-        self.passes = deque(map(moved, self.passes), maxlen=self._kept)
-        self._steps = {
-            number: {place: moved(one) for place, one in step.items()} for number, step in self._steps.items()
-        }
+    def taken(self) -> list[TaskPass]:
+        """All passes, with times that stay as they are now."""
+        return [TaskPass(one.task, one.report, one.offset_s) for one in self.passes]
 
     def whole(self, most: int = WINDOW) -> list[int]:
         """The newest steps of which all passes are known, in the order in which they were heard of."""
@@ -83,7 +97,7 @@ class Timeline:
     def of(self, steps: Sequence[int]) -> list[TaskPass]:
         """Passes of some steps, by their start."""
         found = [one for number in steps for one in self._steps.get(number, {}).values()]
-        return sorted(found, key=lambda one: one.report.start_s)
+        return sorted(found, key=lambda one: one.start_s)
 
     def around(self, steps: Sequence[int]) -> list[TaskPass]:
         """Passes of some steps, and those of others that lie between them: without a flush there are many."""
@@ -91,9 +105,7 @@ class Timeline:
         if not own:
             return []
         start_s, end_s = _span(own)
-        return [
-            one for one in self.of(list(self._steps)) if start_s <= one.report.start_s and one.report.end_s <= end_s
-        ]
+        return [one for one in self.of(list(self._steps)) if start_s <= one.start_s and one.end_s <= end_s]
 
     def figures(self) -> tuple[StageStatus, ...]:
         """Every stage's figures over the newest whole steps; none before the first of them."""
@@ -106,17 +118,12 @@ class Timeline:
         busy = [0.0] * self.stages
         for step in self._steps.values():
             for one in step.values():
-                busy[one.report.stage] += _inside(one.report, spans)
+                busy[one.report.stage] += _inside(one, spans)
         found = self.of(steps)
         return tuple(
             _stage(stage, [one for one in found if one.report.stage == stage], busy[stage] / self.replicas, length_s)
             for stage in range(self.stages)
         )
-
-
-def later(report: PassReport, by_s: float) -> PassReport:
-    """A pass at another time."""
-    return replace(report, start_s=report.start_s + by_s, end_s=report.end_s + by_s)
 
 
 def _stage(stage: int, passes: Sequence[TaskPass], busy_s: float, length_s: float) -> StageStatus:
@@ -135,8 +142,8 @@ def _stage(stage: int, passes: Sequence[TaskPass], busy_s: float, length_s: floa
 
 
 def _span(passes: Iterable[TaskPass]) -> tuple[float, float]:
-    reports = [one.report for one in passes]
-    return min(one.start_s for one in reports), max(one.end_s for one in reports)
+    own = list(passes)
+    return min(one.start_s for one in own), max(one.end_s for one in own)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -150,13 +157,13 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _inside(report: PassReport, spans: Sequence[tuple[float, float]]) -> float:
+def _inside(one: TaskPass, spans: Sequence[tuple[float, float]]) -> float:
     """Seconds of a pass that are in these times, which do not overlap."""
     inside_s = 0.0
-    for start_s, end_s in spans[bisect.bisect_left(spans, report.start_s, key=lambda span: span[1]) :]:
-        if start_s >= report.end_s:
+    for start_s, end_s in spans[bisect.bisect_left(spans, one.start_s, key=lambda span: span[1]) :]:
+        if start_s >= one.end_s:
             break
-        inside_s += min(report.end_s, end_s) - max(report.start_s, start_s)
+        inside_s += min(one.end_s, end_s) - max(one.start_s, start_s)
     return inside_s
 
 
@@ -167,7 +174,7 @@ def _mean(values: Sequence[float]) -> float:
 def senders(passes: Iterable[TaskPass]) -> Mapping[TaskPass, TaskPass]:
     """The pass that each one waited for in the stage before it, or for a backward pass behind it, where it is known."""
     found: dict[tuple[int, Place], list[TaskPass]] = {}
-    ordered = sorted(passes, key=lambda one: one.report.end_s)
+    ordered = sorted(passes, key=lambda one: one.end_s)
     for one in ordered:
         report = one.report
         found.setdefault((report.step, (report.replica, report.stage, report.microbatch, report.back)), []).append(one)
@@ -178,6 +185,6 @@ def senders(passes: Iterable[TaskPass]) -> Mapping[TaskPass, TaskPass]:
         made = found.get((report.step, (report.replica, before, report.microbatch, report.back)))
         if made:
             # The newest of a step that was begun again. Clocks may differ by more than a parcel takes.
-            newest = bisect.bisect_right(made, report.end_s, key=lambda one: one.report.end_s)
+            newest = bisect.bisect_right(made, one.end_s, key=lambda one: one.end_s)
             sent[one] = made[max(0, newest - 1)]
     return sent

@@ -16,7 +16,7 @@ def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict
 
     Times are microseconds since the first pass. Arrows lead from a pass to the one that needs its output.
     """
-    begin_s = min((one.report.start_s for one in passes), default=0.0)
+    begin_s = min((one.start_s for one in passes), default=0.0)
     tasks = {task: number for number, task in enumerate(sorted({one.task for one in passes}, key=_natural))}
     replicas = 1 + max((one.report.replica for one in passes), default=0)
 
@@ -27,22 +27,22 @@ def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict
         return round(1e6 * (time_s - begin_s), 3)
 
     events: list[dict[str, Any]] = [*_names(passes, tasks, place)]
-    for one in sorted(passes, key=lambda one: one.report.start_s):
+    for one in sorted(passes, key=lambda one: one.start_s):
         report, what = one.report, "backward" if one.report.back else "forward"
         facts = {"step": report.step, "microbatch": report.microbatch, "stage": report.stage}
         facts |= {"replica": report.replica, "version": report.version, "held": report.held}
         length_us = round(1e6 * (report.end_s - report.start_s), 3)
-        begun = {"ph": "X", "name": f"{what} {report.microbatch}", "cat": what, "ts": us(report.start_s)}
+        begun = {"ph": "X", "name": f"{what} {report.microbatch}", "cat": what, "ts": us(one.start_s)}
         events.append({**begun, "dur": length_us, **place(one), "args": facts})
         stash = f"held: stage {report.stage}, replica {report.replica}"
         left = report.held - report.back
-        held = {"ph": "C", "name": stash, "ts": us(report.end_s), "pid": tasks[one.task]}
+        held = {"ph": "C", "name": stash, "ts": us(one.end_s), "pid": tasks[one.task]}
         events.append({**held, "args": {"microbatches": left}})
     for number, (one, sender) in enumerate(senders(passes).items()):
         arrow = {"name": "gradient" if one.report.back else "activation", "cat": "parcel", "id": number}
-        events.append({**arrow, "ph": "s", "ts": us(sender.report.end_s), **place(sender)})
+        events.append({**arrow, "ph": "s", "ts": us(sender.end_s), **place(sender)})
         # An arrow must not end before its slice begins.
-        events.append({**arrow, "ph": "f", "bp": "e", "ts": us(max(one.report.start_s, begin_s)), **place(one)})
+        events.append({**arrow, "ph": "f", "bp": "e", "ts": us(max(one.start_s, begin_s)), **place(one)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job, "pipeline": pipeline}}
 
 
