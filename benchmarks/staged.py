@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,8 @@ LOOK_S = 0.02
 """Seconds between two looks at how far a run is."""
 AFTER = 2
 """Steps after those that are measured."""
+END_BYTES = 4096
+"""Of a log: some steps."""
 PORT = 2422
 
 
@@ -128,8 +131,14 @@ def _watch(path: Path, children: Sequence[Child], hosts: Lab | None, *, first: i
 
 
 def _newest(path: Path) -> int:
+    """The newest step of a log, of which only the end is read: the tasks that are measured compute beside this."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return max((int(json.loads(line)["step"]) for line in lines if line.endswith("}")), default=-1)
+        with path.open("rb") as log:
+            begin = max(0, log.seek(0, os.SEEK_END) - END_BYTES)
+            log.seek(begin)
+            lines = log.read().splitlines()
     except FileNotFoundError:
         return -1
+    # The first may lack its beginning.
+    whole = [line for line in lines[begin > 0 :] if line.endswith(b"}")]
+    return max((int(json.loads(line)["step"]) for line in whole), default=-1)
