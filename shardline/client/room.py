@@ -15,18 +15,26 @@ from shardline.host.process import free_memory
 from shardline.pipeline.partition.costs import versions
 from shardline.pipeline.staged import StagedModel
 
+Stages = Mapping[int, Sequence[int]]
+"""Of one worker, by replica."""
 
-def check_room(model: StagedModel, job: JobSpec, stages: Mapping[int, Sequence[int]], device: torch.device) -> None:
+
+def check_room(
+    model: StagedModel, job: JobSpec, stages: Stages, device: torch.device, *, had: Stages | None = None
+) -> None:
     """Refuse stages that don't fit into the memory that is left, the model being in it already.
 
-    stages: of this worker, by replica. Counted is what is known before the first pass: see needed_bytes(). Raises
-    JobError, naming the largest stage, its layers, the bytes and the limit.
+    had: stages of this worker until now, whose memory is in use, and free once they are gone. Counted is what is known
+    before the first pass: see needed_bytes(). Raises JobError, naming the stage that needs most, its layers, the bytes
+    and the limit.
     """
-    needed = needed_bytes(job, stages)
+    in_use = needed_bytes(job, had or {})
+    needed = {stage: count - in_use.get(stage, 0) for stage, count in needed_bytes(job, stages).items()}
+    more = sum(needed.values()) - sum(in_use[stage] for stage in in_use.keys() - needed.keys())
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if sum(needed.values()) > free:
+    if more > free:
         largest = max(needed, key=lambda stage: needed[stage])
-        others = f", with this worker's other stages {sum(needed.values()):,}" if len(needed) > 1 else ""
+        others = f", with this worker's other stages {more:,}" if more != needed[largest] else ""
         raise JobError(
             f"{model.where(largest)}, does not fit: besides the model, its gradients, versions of its parameters and "
             f"optimizer state need {needed[largest]:,} bytes{others}, and {free:,} are left on {device}; activations "
@@ -34,7 +42,7 @@ def check_room(model: StagedModel, job: JobSpec, stages: Mapping[int, Sequence[i
         )
 
 
-def needed_bytes(job: JobSpec, stages: Mapping[int, Sequence[int]]) -> dict[int, int]:
+def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
     """By stage: bytes of gradients, of the versions of its parameters but one, and of optimizer state that is here."""
     schedule, last = pipeline.of(job), pipeline.stages(job) - 1
     states = state_bytes(job, make_plan(job.tensors, 1)) if job.apply == WORKER else {}

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+NOWHERE: Mapping[int, str] = {}
 
-def assign(previous: Mapping[int, str], living: Sequence[str], replicas: int) -> dict[int, str]:
+
+def assign(
+    previous: Mapping[int, str], living: Sequence[str], replicas: int, homes: Mapping[int, str] = NOWHERE
+) -> dict[int, str]:
     """Worker by replica, for every replica in [0, replicas); {} if no worker is living.
 
     previous: the assignment so far. A living worker keeps its replicas as long as the counts differ by at most one.
     living: workers in order of index. If there are more than `replicas`, the rest are spares: workers without replicas
-    first, the highest index first.
+    first, the highest index first. homes: the first worker of each replica; those move there before others do.
     """
     if not living:
         return {}
@@ -40,8 +44,9 @@ def assign(previous: Mapping[int, str], living: Sequence[str], replicas: int) ->
         if len(held[most]) - len(held[least]) <= 1:
             break
         # From the end, so that both what stays and what moves are contiguous.
-        held[least].append(held[most].pop())
-        held[least].sort()
+        moves = max(held[most], key=lambda replica: (homes.get(replica) == least, replica))
+        held[most].remove(moves)
+        held[least] = sorted([*held[least], moves])
     return {replica: worker for worker in active for replica in held[worker]}
 
 
@@ -56,15 +61,21 @@ def _blocks(workers: Sequence[str], replicas: int) -> dict[int, str]:
     return result
 
 
-def assign_teams(previous: Mapping[int, str], hosts: Mapping[str, str], cells: int, ranks: int) -> dict[int, str]:
+def assign_teams(
+    previous: Mapping[int, str],
+    hosts: Mapping[str, str],
+    cells: int,
+    ranks: int,
+    homes: Mapping[int, str] = NOWHERE,
+) -> dict[int, str]:
     """Worker by unit, where `ranks` workers of one host share each of the cells [0, cells); {} if no host has as many.
 
     Unit `rank * cells + cell` is a rank's part of a cell. Each worker has one rank, in all the cells of its team.
     previous: the assignment so far. A team keeps its living members of one host, where most are; others take the places
-    of those that it lacks, or it is dissolved. hosts: of the living workers, in order of index.
+    of those that it lacks, or it is dissolved. hosts: of the living workers, in order of index. homes: see assign().
     """
     if ranks == 1:
-        return assign(previous, list(hosts), cells)
+        return assign(previous, list(hosts), cells, homes)
     before: dict[tuple[str, ...], list[int]] = {}
     for cell in range(cells):
         before.setdefault(tuple(previous.get(rank * cells + cell, "") for rank in range(ranks)), []).append(cell)

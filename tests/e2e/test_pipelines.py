@@ -12,6 +12,7 @@ from shardline.job import load_job
 from shardline.pipeline import PIPELINES
 from shardline.testing import reference
 from tests.e2e.support import (
+    DEATH_TIMEOUT_S,
     PATIENCE_S,
     assert_refused,
     events,
@@ -20,6 +21,7 @@ from tests.e2e.support import (
     train,
     wait_for_event,
     wait_for_step,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
@@ -226,6 +228,47 @@ def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, b
     assert same_bits(out, job)
     if dying == "worker/0":
         assert any("stage 0 of replica 0 to worker/" in told for told in events(out)), events(out)
+
+
+FULL = """
+from shardline.client import room
+
+looks = []
+
+
+def free_memory():
+    # Enough for the stage with which a process begins, and for none that comes later.
+    looks.append(1)
+    return 10**9 if len(looks) == 1 else 100
+
+
+room.free_memory = free_memory
+"""
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_stage_that_fits_nowhere_else_waits_for_its_worker(tmp_path: Path, returns: bool) -> None:
+    job, out = write_job(tmp_path), tmp_path / "run"
+    job.write_text(job.read_text(encoding="utf-8") + FULL, encoding="utf-8")
+    told = (
+        r"stage 0, layer 0 \(Linear\) to layer 0 \(Linear\), does not fit: besides the model, its gradients, versions "
+        r"of its parameters and optimizer state need 2,176 bytes, and 100 are left on cpu"
+    )
+    with mortal_cluster(job, out, workers=3) as cluster:
+        wait_for_step(out, 13)
+        cluster.kill("worker/0", restart=False)
+        to = re.findall(r"worker/\d$", wait_for_event(out, "", "stage 0 of replica 0 to worker/[12]"))[0]
+        log = cluster.log_path(to)
+        wait_until(lambda: re.search(told, log.read_text(encoding="utf-8")), f"{to} to refuse", limit_s=DEATH_TIMEOUT_S)
+        if returns:
+            cluster.restart("worker/0")
+        code = cluster.wait(timeout_s=PATIENCE_S)
+    if returns:
+        assert code == 0, events(out)
+        assert same_bits(out, job)
+    else:
+        assert code == 2, events(out)
+        assert any(re.search(f"{to}: {told}.* has not returned within 20 s", one) for one in events(out, "failure"))
 
 
 @pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "ftpipe", "no-stash"])

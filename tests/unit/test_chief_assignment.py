@@ -54,6 +54,13 @@ def test_a_worker_that_comes_later_gets_its_share_and_nothing_else_moves() -> No
     assert after == {0: "worker/0", 1: "worker/0", 2: "worker/1", 3: "worker/1"}
 
 
+def test_a_worker_that_returns_gets_back_what_it_had() -> None:
+    homes = assign({}, WORKERS[:3], 3)
+    without = assign(homes, WORKERS[1:3], 3, homes)
+    assert without == {0: "worker/1", 1: "worker/1", 2: "worker/2"}
+    assert assign(without, WORKERS[:3], 3, homes) == homes
+
+
 def test_nobody_living_means_nothing_assigned() -> None:
     assert assign({0: "worker/0"}, [], 1) == {}
 

@@ -56,3 +56,15 @@ def test_it_is_refused_with_the_stage_its_layers_the_bytes_and_the_limit(monkeyp
     said = str(refused.value)
     assert "stage 2, layer 2 (Linear) to layer 3 (Linear), does not fit" in said
     assert "need 32,768 bytes, with this worker's other stages 49,152, and 49,151 are left on cpu" in said
+
+
+def test_stages_that_a_worker_had_need_no_more_and_those_that_go_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(replicas=2)
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    spec, cpu = job.spec(model), torch.device("cpu")
+    monkeypatch.setattr(room, "free_memory", lambda: WEIGHTS - 1)
+    for had, stages in (({0: (1, 2)}, {0: (1, 2)}), ({0: (2,)}, {0: (1,), 1: (0,)}), ({0: (1,)}, {1: (0,)})):
+        room.check_room(model, spec, stages, cpu, had=had)
+    with pytest.raises(JobError, match=r"stage 1, .* need 16,384 bytes, and 16,383 are left"):
+        room.check_room(model, spec, {0: (1, 2), 1: (1,)}, cpu, had={0: (1, 2)})

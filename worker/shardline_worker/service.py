@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
+import time
 from collections.abc import Mapping
 
 import torch
@@ -10,10 +13,11 @@ import torch
 from shardline import pipeline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
-from shardline.client.room import check_room
+from shardline.client.overlap.watching import StepAgain
+from shardline.client.room import Stages, check_room
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.replica_tensors import StepPart
@@ -81,24 +85,43 @@ class Room:
     def __init__(self, session: Session, model: StagedModel) -> None:
         self._session = session
         self._model = model
-        self._checked: set[tuple[int, int]] = set()
+        self._had: Stages = {}
 
     def check(self) -> None:
-        """Raise JobError, see check_room()."""
-        stages = self._session.parcels.all_stages()
-        new = {(replica, stage) for replica, own in stages.items() for stage in own} - self._checked
-        if new:
-            more = {replica: [stage for one, stage in new if one == replica] for replica, _ in new}
-            check_room(self._model, self._session.job, more, self._session.device)
-            self._checked |= new
+        """Raise JobError, see check_room(), if the job begins.
+
+        Later, stages come from a worker that was lost. Those that don't fit wait for it as long as the cluster waits
+        for a lost task: raises StepAgain when the orders change, JobError when the time is up.
+        """
+        session, stages = self._session, self._session.parcels.all_stages()
+        if stages == self._had:
+            return
+        try:
+            check_room(self._model, session.job, stages, session.device, had=self._had)
+        except JobError as error:
+            if session.step > session.link.orders.first_step:
+                self._await_others(error)
+            raise
+        self._had = stages
+
+    def _await_others(self, error: JobError) -> None:
+        link, lost_s = self._session.link, self._session.config.timeouts.lost_s
+        log.warning("%s; waiting %.0f s for the worker that had it, or another", error, lost_s)
+        end_s = time.monotonic() + lost_s
+        while self._session.parcels.still_ordered():
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0:
+                raise JobError(f"{error}; the worker that had it has not returned within {lost_s:.0f} s") from error
+            link.wait(functools.partial(operator.ne, link.orders), timeout_s=min(left_s, link.timeouts.heartbeat_s))
+        raise StepAgain
 
 
 def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedModel, runner: StageRunner) -> None:
     """Run the stages that the chief assigns, step by step."""
     room = Room(session, model)
     for step in session.steps():
-        room.check()
         with session.attempt():
+            room.check()
             session.begin_replica(min(session.replicas))
             stages = {replica: session.parcels.stages(replica) for replica in session.replicas}
             # No name for what it returns: gradients go when they are applied.
@@ -132,8 +155,8 @@ def train_stream(
     )
     room = Room(session, model)
     for step in session.steps():
-        room.check()
         with session.attempt():
+            room.check()
             runner.begin(step, session.parcels.timeline, session.parcels.all_stages())
             session.begin_replica(min(session.replicas))
             parts = runner.run()

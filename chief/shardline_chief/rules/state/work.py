@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardline import pipeline
-from shardline.consistency.assignment import assign_teams
+from shardline.consistency.assignment import NOWHERE, assign_teams
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
 from shardline_chief.rules.state.leases import Leases
 
 
-def assigned(job: JobSpec, previous: Mapping[int, str], machines: Mapping[str, str]) -> dict[int, str]:
+def assigned(
+    job: JobSpec, previous: Mapping[int, str], machines: Mapping[str, str], homes: Mapping[int, str] = NOWHERE
+) -> dict[int, str]:
     """Task by unit: the one that the job's model names, or where it names none, about equally many for each.
 
-    machines: host of each living task, in order of index. {} if nobody is.
+    machines: host of each living task, in order of index. homes: the first task of each unit. {} if nobody is living.
     """
     named = pipeline.planned(job)
     if named:
         return pipeline.assign_hosts(named, previous, list(machines))
-    return assign_teams(previous, machines, pipeline.cells(job), pipeline.ranks(job))
+    return assign_teams(previous, machines, pipeline.cells(job), pipeline.ranks(job), homes)
 
 
 class Work:
@@ -28,6 +30,8 @@ class Work:
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
         """Unit -> task: replicas, or parts of them that workers share; see shardline.pipeline."""
+        self.homes: dict[int, str] = {}
+        """The first task of each unit that this chief has known."""
         self.given: dict[int, set[int]] = {}
         """Units that each living incarnation has or had."""
         self.leases: Leases | None = None
@@ -64,7 +68,8 @@ class Work:
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in lives}
         else:
-            self.assignment = assigned(job, before, machines)
+            self.assignment = assigned(job, before, machines, self.homes)
+        self.homes = {**self.assignment, **self.homes}
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
         # Who has the optimizer's state, where workers have it: those that have, or had last, a replica of the stage.
         ready = {(unit // max(1, job.replicas), life) for unit, life in self.holders.items()}
