@@ -61,6 +61,11 @@ def _applied(job: JobSpec) -> JobSpec:
     Raises JobError naming a choice that this has no meaning with.
     """
     mode, pace = consistency.of(job.consistency), cadence.of(job)
+    if mode.by_stage:
+        raise JobError(
+            f"with apply 'worker' each worker of a stage runs the optimizer on the sum of all its replicas, but "
+            f"consistency {mode} makes none; choose consistency='sync', or leave `apply` out"
+        )
     if pace.outer_rule is not None:
         raise JobError(
             f"apply 'worker' is what cadence {pace} does anyway: it runs the optimizer on each worker; leave `apply` "
@@ -141,10 +146,20 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
     standbys: planned number per shard. workers: planned number; None = unknown yet.
     """
     rule, mode, pace = chosen(job.rule), consistency.of(job.consistency), cadence.of(job)
+    if mode.by_stage and not pipeline.of(job).staged:
+        raise JobError(
+            f"consistency {job.consistency.mode}: in_stages is for pipelines, which set it; leave it out, or choose one"
+        )
     mode.needed(job.replicas)  # Raises if too few are left to make a step.
     if mode.drops_late:
         _check_dropping(job, mode)
     needs = sorted(need.value for need in rule.needs)
+    if mode.by_stage and (needs or rule.looks_ahead):
+        raise JobError(
+            f"update rule {rule} needs {', '.join(needs) or 'to answer pulls with values ahead of the parameters'} of "
+            f"a push, but in a pipeline consistency {mode} counts what a replica brings to each bucket of a stage; "
+            "choose rule='torch', or pipeline='whole-model'"
+        )
     single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
     if (needs or rule.looks_ahead) and not single:
         # Updates are sums of several workers' pushes, so there is no single push for the rule.
@@ -197,6 +212,15 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
         )
 
 
+def goes_back(job: JobSpec) -> bool:
+    """Whether a job with stages goes back to a checkpoint when a stage moves to another worker.
+
+    Without a flush stages are at different steps. Where replicas don't wait for each other, the parameters that a step
+    was begun with are nowhere else.
+    """
+    return not pipeline.of(job).flushes or consistency.of(job.consistency).by_stage
+
+
 def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys: int, workers: int | None) -> None:
     """Refuse what needs a worker that has a whole replica, or replicas that are late by themselves."""
     codecs.of_parcels(job)
@@ -206,11 +230,14 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
     how = (
         f"pipeline {chosen_pipeline}" if chosen_pipeline.staged else f"tensor_parallel over {pipeline.ranks(job)} ranks"
     )
-    if not mode.sums_in_tree or mode.drops_late:
+    if not (mode.sums_in_tree or mode.by_stage) or mode.drops_late:
+        also = " or 'async'" if chosen_pipeline.staged and pipeline.ranks(job) == 1 else ""
         raise JobError(
             f"{how} takes every step with all parts of all replicas, but consistency {mode} does not; choose "
-            "consistency='sync' without spares"
+            f"consistency='sync' without spares{also}"
         )
+    if mode.by_stage:
+        _check_by_stage(job, mode, standbys=standbys)
     if not pace.streams:
         raise JobError(
             f"cadence {pace} needs workers that have the whole model, but those of {how} have a part of it; leave it "
@@ -257,6 +284,27 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
                 "pipeline='flush', or leave tensor_parallel out"
             )
         _check_unbroken(job, standbys=standbys)
+
+
+def _check_by_stage(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
+    """Refuse what needs replicas of a stage that wait for each other, or a push that has all stages."""
+    found = pipeline.of(job)
+    how = f"consistency {mode} applies each replica's gradient of a stage of pipeline {found} by itself"
+    if pipeline.ranks(job) > 1:
+        raise JobError(
+            f"{how}, but workers that share layers begin a step together; choose consistency='sync', or leave "
+            "tensor_parallel out"
+        )
+    if job.consistency.clip_norm > 0.0:
+        raise JobError(
+            f"{how}, but clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages; "
+            "leave it out, or choose consistency='sync' and pipeline='flush'"
+        )
+    if standbys:
+        raise JobError(
+            f"{how}, and standbys follow common steps or whole pushes only; leave out --standbys, or choose "
+            "consistency='sync' and pipeline='flush'"
+        )
 
 
 def _check_unbroken(job: JobSpec, *, standbys: int) -> None:

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardline import methods
 from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
+from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
@@ -263,7 +264,10 @@ class Job(Settings):
 
     def consistency_spec(self) -> ConsistencySpec:
         """Mode, clipping and NaN policy."""
-        return ConsistencySpec(mode=str(self.consistency), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
+        mode = CONSISTENCIES.parse(self.consistency)
+        if PIPELINES.parse(self.pipeline).staged:
+            mode = mode.staged()
+        return ConsistencySpec(mode=str(mode), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
 
     def spec(self, model: nn.Module) -> JobSpec:
         """The job's identity, for a model made by build_model.

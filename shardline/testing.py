@@ -79,7 +79,8 @@ def reference(
     start: continue from an earlier result, like a resumed job; `steps` still counts from the job's first step.
     choices: the replicas that make each step, from step 0 on, as a run with spares has journaled them; () = all of
     them in every step.
-    Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, on one machine class. With
+    Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, or in a pipeline with one
+    replica, on one machine class. With
     `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, like a parameter server's
     buckets: for other lengths, fused kernels round the last few elements of a tensor differently. Raises NonFiniteError
     under the policy "stop", naming tensor, replica and step.
@@ -112,6 +113,11 @@ class _Run:
         self.spec: JobSpec = job.spec(self.model)
         if cadence.of(self.spec).ticks != 1 or self.spec.inner is not None:
             raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
+        if consistency.of(self.spec.consistency).by_stage and self.spec.replicas > 1:
+            raise JobError(
+                "reference() repeats what does not depend on who was first, but the replicas of a pipeline with "
+                f"consistency {self.spec.consistency.mode} don't wait for each other; compare with replicas=1"
+            )
         if pipeline.ranks(self.spec) > 1:
             raise JobError(
                 "reference() computes with whole layers, and a sum over ranks is rounded in another order; compare "

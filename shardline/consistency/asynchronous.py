@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.by_stage import ByStage
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.outcome import Outcome
 from shardline.core.push_context import PushContext
+from shardline.core.spec import ConsistencySpec
 
 
 @dataclass(frozen=True)
 class Asynchronous(Consistency):
-    """Asynchronous: each gradient is applied as a separate update when it arrives."""
+    """Asynchronous: each gradient is applied as a separate update when it arrives.
+
+    in_stages: each stage of a pipeline by itself. A job with a pipeline sets it.
+    """
 
     name: ClassVar[str] = "async"
     clock: ClassVar[Clock] = Clock.VERSION
@@ -22,6 +27,15 @@ class Asynchronous(Consistency):
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
+    in_stages: bool = False
+
+    def staged(self) -> Consistency:
+        """See Consistency."""
+        return Asynchronous(in_stages=True)
+
+    def under(self, spec: ConsistencySpec) -> Consistency:
+        """In a pipeline no worker has a whole push."""
+        return ByStage() if self.in_stages else self
 
     def contributors(self, replicas: int) -> int:
         """One: a batch belongs to a single replica."""

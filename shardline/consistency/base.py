@@ -65,6 +65,10 @@ class Consistency(Resident):
     bit_exact: ClassVar[bool] = False
     """The final parameters do not depend on the number of workers or on which of them died; with `drops_late`, they
     follow from the choices, which the journal has."""
+    by_stage: ClassVar[bool] = False
+    """For pipelines: each replica's contribution to a bucket is an update, and its steps are numbered by replica."""
+    pulls_follow_pushes: ClassVar[bool] = False
+    """A pull in the same call as pushes is answered with values that contain them."""
     clips_at_worker: ClassVar[bool] = False
     """A worker clips its own gradient and decides itself to skip one that is not finite."""
 
@@ -90,6 +94,10 @@ class Consistency(Resident):
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode for this choice with a job's other settings, such as clipping."""
+        return self
+
+    def staged(self) -> Consistency:
+        """The choice for a job with a pipeline."""
         return self
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:

@@ -103,6 +103,8 @@ class BucketView(Protocol):
     contributions: Contributions
     hyper: Mapping[str, float] | None
     pending: object | None
+    counted: list[int]
+    """By replica: steps that it has contributed, in modes with `by_stage`."""
 
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
         """Compute the next values from a gradient and publish them."""

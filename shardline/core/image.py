@@ -37,6 +37,8 @@ class BucketImage:
     tensors: Mapping[str, torch.Tensor]
     scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     initialized: tuple[bool, ...] = ()
+    counted: tuple[int, ...] = ()
+    """By replica: its steps up to here, where each contribution is an update. It does not travel with the image."""
 
     @property
     def nbytes(self) -> int:

@@ -34,6 +34,16 @@ class PipelineSchedule(Resident, abc.ABC):
         return True
 
     @property
+    def predict(self) -> bool:
+        """Whether passes use parameters as they will be: see Stashing."""
+        return False
+
+    @property
+    def keeps_one(self) -> bool:
+        """Whether a new version of a stage's parameters takes the place of the last in memory: see Unbroken."""
+        return False
+
+    @property
     def recompute(self) -> bool:
         """Whether a stage keeps of a microbatch only what came in, and repeats its forward pass to go back."""
         return False
@@ -70,6 +80,10 @@ class PipelineSchedule(Resident, abc.ABC):
             now += -1 if one.back else 1
             most = max(most, now)
         return most
+
+    def late(self, version: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> set[int]:
+        """How many updates after a version the gradients of its passes are applied, 0 included."""
+        return {0}
 
     def check(self, stages: int, microbatches: int) -> None:
         """Raise JobError if so many microbatches can't go through so many stages."""

@@ -1,4 +1,8 @@
-"""Computes stages of pipelines without a flush: a stream of passes over all steps, with versions of the parameters."""
+"""Computes stages that can't begin a step again: a stream of passes over all steps, with versions of the parameters.
+
+Without a flush, stages are at different steps. Where replicas don't wait for each other, nobody else has the parameters
+that a step was begun with.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ import torch
 
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
+from shardline.pipeline.base import PipelineSchedule
 from shardline.pipeline.replica_tensors import StepPart, Values
 from shardline.pipeline.schedules.counts import StageCounts
-from shardline.pipeline.schedules.unbroken import Unbroken, ahead
+from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
 
@@ -44,12 +49,12 @@ class _Unit:
 
 
 class StreamRunner:
-    """Computes some stages, for schedules without a flush. Used by one thread.
+    """Computes some stages. Used by one thread.
 
-    While one step is computed, so are forward passes of the next ones: every step begins in the middle. The model's
-    parameters are pointed at the version that a pass needs. Stages and replicas take turns, whichever has what it
-    needs. A schedule that keeps one version has it in the same memory all the time, so that what autograd has kept of
-    it is always the newest.
+    Without a flush, forward passes of the next steps are computed beside one step: every step begins in the middle. The
+    model's parameters are pointed at the version that a pass needs. Stages and replicas take turns, whichever has what
+    it needs. A schedule that keeps one version has it in the same memory all the time, so that what autograd has kept
+    of it is always the newest.
 
     pulled: the tensors that pulls fill, by name. steps: of the job. predict: a stage's parameters some updates after
     those that have arrived last; needed if the pipeline predicts.
@@ -60,7 +65,7 @@ class StreamRunner:
         model: Layers,
         job: DataSource,
         source: BatchSource,
-        pipeline: Unbroken,
+        pipeline: PipelineSchedule,
         exchange: StageExchange,
         *,
         pulled: Callable[[], Values],
@@ -204,6 +209,13 @@ class StreamRunner:
     def _passes(self, unit: _Unit, end: int) -> Iterator[tuple[At, bool]]:
         """The passes, at most one each way, that a unit may compute next, and whether they are backward passes."""
         if unit.backward >= end:
+            return
+        if self._pipeline.flushes:
+            # As many passes as are done, of the open step.
+            first = end - self._job.accumulate
+            passes = self._pipeline.passes(unit.stage, self._stages, self._job.accumulate)
+            one = passes[unit.forward + unit.backward - 2 * first]
+            yield self._at(unit, first + one.microbatch), one.back
             return
         most = unit.backward + ahead(unit.stage, self._stages) + 1
         if unit.forward < min(most, self._steps * self._job.accumulate):

@@ -158,7 +158,8 @@ class PushPullTalk:
         """Whether a pull of the latest values has to wait for this call's push."""
         shard = self._backend.shards.get(request.data.shard)
         admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
-        return shard is not None and shard.consistency.whole_pushes and admitted
+        mode = shard.consistency if shard is not None else None
+        return mode is not None and (mode.whole_pushes or mode.pulls_follow_pushes) and admitted
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
         async for message in pull(self._backend, self._attachments, request, outer=SHARED_CALL):

@@ -110,6 +110,7 @@ class VirtualBucket:
         self.contributions = (Counts if plan.values is None else Contributions)(plan.spec, replicas, in_tree=in_tree)
         self.hyper: Mapping[str, float] | None = None
         self.pending: object | None = None
+        self.counted: list[int] = []
         self.values, self._before = plan.values, plan.values
         self._rule = plan.make_rule() if plan.make_rule is not None else None
         self._published = published

@@ -30,7 +30,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.core.placement import Post
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel
 from shardline.pipeline.schedules.unbroken import Unbroken
@@ -54,6 +54,7 @@ class PipelineSetup:
     seed: int
     pipeline: str
     apply: str = "server"
+    consistency: str = "sync"
     stages: int = 3
     replicas: int = 1
     microbatches: int = 2
@@ -78,6 +79,8 @@ class PipelineSetup:
     """A stage that keeps one version of its parameters ends a step when no forward pass needs the one it has."""
     waits: bool = True
     """A parcel by newer orders than those of its receiver waits."""
+    withholds: bool = True
+    """Where replicas don't wait for each other, nobody takes a stage over in a timeline in which another had it."""
     fences: bool = True
     """Parcels of earlier timelines are told apart."""
 
@@ -185,8 +188,15 @@ class Alone:
         return self.weights[found][tensor(stage)]
 
 
-def make_shards(setup: PipelineSetup, plan: Plan, *, aggregates: bool) -> list[Shard]:
-    settings = make_settings(plan, rule=RULE, replicas=setup.replicas, cut_every=setup.every, aggregates=aggregates)
+def make_shards(setup: PipelineSetup, plan: Plan, *, aggregates: bool, consistency: str = "sync") -> list[Shard]:
+    settings = make_settings(
+        plan,
+        rule=RULE,
+        replicas=setup.replicas,
+        cut_every=setup.every,
+        aggregates=aggregates,
+        consistency=ConsistencySpec(mode=consistency),
+    )
     shards = [Shard(number, settings) for number in range(len(plan.shards))]
     for shard in shards:
         for bucket in shard.buckets:
@@ -276,11 +286,13 @@ class PipelineChief:
             pipeline=setup.pipeline,
             accumulate=setup.microbatches,
             apply=setup.apply,
+            consistency=ConsistencySpec(mode=setup.consistency),
         )
         self.schedule = pipeline.of(self.job)
         self.plan = make_plan(tensors, 2)
         self.alone = Alone(setup, self.job, self.plan)
-        self.shards = make_shards(setup, self.plan, aggregates=setup.apply == "worker")
+        aggregates = setup.apply == "worker"
+        self.shards = make_shards(setup, self.plan, aggregates=aggregates, consistency=setup.consistency)
         self.committed: tuple[int, Cut] = 0, images(self.shards)
         self.timeline, self.lives, self.term = 1, 0, 0
         self.kills, self.losses, self.chiefs = setup.kills, setup.losses, setup.chiefs

@@ -12,17 +12,19 @@ import torch
 import shardline
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES
+from shardline.consistency.by_stage import admit_update
 from shardline.consistency.server import Observers, Push, StepWanted
 from shardline.consistency.ssp import Clocks
 from shardline.consistency.worker.paced_pushes import PacedPushes
 from shardline.core.exchange import Standing
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update import rule
 from shardline_ps.shard.shard import Shard
-from tests.support.builders import make_shard
+from tests.support.builders import make_job_spec, make_shard
 from tests.support.jobs import make_job
 from tests.support.served import noise
 
@@ -408,3 +410,70 @@ def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None
 def test_modes_have_names_and_classes() -> None:
     assert CONSISTENCIES.parse("softsync:n=2") == shardline.SoftSync(n=2)
     assert CONSISTENCIES.parse("ssp") == shardline.SSP() == shardline.SSP(slack=3)
+
+
+@pytest.mark.parametrize(
+    ("step", "counted", "bucket_step", "stop_step", "outcome"),
+    [
+        (3, 3, 7, None, Outcome.COUNTED),
+        (3, 3, 7, 8, Outcome.COUNTED),
+        (2, 3, 7, None, Outcome.DUPLICATE),
+        (2, 3, 8, 8, Outcome.DUPLICATE),
+        (4, 3, 7, None, Outcome.COUNTED),
+        (3, 3, 8, 8, Outcome.LATE_DROPPED),
+    ],
+)
+def test_a_replica_s_step_is_an_update_of_a_bucket_once_and_in_order(
+    step: int, counted: int, bucket_step: int, stop_step: int | None, outcome: Outcome
+) -> None:
+    found = admit_update(step, Block(1, 1), counted=counted, bucket_step=bucket_step, stop_step=stop_step)
+    assert found.outcome is outcome
+    both = admit_update(step, Block(0, 2), counted=counted, bucket_step=bucket_step, stop_step=stop_step)
+    assert both.outcome is Outcome.REFUSED
+
+
+def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
+    spec = ConsistencySpec(mode="async:in_stages=true")
+    tensors = [TensorSpec(name=name, shape=(2,), dtype="float32", fragment=stage) for stage, name in enumerate("ab")]
+    shard = make_shard(tensors, consistency=spec, replicas=2, cut_every=3)
+    ones = Gradient(torch.ones(64), (True,), fingerprint=1)
+
+    def push(bucket: int, replica: int, step: int) -> Outcome:
+        return shard.contribute(bucket, step, Block(replica, 1), ones).outcome
+
+    # The stages see the replicas in different orders.
+    for bucket, order in enumerate(((0, 0, 1), (1, 0, 1))):
+        for replica in order:
+            assert push(bucket, replica, shard.buckets[bucket].counted[replica]) is Outcome.COUNTED
+    assert push(0, 0, 2) is Outcome.COUNTED
+    cut = shard.cuts.whole(3)
+    assert cut is not None
+    assert {task: held.last_seq for task, held in cut.sequences.items()} == {"replica/0": 2, "replica/1": 2}
+    shard.restore(cut.in_order(), cut.sequences)
+    assert [shard.progress(replica) for replica in range(2)] == [2, 2]
+    assert push(0, 1, 1) is Outcome.DUPLICATE and push(0, 1, 2) is Outcome.COUNTED
+    # A checkpoint of other shards does not tell: no replica has done more steps than there were updates.
+    shard.restore(cut.in_order())
+    assert [shard.progress(replica) for replica in range(2)] == [3, 3]
+    # Another shard may have been further at the cut, and workers begin there.
+    assert push(0, 1, 7) is Outcome.COUNTED and push(0, 1, 7) is Outcome.DUPLICATE
+    assert shard.buckets[0].counted == [3, 8]
+    job = make_job_spec(consistency=spec, replicas=2)
+    half = consistency.of(spec).worker_half(job)
+
+    def standing(shard: int, steps: list[int], timeline: int) -> Standing:
+        held = dict(enumerate(steps))
+        return Standing(
+            outcome=Outcome.SERVED, reason="", timeline=timeline, replicas=held, step_max=0, version=0, last_seq=0
+        )
+
+    # Another replica has gone on already.
+    half.located({0: standing(0, [2, 3], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    assert half.step == 4
+    half.advance()
+    half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    assert half.step == 4, "what it has not closed is open still"
+    half.advance()
+    half.closed(5, [0, 1], {0: 9, 1: 8}, dropped=False)
+    half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    assert (half.step, half.job_step) == (5, 8)

@@ -153,7 +153,15 @@ def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
     ("fields", "sentence"),
     [
         ({"model": nn.Linear(4, 2)}, "pipeline gpipe needs a model in stages, but model.. returned a Linear"),
-        ({"consistency": "async"}, "takes every step with all parts of all replicas, but consistency async"),
+        ({"consistency": "softsync"}, "but consistency softsync does not; .* without spares or 'async'"),
+        ({"consistency": "ssp"}, "takes every step with all parts of all replicas, but consistency ssp does not"),
+        (
+            {"consistency": "async", "apply": "worker"},
+            "on the sum of all its replicas, but consistency async makes none",
+        ),
+        ({"consistency": "async", "clip_norm": 1.0}, "by itself, but clip_norm=1 is one decision about the gradients"),
+        ({"consistency": "async", "rule": "dc-asgd"}, "update rule dc-asgd.* in a pipeline consistency async counts"),
+        ({"consistency": "async:in_stages=true", "pipeline": "whole-model"}, "in_stages is for pipelines"),
         ({"consistency": "sync:spares=1", "replicas": 3}, "but consistency sync:spares=1 does not"),
         ({"cadence": "diloco"}, "cadence diloco needs workers that have the whole model"),
         ({"nan_policy": "skip"}, "nan_policy 'skip' is for workers that see all gradients"),

@@ -18,6 +18,7 @@ from shardline.client.room import Stages, check_room
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, ShardlineError, UsageError
+from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
 from shardline.pipeline.replica_tensors import StepPart
@@ -62,7 +63,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)
     schedule = pipeline.of(spec)
-    if isinstance(model, StagedModel) and isinstance(schedule, pipeline.Unbroken):
+    if isinstance(model, StagedModel) and goes_back(spec):
         train_stream(session, optimizer, model, job, schedule)
         return
     if isinstance(model, StagedModel) and schedule.staged:
@@ -131,9 +132,9 @@ def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedM
 
 
 def train_stream(
-    session: Session, optimizer: ShardlineOptimizer, model: StagedModel, job: Job, schedule: pipeline.Unbroken
+    session: Session, optimizer: ShardlineOptimizer, model: StagedModel, job: Job, schedule: pipeline.PipelineSchedule
 ) -> None:
-    """The same without a flush: what is computed of later steps stays in the runner."""
+    """The same where no stage can begin a step again: what is computed stays in the runner."""
 
     def pulled() -> Mapping[str, torch.Tensor]:
         return session.trainer.methods.arrived

@@ -72,7 +72,7 @@ class Telemetry:
             taken_over = state.layout.timeline >> 32 != state.settings.term
             self._reporter.begin(
                 replicas=state.mode.needed(state.job.replicas),
-                joined=state.mode.assigns_replicas,
+                joined=state.mode.assigns_replicas and not state.mode.by_stage,
                 timeline=state.layout.timeline,
                 first_step=state.progress.step if taken_over else state.progress.base_step,
             )

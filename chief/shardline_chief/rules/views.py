@@ -36,11 +36,11 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
             reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
             fenced=not left,
         )
-    held = posts(state)
+    held, trains = posts(state), member.trains and not _goes_back_first(state)
     return Orders(
         phase=state.phase,
         timeline=state.layout.timeline,
-        replicas=_replicas(state, task) if member.trains else (),
+        replicas=_replicas(state, task) if trains else (),
         init=state.phase is Phase.INIT and state.work.initializer == task,
         stop_step=state.progress.stop_step,
         exit_code=state.exit_code,
@@ -58,7 +58,7 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
 
 def posts(state: State) -> tuple[Post, ...]:
     """Who computes each unit; empty where a worker computes the whole model, and while a unit has nobody."""
-    if state.job is None or not pipeline.divided(state.job):
+    if state.job is None or not pipeline.divided(state.job) or _goes_back_first(state):
         return ()
     members = [
         state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in range(pipeline.units(state.job))
@@ -69,6 +69,15 @@ def posts(state: State) -> tuple[Post, ...]:
         if member
     ]
     return tuple(found) if len(found) == len(members) else ()
+
+
+def _goes_back_first(state: State) -> bool:
+    """Whether the job has yet to go back because stages have moved.
+
+    Who takes one over begins with an empty pipeline, in the middle of what the others have computed. Where each
+    gradient is an update, nobody would see that it belongs to nothing. So in one timeline nobody takes anything over.
+    """
+    return bool(state.work.moved) and state.mode.by_stage
 
 
 def _waits_at_start(state: State) -> bool:

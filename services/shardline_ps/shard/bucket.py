@@ -67,6 +67,8 @@ class Bucket:
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
         self._bytes = tuple(map(tensor_bytes, pub)) if device.type == "cpu" else ()
+        self.counted: list[int] = []
+        """By replica: steps that it has contributed, if each of them is an update."""
         self.pending: object | None = None
         """Record that the standby must have before theta_{step+1} is published; None if nothing waits."""
         self.rule: BucketRule | None = None
@@ -239,6 +241,7 @@ class Bucket:
             tensors=tensors,
             scalars=scalars,
             initialized=initialized,
+            counted=tuple(self.counted),
         )
 
     def rule_of(self, image: BucketImage) -> BucketRule | None:

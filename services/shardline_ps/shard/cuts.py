@@ -23,7 +23,17 @@ class CutImages:
     skipped: bool = False
     """There was no room left when the first bucket reached the step; nothing is kept."""
     sequences: Mapping[str, WorkerSequence] = field(default_factory=dict)
-    """If pushes are numbered: the last push of each worker that the images include."""
+    """If pushes are numbered: the last push of each worker that the images include. If each contribution to a bucket is
+    an update: how many steps of each replica some image includes."""
+
+    def add(self, image: BucketImage) -> None:
+        """Add one bucket's copy."""
+        self.images[image.bucket] = image
+        found = dict(self.sequences)
+        for replica, steps in enumerate(image.counted):
+            known = found.get(f"replica/{replica}", WorkerSequence(0, 0))
+            found[f"replica/{replica}"] = WorkerSequence(0, max(known.last_seq, steps))
+        self.sequences = found
 
     def in_order(self) -> list[BucketImage]:
         """The images in order of their buckets."""
@@ -109,7 +119,7 @@ class CutBook:
     def store(self, image: BucketImage) -> None:
         """Keep one bucket's copy."""
         with self._lock:
-            self._held.setdefault(image.step, CutImages(image.step)).images[image.bucket] = image
+            self._held.setdefault(image.step, CutImages(image.step)).add(image)
 
     def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
         """Keep a cut whose buckets were all copied at one instant, under the chief's number.

@@ -175,7 +175,7 @@ class StepFinder:
                 return None
         elif not self.todo:
             self.todo = set(self.begun.replicas)
-        if orders.stop_step and self._trainer.step >= orders.stop_step:
+        if orders.stop_step and self._trainer.half.job_step >= orders.stop_step:
             self.finish_part()
             self._wait_for_change(orders)
             return None
@@ -238,7 +238,7 @@ class StepFinder:
             return None
         if self._mode.leases_batches:
             return self.leases.batch if self.leases.has_next else None
-        if orders.stop_step and self._trainer.step >= orders.stop_step:
+        if orders.stop_step and self._trainer.half.job_step >= orders.stop_step:
             return None
         return self._trainer.step
 

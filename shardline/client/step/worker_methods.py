@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardline import cadence as cadences
-from shardline import consistency
+from shardline import consistency, fit
 from shardline import pipeline as pipelines
 from shardline import topology as topologies
 from shardline.cadence import Held, Ticks, Told
@@ -36,8 +36,8 @@ class WorkerMethods:
         applies = job.apply == WORKER
         self.streams = self.cadence.streams and topologies.of(job).streams and not applies
         """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
-        self.unbroken = not pipelines.of(job).flushes
-        """A pipeline without a flush: passes compute with several versions of the parameters."""
+        self.unbroken = fit.goes_back(job)
+        """A pipeline of which no stage can begin a step again: passes compute with versions that the worker keeps."""
         self.resends = pipelines.divided(job)
         """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
         self.copies = self.cadence.copies or self.unbroken

@@ -1,11 +1,12 @@
-"""Versions, staleness and stashes of a pipeline without a flush, checked while it runs. Pure."""
+"""Versions, staleness and stashes of a stream of passes, checked while it runs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from shardline.errors import InternalError
-from shardline.pipeline.schedules.unbroken import Unbroken, ahead
+from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.schedules.unbroken import ahead
 
 
 class StageCounts:
@@ -16,7 +17,7 @@ class StageCounts:
     section 3.3); other schedules, and more microbatches: see their version().
     """
 
-    def __init__(self, schedule: Unbroken, stages: int, microbatches: int, first: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, stages: int, microbatches: int, first: int) -> None:
         """first: the step at which the pipeline is empty."""
         self._schedule = schedule
         self._stages = stages
@@ -48,6 +49,8 @@ class StageCounts:
         number: the microbatch, counted from the job's first one.
         """
         expected, most = self._version(number, stage, back=back), ahead(stage, self._stages) + 1
+        if self._schedule.flushes:
+            most = self._schedule.held(stage, self._stages, self._microbatches)
         if version != expected or version > self._newest.get(stage, -1) or held > most:
             raise InternalError(
                 f"stage {stage} has computed microbatch {number % self._microbatches} of step "

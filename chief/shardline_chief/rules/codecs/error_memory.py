@@ -8,7 +8,7 @@ pipeline has no flush, stages are at different steps, which only a checkpoint br
 
 from __future__ import annotations
 
-from shardline import pipeline
+from shardline import fit, pipeline
 from shardline.core.settings import WORKER
 from shardline.errors import TaskLostError
 from shardline_chief.rules.events import Progressed, TrainerLost
@@ -22,8 +22,8 @@ def applied(state: State) -> bool:
 
 
 def unbroken(state: State) -> bool:
-    """Whether the job has a pipeline without a flush."""
-    return state.job is not None and not pipeline.of(state.job).flushes
+    """Whether the job has a pipeline of which no stage can begin a step again."""
+    return state.job is not None and fit.goes_back(state.job)
 
 
 def goes_back(state: State) -> bool:

@@ -1,0 +1,149 @@
+"""Replicas of a pipeline that don't wait for each other: each contribution to a bucket is an update. PROTOCOL 1.5.
+
+A stage is computed by other workers than the next one, so no push has all buckets of a shard: contributions are counted
+by bucket and replica instead of being numbered by worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.replica_steps import ReplicaSteps
+from shardline.consistency.server import BucketView, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.stage_steps import StageSteps
+from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block
+from shardline.core.spec import JobSpec
+
+
+def admit_update(step: int, block: Block, *, counted: int, bucket_step: int, stop_step: int | None) -> Decision:
+    """Whether a replica's contribution to a bucket is its next update. Pure.
+
+    counted: the first step that the bucket has not counted of this replica. A later one counts as well: the shards of a
+    checkpoint may differ, and workers begin where the furthest is. stop_step: the bucket's last; None = not known.
+    """
+    if block.count != 1:
+        return Decision(Outcome.REFUSED, f"replicas {block} are added up, but each of them makes an update")
+    if step < counted:
+        return Decision(Outcome.DUPLICATE, f"step {step} of replica {block.first} was already counted")
+    if stop_step is not None and bucket_step >= stop_step:
+        # Not STOPPED: other buckets may still need what this worker has computed, so it goes on until it is told.
+        return Decision(Outcome.LATE_DROPPED, f"the job stops at version {stop_step}, and the bucket has that")
+    return Decision(Outcome.COUNTED)
+
+
+@dataclass(frozen=True)
+class ByStage(Consistency):
+    """Asynchronous in a pipeline: each replica's gradient of a stage is an update when it comes.
+
+    slack: steps that a replica may be ahead of the slowest one of its stage before it waits; -1 = any number.
+    """
+
+    clock: ClassVar[Clock] = Clock.VERSION
+    by_stage: ClassVar[bool] = True
+    pulls_follow_pushes: ClassVar[bool] = True
+    consistent_cuts: ClassVar[bool] = True
+    name: ClassVar[str] = "async"
+
+    def needed(self, replicas: int) -> int:
+        """See Consistency."""
+        return 1
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        """See Consistency."""
+        return StageSteps(job)
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """See Consistency."""
+        return StageUpdates(storage, terms)
+
+
+class StageUpdates(ReplicaSteps):
+    """Each contribution to a bucket is applied as it comes; a replica's steps count once each, in order."""
+
+    def __init__(self, storage: Storage, terms: Terms) -> None:
+        super().__init__(storage, terms)
+        self._begin(0)
+
+    def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
+        """See ReplicaSteps. What is dropped because the job stops is used up as well."""
+        if block.first >= self.terms.contributors:
+            return Decision(Outcome.REFUSED, f"block {block} is outside the job's {self.terms.contributors} replicas")
+        found = admit_update(
+            step,
+            block,
+            counted=bucket.counted[block.first],
+            bucket_step=bucket.step,
+            stop_step=self.storage.stop_step,
+        )
+        if found.outcome is Outcome.COUNTED:
+            bucket.counted[block.first] = step
+        elif found.outcome is Outcome.LATE_DROPPED:
+            bucket.counted[block.first] = step + 1
+        return found
+
+    def ready(self, bucket: BucketView) -> bool:
+        """See ReplicaSteps."""
+        return True
+
+    @property
+    def divisor(self) -> int:
+        """See ReplicaSteps."""
+        return 1
+
+    def complete(self, bucket: BucketView) -> None:
+        """Apply the one contribution."""
+        (replica,) = bucket.contributions.counted
+        try:
+            # Before the update, which may copy the bucket for a cut.
+            bucket.counted[replica] += 1
+            self.storage.apply_bucket(bucket, bucket.contributions.take_of([replica]))
+        except Exception:
+            # Nothing was published: it can be sent again.
+            bucket.counted[replica] -= 1
+            bucket.contributions.clear()
+            bucket.hyper = None
+            raise
+
+    def completed(self, bucket: BucketView, step: int) -> None:
+        """Report the new values."""
+        self.storage.observers.on_publish(bucket.number)
+
+    # Queries
+
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+        """See ServerHalf. Values of earlier versions are not kept."""
+        if want.step is None:
+            return Outcome.SERVED
+        if want.step > bucket.step:
+            return Outcome.WAITING
+        return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
+
+    def progress(self, replica: int) -> int:
+        """The step that a replica has to work on: the first that some bucket has not counted."""
+        return min(bucket.counted[replica] for bucket in self.storage.buckets)
+
+    def waiting_for(self) -> list[int]:
+        """Nobody waits for a replica."""
+        return []
+
+    # Timelines
+
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
+        """See ServerHalf. All replicas begin at the step of the one that was furthest, so that none repeats a batch.
+
+        A checkpoint of another plan does not say how far they were: no replica has done more steps than there were
+        updates.
+        """
+        versions = [bucket.step for bucket in self.storage.buckets]
+        self._begin(max((one.last_seq for one in sequences.values()), default=max(versions, default=0)))
+
+    def _begin(self, step: int) -> None:
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                bucket.counted[:] = [step] * self.terms.contributors

@@ -1,0 +1,60 @@
+"""Steps of stages whose replicas don't wait for each other: each replica counts its own. PROTOCOL 1.5. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.core.exchange import Standing
+from shardline.core.reduce import Block
+from shardline.core.spec import JobSpec
+
+
+class StageSteps(SharedSteps):
+    """A contribution belongs to (step, replica, bucket), and is computed from the latest parameters of its stage.
+
+    `step` counts the worker's own steps, which are those of all its replicas.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        super().__init__(job)
+        self._timeline = self._open = 0
+        self._updates = 0
+
+    @property
+    def job_step(self) -> int:
+        """The fewest updates that the stages of this worker have had, when it last pulled them."""
+        return self._updates
+
+    def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
+        """See WorkerHalf.located.
+
+        In a new timeline all replicas begin together, at the step of the one that was furthest. Others may be ahead by
+        now, but none of this worker's: each step takes all stages. Later it goes on with what it has not closed.
+        """
+        timeline = max(standing.timeline for standing in standings.values())
+        if timeline != self._timeline:
+            self._open = max(min(one.replicas[replica] for replica in owned) for one in standings.values())
+        self._timeline = timeline
+        self.step = self._open
+        return set(owned)
+
+    @property
+    def exact(self) -> int | None:
+        """See WorkerHalf.exact: the latest."""
+        return None
+
+    @property
+    def target(self) -> int | None:
+        """See WorkerHalf.target: the latest."""
+        return None
+
+    def blocks(self, owned: Collection[int]) -> Sequence[Block]:
+        """See WorkerHalf.blocks: each replica makes an update."""
+        return [Block(replica, 1) for replica in sorted(owned)]
+
+    def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
+        """See WorkerHalf.closed."""
+        self._open = step
+        self._updates = min(base[shard] for shard in shards)
+        return super().closed(step, shards, base, dropped=dropped)

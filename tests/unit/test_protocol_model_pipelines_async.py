@@ -1,0 +1,48 @@
+"""Whatever dies, replicas that don't wait for each other train on with exact gradients, each of which counts once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shardline.pipeline import PIPELINES
+from tests.protocol_model.pipelines_async import AsyncPipelineModel
+from tests.protocol_model.pipelines_chief import PipelineSetup
+
+STAGED = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
+
+
+def played(seeds: range, pipeline: str, **changes: Any) -> Counter[str]:
+    """One to three replicas, on two to four workers."""
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        shape = {"replicas": 1 + seed % 3, "workers": 2 + seed % 3, "microbatches": 2 + seed % 2, "steps": 12}
+        fields = {"consistency": "async:in_stages=true", **shape, **changes}
+        model = AsyncPipelineModel(PipelineSetup(seed=seed, pipeline=pipeline, **fields))
+        total.update(vars(model.play()))
+        total["checked"] += model.checked
+    return total
+
+
+@pytest.mark.parametrize("pipeline", STAGED)
+def test_no_schedule_of_deaths_changes_a_gradient_or_stops_the_job(pipeline: str) -> None:
+    counts = played(range(6), pipeline)
+    # Otherwise the schedules would show nothing.
+    assert counts["kills"] > 12 and counts["zombies"] > 4 and counts["moves"] > 20 and counts["chiefs"] > 1
+    assert counts["rollbacks"] > 15 and counts["duplicates"] > 100 and counts["hosted"] > 5
+    assert counts["checked"] > 400
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", STAGED)
+def test_no_schedule_of_hundreds_changes_a_gradient_or_stops_the_job(pipeline: str) -> None:
+    counts = played(range(1000, 1100), pipeline, steps=16, every=1, kills=8, losses=2, chiefs=2)
+    assert counts["late"] > 30 and counts["kills"] > 500
+
+
+def test_going_back_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
+    with pytest.raises(AssertionError, match="stuck"):
+        played(range(12), "flush", decides=False)
