@@ -352,6 +352,11 @@ def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoi
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
     assert any(re.search(r"rolling back all shards to step \d+", told) for told in events(out)), events(out)
     assert summary_of(out)["steps"] == 80
+    manifest = json.loads((out / "checkpoints" / "step-00000080" / "manifest.json").read_text(encoding="utf-8"))
+    for held in manifest["extra"]["sequences"]:
+        # None has done more than there were updates; and who did less, another did instead.
+        done = [held[f"replica/{replica}"][1] for replica in range(replicas)]
+        assert max(done) <= 80 and sum(done) >= 80, done
     # One replica has nobody to wait for: with a flush the bits are those of synchronous training without a death.
     assert replicas > 1 or same_bits(out, write_job(tmp_path, **fields))
 

@@ -178,7 +178,7 @@ class Checkpointer:
         if mode.leases_batches:
             done = sum(end - first for first, end in save.cursor.get("done", []))
             extra |= {"leases": dict(save.cursor), "cursor": {"batch": done}}
-        if mode.whole_pushes:
+        if mode.whole_pushes or mode.by_stage:
             extra[SEQUENCES] = fetch.sequences
         path = self.store.commit(
             CheckpointContents(
