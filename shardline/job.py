@@ -222,12 +222,13 @@ class Job(Settings):
 
             # Lazy layers, and nothing to train, are no matter of shapes.
             model_tensors(model)
-            cuts = cuts_for(model, self)
-            if cuts is not None:
+            found = cuts_for(model, self)
+            if found is not None:
                 # The pass that was looked at may have changed it: statistics, buffers made on the way, weights.
                 del model
                 model = self._made()
                 assert isinstance(model, Pipeline), "model() returned one before"
+                cuts, model.profile = found
                 model.cut(cuts)
         return model
 

@@ -216,9 +216,9 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     both = compares and isinstance(model, StagedModel)
     if compares and isinstance(model, Pipeline) and model.automatic:
         try:
-            cuts = cuts_for(model, job)
-            assert cuts is not None, "the number of workers is given"
-            model.cut(cuts)
+            found = cuts_for(model, job)
+            assert found is not None, "the number of workers is given"
+            model.cut(found[0])
         except JobError as error:
             # A job in stages has been refused already.
             click.echo(f"No pipeline is compared: {error}")

@@ -12,6 +12,8 @@ from shardline.core.settings import WORKER
 from shardline.core.spec import JobSpec, TensorKind, itemsize
 from shardline.errors import JobError
 from shardline.host.process import free_memory
+from shardline.pipeline.model import Pipeline
+from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.costs import versions
 from shardline.pipeline.staged import StagedModel
 
@@ -25,20 +27,27 @@ def check_room(
     """Refuse stages that don't fit into the memory that is left, the model being in it already.
 
     had: stages of this worker until now, whose memory is in use, and free once they are gone. Counted is what is known
-    before the first pass: see needed_bytes(). Raises JobError, naming the stage that needs most, its layers, the bytes
-    and the limit.
+    before the first pass: see needed_bytes() and activation_bytes(). Raises JobError, naming the stage that needs most,
+    its layers, the bytes and the limit.
     """
-    in_use = needed_bytes(job, had or {})
-    needed = {stage: count - in_use.get(stage, 0) for stage, count in needed_bytes(job, stages).items()}
+    in_use, passing = needed_bytes(job, had or {}), activation_bytes(model, job, stages)
+    needed = {
+        # Between two steps activations are in nobody's memory.
+        stage: count + passing.get(stage, 0) - in_use.get(stage, 0)
+        for stage, count in needed_bytes(job, stages).items()
+    }
     more = sum(needed.values()) - sum(in_use[stage] for stage in in_use.keys() - needed.keys())
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if more > free:
         largest = max(needed, key=lambda stage: needed[stage])
         others = f", with this worker's other stages {more:,}" if more != needed[largest] else ""
+        parts = "its gradients, versions of its parameters"
+        what = f"{parts}, optimizer state and activations" if passing else f"{parts} and optimizer state"
+        left_out = "" if passing else "; activations are not in it"
         raise JobError(
-            f"{model.where(largest)}, does not fit: besides the model, its gradients, versions of its parameters and "
-            f"optimizer state need {needed[largest]:,} bytes{others}, and {free:,} are left on {device}; activations "
-            "are not in it. Cut the model into more stages: `shardline partition --memory` finds some that fit"
+            f"{model.where(largest)}, does not fit: besides the model, {what} need {needed[largest]:,} bytes{others}, "
+            f"and {free:,} are left on {device}{left_out}. Cut the model into more stages: `shardline partition "
+            "--memory` finds some that fit"
         )
 
 
@@ -55,6 +64,23 @@ def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
         replicas = sum(stage in own for own in stages.values())
         more = max(versions(schedule, last - stage, last, job.accumulate)) - 1
         found[stage] = sizes[TensorKind.PARAM] * replicas + sum(sizes.values()) * more + states.get(stage, 0)
+    return found
+
+
+def activation_bytes(model: StagedModel, job: JobSpec, stages: Stages) -> dict[int, int]:
+    """By stage: the most that its passes need at a time, besides its parameters; {} where that is not known."""
+    if not isinstance(model, Pipeline) or model.profile is None:
+        return {}
+    schedule, last = pipeline.of(job), model.num_stages - 1
+    activations = Activations(model.profile, recompute=schedule.recompute)
+    found = {}
+    for stage in sorted({stage for own in stages.values() for stage in own}):
+        span, replicas = model.span(stage), sum(stage in own for own in stages.values())
+        held = schedule.held(stage, last + 1, job.accumulate) if schedule.flushes else last - stage + 1
+        count, share = held * replicas, job.accumulate * replicas
+        found[stage] = activations.busiest_bytes(
+            span.start, span.stop, held=count, share=share, flushes=schedule.flushes
+        )
     return found
 
 

@@ -1,33 +1,82 @@
-"""Cuts that make the largest stage as small as possible. Pure."""
+"""Cuts that leave as little as possible to whoever has most. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 Size = Callable[[int, int, int], tuple[float, float]]
-"""size(stage, first, end) of layers first to end - 1: what the largest one counts by, and what all are added up by
-among equals. The first is infinite for layers that can't be that stage."""
+"""size(stage, first, end) of layers first to end - 1: what is compared, and what is added up among equals. The first is
+infinite for layers that can't be that stage."""
 
 
-def balanced(points: Sequence[int], stages: int, size: Size) -> list[int] | None:
+@dataclass(frozen=True)
+class _Way:
+    """Stages up to some layer."""
+
+    largest: float
+    """What the worker has that has most so far."""
+    total: float
+    cuts: tuple[int, ...]
+    """The first layers of these stages."""
+    open: tuple[float, ...]
+    """What those workers have that get more stages."""
+
+
+def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Sequence[int]] = ()) -> list[int] | None:
     """The first layers of stages 1, 2, ...; None if there are no such stages.
 
-    points: layers at which a stage may begin, ascending, from 0 to the number of layers. The largest of `stages` runs
-    is as small as it can be; of equals, the sum of the second sizes, and then the start of the last run.
+    points: layers at which a stage may begin, ascending, from 0 to the number of layers. homes: the workers of each
+    stage; () = each has its own. The largest sum of the sizes of a worker's stages is as small as it can be; of equals,
+    the sum of the second sizes, and then the start of the last run.
     """
-    # By the layer at which the stages so far end: (largest, sum), and their cuts.
-    best: dict[int, tuple[tuple[float, float], list[int]]] = {0: ((0.0, 0.0), [])}
+    homes = homes or [(stage,) for stage in range(stages)]
+    shared = len({worker for own in homes for worker in own}) < sum(map(len, homes))
+    # So large it is with the cuts that are best where each stage has a worker of its own.
+    most = _largest(points, balanced(points, stages, size), size, homes) if shared else math.inf
+    # By the layer at which the stages so far end.
+    best: dict[int, Sequence[_Way]] = {0: [_Way(0.0, 0.0, (), ())]}
+    known: list[int] = []
     for stage in range(stages):
+        later = sorted({*known, *homes[stage]} & {worker for own in homes[stage + 1 :] for worker in own})
         row = {}
         for end in points[1:]:
             ways = []
-            for first, ((largest, total), cuts) in best.items():
-                if first < end:
-                    own, more = size(stage, first, end)
-                    ways.append(((max(largest, own), total + more), first, cuts))
-            score, first, cuts = min(ways, default=((math.inf, 0.0), 0, []))
-            if score[0] < math.inf:
-                row[end] = (score, [*cuts, first])
-        best = row
-    return best[points[-1]][1][1:] if points[-1] in best else None
+            for first, before in best.items():
+                own, more = size(stage, first, end) if first < end else (math.inf, 0.0)
+                if own == math.inf:
+                    continue
+                for way in before:
+                    has = dict(zip(known, way.open, strict=True))
+                    has.update({worker: has.get(worker, 0.0) + own for worker in homes[stage]})
+                    largest = max(way.largest, *(has[worker] for worker in homes[stage]))
+                    if largest <= most:
+                        open_ = tuple(has[worker] for worker in later)
+                        ways.append(_Way(largest, way.total + more, (*way.cuts, first), open_))
+            if ways:
+                row[end] = _undominated(ways)
+        best, known = row, later
+    found = best.get(points[-1])
+    return [*found[0].cuts[1:]] if found else None
+
+
+def _largest(points: Sequence[int], cuts: Sequence[int] | None, size: Size, homes: Sequence[Sequence[int]]) -> float:
+    """What the worker has that has most, with these cuts."""
+    if cuts is None:
+        return math.inf
+    has: dict[int, float] = {}
+    for stage, (first, end) in enumerate(zip((0, *cuts), (*cuts, points[-1]), strict=True)):
+        for worker in homes[stage]:
+            has[worker] = has.get(worker, 0.0) + size(stage, first, end)[0]
+    return max(has.values())
+
+
+def _undominated(ways: Iterable[_Way]) -> Sequence[_Way]:
+    """Those than which none leaves less to every worker; the best of equals."""
+    kept: list[_Way] = []
+    for one in sorted(ways, key=lambda way: (way.largest, way.total, way.cuts[-1])):
+        if not any(all(map(operator.le, other.open, one.open)) for other in kept):
+            kept.append(one)
+    return kept

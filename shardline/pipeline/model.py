@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.parcel import only_input
 from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
+
+if TYPE_CHECKING:
+    from shardline.pipeline.partition.profile import Profile
 
 
 class Pipeline(nn.Sequential, StagedModel):
@@ -47,6 +50,8 @@ class Pipeline(nn.Sequential, StagedModel):
         """"auto" or "auto:4"; "" = the cuts were given, or balanced by parameters."""
         self.wanted = _number(stages) if isinstance(stages, str) else 0
         """The 4 of "auto:4", else 0."""
+        self.profile: Profile | None = None
+        """What the layers need, where it is known: stages="auto" has looked at them."""
         self._cuts: tuple[int, ...] | None = None
         if isinstance(stages, str):
             self.hosts = hosts_of(workers, self.wanted or len(workers))

@@ -230,6 +230,14 @@ def test_automatic_stages_take_equally_long_by_flops_and_bytes(
     assert pipeline.stages(job.spec(model)) == len(cuts) + 1
 
 
+def test_automatic_stages_give_each_worker_equally_much_where_one_has_several() -> None:
+    job = auto_job("auto", [nn.Linear(4, 4) for _ in range(8)], [[0], [1], [0]])
+    model = job.build_model()
+    assert isinstance(model, Pipeline) and model.num_stages == 3
+    assert len(model.span(1)) == len(model.span(0)) + len(model.span(2)) == 4
+    assert pipeline.stages(job.spec(model)) == 3
+
+
 @pytest.mark.parametrize(("workers", "replicas", "stages"), [(4, 1, 4), (4, 2, 2), (5, 2, 2), (2, 3, 1)])
 def test_plain_auto_gives_each_worker_of_a_replica_a_stage(workers: int, replicas: int, stages: int) -> None:
     model = auto_job("auto", linear(4), replicas=replicas, workers=workers).build_model()
@@ -330,12 +338,6 @@ def test_workers_that_share_layers_have_a_stage_together() -> None:
             [nn.Linear(4, 4), nn.Linear(9, 4)],
             {},
             r"first microbatch, but layer 1 \(Linear\) raised RuntimeError",
-        ),
-        (
-            "auto",
-            linear(3),
-            {"hosts": [[0], [1], [0]]},
-            r"workers=\[\[0\], \[1\], \[0\]\] gives one worker several; give the layers",
         ),
         ("auto:2", linear(3), {"batch_size": 10_000}, r"^the data set has \d+ samples; one step needs 40000"),
     ],

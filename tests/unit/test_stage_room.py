@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,34 @@ def test_what_is_known_before_the_first_pass_is_counted(changes: dict[str, Any],
     spec = job.spec(job.build_model())
     stages = {0: (0, 2), 1: (0,)} if spec.replicas == 2 else {0: (0, 2)}
     assert room.needed_bytes(spec, stages) == {stage: count * WEIGHTS for stage, count in needed.items()}
+
+
+def test_with_automatic_stages_activations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())]
+    job = job_of(accumulate=4, replicas=2)
+    job = replace(job, dataset=TensorDataset(torch.zeros(32, 64)), model=lambda: Pipeline(layers, stages="auto:3"))
+    model, one = job.build_model(), 4 * 4 * 64
+    assert isinstance(model, Pipeline)
+    spec, cpu = job.spec(model), torch.device("cpu")
+    found = room.activation_bytes(model, spec, {0: (0, 2), 1: (0,)})
+    # What came in, and tanh's output, of three microbatches of two replicas; and the gradient of a tensor, and of the
+    # weights, to be added to the others'. The last stage holds one microbatch, of one replica, and the loss.
+    assert found[0] == pytest.approx(2 * 3 * 2 * one + 2 * one + WEIGHTS, rel=0.1)
+    assert found[2] == pytest.approx(3 * one + 2 * one + WEIGHTS, rel=0.2)
+    needed = room.needed_bytes(spec, {0: (0,)})[0] + room.activation_bytes(model, spec, {0: (0,)})[0]
+    monkeypatch.setattr(room, "free_memory", lambda: needed)
+    room.check_room(model, spec, {0: (0,)}, cpu)
+    monkeypatch.setattr(room, "free_memory", lambda: needed - 1)
+    with pytest.raises(JobError) as refused:
+        room.check_room(model, spec, {0: (0,)}, cpu)
+    assert f"optimizer state and activations need {needed:,} bytes, and" in str(refused.value)
+    # Where nobody has looked at the layers it says so.
+    plain = job_of().build_model()
+    assert isinstance(plain, Pipeline)
+    assert room.activation_bytes(plain, job_of().spec(plain), {0: (0,)}) == {}
+    monkeypatch.setattr(room, "free_memory", lambda: 0)
+    with pytest.raises(JobError, match="activations are not in it"):
+        room.check_room(plain, job_of().spec(plain), {0: (0,)}, cpu)
 
 
 def test_it_is_refused_with_the_stage_its_layers_the_bytes_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from shardline.errors import JobError, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardline.codecs.coding import JobCoding
+    from shardline.core.plan import Plan
     from shardline.core.spec import JobSpec
     from shardline.job import Job
     from shardline.pipeline.base import PipelineSchedule
@@ -97,6 +99,7 @@ def make_costs(job: Job, flags: Mapping[str, Any], model: Pipeline) -> Costs:
         microbatches=job.contributors * job.accumulate,
         exchange=exchanges(spec, len(profile.layers), flags["ps"]),
         coded=coded(profile, str(job.codec_parcels)),
+        bucket_bytes=max(bucket_sizes(spec, flags["ps"]), default=0.0),
         optimizer_bytes=optimizer_bytes(spec) if job.apply == WORKER else 0.0,
         keeps=job.apply == WORKER and not spec.consistency.clip_norm,
     )
@@ -213,17 +216,32 @@ def _check_profile(profile: Profile, model: nn.Sequential, job: Job, path: Path)
         )
 
 
-def exchanges(job: JobSpec, layers: int, servers: int) -> list[LayerTraffic]:
-    """What a worker with a layer pushes and pulls in a step, as the job's codecs write it."""
+def plan_of(job: JobSpec, servers: int) -> tuple[Plan, JobCoding]:
+    """The job's plan with every layer by itself: a bucket has tensors of one fragment, here of one layer."""
     from shardline.codecs import coding_of
     from shardline.core.plan import make_plan
+
+    by_layer = tuple(replace(one, fragment=int(one.name.partition(".")[0])) for one in job.tensors)
+    plan = make_plan(by_layer, servers)
+    return plan, coding_of(job, plan)
+
+
+def bucket_sizes(job: JobSpec, servers: int) -> list[int]:
+    """Bytes of the buckets of parameters, as the job's codecs write them."""
+    plan, coding = plan_of(job, servers)
+    return [
+        coding.pull.bucket(server, number).usual_bytes
+        for server, shard in enumerate(plan.shards)
+        for number in range(len(shard.buckets))
+    ]
+
+
+def exchanges(job: JobSpec, layers: int, servers: int) -> list[LayerTraffic]:
+    """What a worker with a layer pushes and pulls in a step, as the job's codecs write it."""
     from shardline.core.spec import TensorKind
     from shardline.pipeline.partition import LayerTraffic
 
-    # A bucket has tensors of one fragment, so here of one layer, as in a pipeline of one stage.
-    by_layer = tuple(replace(one, fragment=int(one.name.partition(".")[0])) for one in job.tensors)
-    plan = make_plan(by_layer, servers)
-    coding = coding_of(job, plan)
+    plan, coding = plan_of(job, servers)
     push, pull, once = ([0] * layers for _ in range(3))
     for server, shard in enumerate(plan.shards):
         for number, bucket in enumerate(shard.buckets):

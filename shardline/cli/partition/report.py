@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from shardline.pipeline.partition import Comparison, Costs, Rated
 
 
+LIMITS = {
+    "computing": "computing",
+    "links": "the workers' links",
+    "servers": "the servers' links",
+    "way": "the way of microbatches through the stages and back",
+    "updates": "the way of gradients to the servers and of parameters back",
+}
+
+
 def report(job: Job, costs: Costs, choice: Comparison, present: Rated | None = None) -> list[str]:
     """Lines for people. present: the stages that the job has now."""
     profile, cluster = costs.profile, costs.cluster
@@ -70,7 +79,7 @@ def table(costs: Costs, option: Rated) -> list[str]:
 
 def _summary(name: str, option: Rated) -> str:
     found = option.forecast
-    limit = {"computing": "computing", "links": "the workers' links", "servers": "the servers' links"}[found.limit]
+    limit = LIMITS[found.limit]
     pause = f" ({_time(found.waits_s)} after the passes)" if found.waits_s else ""
     room = "" if option.fits else f"; needs {plain_bytes(max(found.memory_bytes))} per worker, more than there is"
     parts = f"{plain_bytes(found.parameter_bytes)} parameters, {plain_bytes(found.parcel_bytes)} activations"

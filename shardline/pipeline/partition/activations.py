@@ -19,6 +19,17 @@ class Activations:
         self._held: dict[int, list[int]] = {}
         self._passing: dict[tuple[int, int, bool], int] = {}
 
+    def busiest_bytes(self, first: int, end: int, *, held: int, share: int, flushes: bool) -> int:
+        """The most that passes need at a time. held: microbatches at a time, of `share` that a worker has in a step."""
+        each = self.held_bytes(first, end)
+        # Gradients are added up from the second microbatch on; the first one's memory may have been used again by then.
+        added = held if share > held or not flushes else held - 1
+        again = self.made_bytes(first, end) - each
+        return again + max(
+            held * each + self.passing_bytes(first, end, added=False),
+            added * each + self.passing_bytes(first, end, added=share > 1),
+        )
+
     def held_bytes(self, first: int, end: int) -> int:
         """What one microbatch keeps between its two passes: all that is made, or if that is repeated, what came in."""
         return self._given_bytes(first, end) if self._recompute else self.made_bytes(first, end)

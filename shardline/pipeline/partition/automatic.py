@@ -29,8 +29,8 @@ FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 50e9, 10e9, 1.25e9
 """Of the machine that all models are cut for: about one core, and 10 Gbit/s."""
 
 
-def cuts_for(model: Pipeline, job: Job) -> list[int] | None:
-    """The layers that begin a stage of a model with stages="auto" or "auto:N", for a job.
+def cuts_for(model: Pipeline, job: Job) -> tuple[list[int], Profile] | None:
+    """The layers that begin a stage of a model with stages="auto" or "auto:N", for a job, and what layers need.
 
     Computes the job's first microbatch, forward, with all that this changes in the model. "auto" makes as many stages
     as the model names workers for, else as there are workers for each replica, or teams of those that share layers.
@@ -40,13 +40,6 @@ def cuts_for(model: Pipeline, job: Job) -> list[int] | None:
     count = model.wanted or len(model.hosts) or _teams(job)
     if not count:
         return None
-    homes = [number for one in model.hosts for number in one]
-    if len(homes) > len(set(homes)):
-        raise JobError(
-            f"Pipeline: stages={model.automatic!r} makes stages that take equally long, but workers="
-            f"{list(map(list, model.hosts))} gives one worker several; give the layers that begin a stage, as "
-            "`shardline partition --mixed` finds them"
-        )
     if job.samples:
         # Too few samples are no matter of shapes.
         job.data_order()
@@ -59,12 +52,12 @@ def cuts_for(model: Pipeline, job: Job) -> list[int] | None:
             f"Pipeline: stages={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; or "
             "give the layers that begin a stage, as `shardline partition` finds them"
         ) from error
-    profile = replace(profile, joined=tuple(sorted({*profile.joined, *_within_parts(model, job)})))
-    copies = [len(one) for one in model.hosts] or [1] * count
+    parted = replace(profile, joined=tuple(sorted({*profile.joined, *_within_parts(model, job)})))
+    homes = model.hosts or [(number,) for number in range(count)]
     # With the optimizer on the one worker that has a stage, nothing is exchanged.
     exchanged = job.apply != WORKER or job.replicas > 1
     codec = str(job.codec_parcels)
-    return cuts(profile, copies, job.accumulate * job.contributors, exchanged=exchanged, codec=codec)
+    return cuts(parted, homes, job.accumulate * job.contributors, exchanged=exchanged, codec=codec), profile
 
 
 def _within_parts(model: Pipeline, job: Job) -> set[int]:
@@ -81,18 +74,18 @@ def _teams(job: Job) -> int:
 
 
 def cuts(
-    profile: Profile, copies: Sequence[int], microbatches: int, *, exchanged: bool = True, codec: str = ""
+    profile: Profile, homes: Sequence[Sequence[int]], microbatches: int, *, exchanged: bool = True, codec: str = ""
 ) -> list[int]:
-    """The layers that begin a stage, so that the stage that takes longest takes as little time as possible.
+    """The layers that begin a stage, so that the worker that takes longest takes as little time as possible.
 
     Time is that of computing and of the link, one after the other, by flops and bytes. Of equals: fewest bytes of
-    activations. copies: workers of each stage. microbatches: of a step, of all replicas. exchanged: parameters with the
+    activations. homes: workers of each stage. microbatches: of a step, of all replicas. exchanged: parameters with the
     servers. codec: the job's codec_parcels. Raises JobError for more stages than the model can have, with the names of
     those layers.
     """
     costs = Costs(
         profile=nominal(profile),
-        cluster=Cluster(levels=(LinkLevel(count=sum(copies), bytes_per_s=LINK_BYTES_PER_S),)),
+        cluster=Cluster(levels=(LinkLevel(count=sum(map(len, homes)), bytes_per_s=LINK_BYTES_PER_S),)),
         schedule=Flush(),
         microbatches=microbatches,
         exchange=() if exchanged else [LayerTraffic(push_bytes=0.0, pull_bytes=0.0)] * len(profile.layers),
@@ -110,9 +103,9 @@ def cuts(
     # As with a number of stages: one begins with a trained layer, so that activation functions stay with theirs.
     trained = [n for n in range(1, costs.count) if costs.cut_allowed(n) and profile.layers[n].trained_bytes]
     points = [0, *trained, costs.count]
-    found = balanced(points, len(copies), lambda stage, first, end: size(first, end, copies[stage]))
+    found = balanced(points, len(homes), lambda stage, first, end: size(first, end, len(homes[stage])), homes)
     if found is None:
-        raise JobError(_too_many(costs, len(copies)))
+        raise JobError(_too_many(costs, len(homes)))
     return found
 
 

@@ -2,9 +2,7 @@
 
 A step has `microbatches` microbatches; a stage on r workers computes every r-th of them on each (PipeDream's 1F1B-RR),
 and exchanges its parameters once per step. Everything that a worker sends and receives shares its link, which carries
-both directions at a time. Without a flush transfers are taken to overlap with computing, so a worker needs the longest
-of its computing time and its link's two directions: PipeDream's max form (Narayanan et al., 2019, section 3.1), except
-that there the activations have links of their own. With a flush, see flushed.py.
+both directions at a time. How long a step takes is in flushed.py and unbroken.py, by whether the schedule flushes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from functools import cached_property
 
 from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.partition import flushed, groups
+from shardline.pipeline.partition import flushed, unbroken
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.profile import Profile
 from shardline.pipeline.schedules.unbroken import Unbroken
@@ -89,7 +87,8 @@ class Forecast:
 
     seconds: float
     limit: str
-    """What takes most of it: "computing", "links" or "servers"."""
+    """What takes most of it: "computing", "links" or "servers"; without a flush also "way", of microbatches through the
+    stages and back, or "updates", of gradients to the servers and of parameters back."""
     waits_s: float = 0.0
     """Of it, with a flush: for parameters on their way, when the passes are done."""
     parameter_bytes: float
@@ -122,6 +121,8 @@ class Costs:
     """What coded() finds: `handed` after the job's codec_parcels; empty = as they are."""
     optimizer_bytes: float = 0.0
     """Of optimizer state on the worker, per byte of its trained parameters: 0 where the servers have it."""
+    bucket_bytes: float = 0.0
+    """What travels at a time: the last bucket's parameters come when all gradients have gone."""
     keeps: bool = False
     """Where no stage has several workers, gradients and parameters stay on them: see kept()."""
 
@@ -220,6 +221,10 @@ class Costs:
             return 0.0
         return max(self.total("push", first, end) + self.total("once", first, end), self.total("pull", first, end))
 
+    def last_s(self, first: int, end: int) -> float:
+        """Time of a worker's link for the last buckets of parameters, one of each server."""
+        return min(self.load(first, end), self.cluster.servers * self.bucket_bytes) / self.cluster.levels[0].bytes_per_s
+
     def servers_s(self, load: float) -> float:
         """Time of the servers' links for so many bytes of all workers."""
         return load / self.cluster.servers_bytes_per_s
@@ -231,25 +236,27 @@ class Costs:
         """What microbatches keep."""
         return Activations(self.profile, recompute=self.schedule.recompute)
 
+    def ahead(self, copies: int, behind: int, slots: int) -> tuple[int, int]:
+        """Microbatches that each of `copies` workers of a stage is ahead, and one of the first stage.
+
+        behind: workers of the stages after it. slots: of all stages. As PipeDream's runtime counts them.
+        """
+        ahead = (copies + behind - 1) // copies
+        return ahead, max(ahead, (slots - 1) // copies)
+
     def memory_bytes(self, first: int, end: int, *, copies: int, behind: int, slots: int) -> float:
         """Memory of one worker of a stage: parameters, their versions, gradients, optimizer state, held activations.
 
-        behind: workers of the stages after it. slots: of all stages. With r workers a stage is floor((r + behind - 1)
-        / r) microbatches ahead, as PipeDream's runtime counts them.
+        behind, slots: see ahead().
         """
-        ahead = (copies + behind - 1) // copies
+        ahead, most = self.ahead(copies, behind, slots)
         trained, fixed = self.total("trained", first, end), self.total("fixed", first, end)
-        share, flushes, each = self.share(copies), self.schedule.flushes, self.activations.held_bytes(first, end)
+        share, flushes = self.share(copies), self.schedule.flushes
         count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
-        passes, arrival = versions(self.schedule, ahead, max(ahead, (slots - 1) // copies), share)
-        # Gradients are added up from the second microbatch on; the first one's memory may have been used again by then.
-        added = count if share > count or not flushes else count - 1
-        again = self.activations.made_bytes(first, end) - each
-        busiest = again + max(
-            count * each + self.activations.passing_bytes(first, end, added=False),
-            added * each + self.activations.passing_bytes(first, end, added=share > 1),
-        )
-        moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + count * each)
+        passes, arrival = versions(self.schedule, ahead, most, share)
+        busiest = self.activations.busiest_bytes(first, end, held=count, share=share, flushes=flushes)
+        kept = count * self.activations.held_bytes(first, end)
+        moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + kept)
         return trained * (1 + self.optimizer_bytes) + max(moments)
 
     # A plan
@@ -259,7 +266,7 @@ class Costs:
         used = sorted({worker for stage in plan for worker in stage.workers})
         compute, link, memory = (dict.fromkeys(used, 0.0) for _ in range(3))
         behind, slots = 0, sum(len(stage.workers) for stage in plan)
-        load = parameters = parcels = 0.0
+        parameters = parcels = 0.0
         for stage in reversed(plan):
             first, end, copies = stage.first, stage.end, len(stage.workers)
             needed = self.memory_bytes(first, end, copies=copies, behind=behind, slots=slots)
@@ -268,15 +275,13 @@ class Costs:
                 link[worker] += self.link_s(first, end, copies)
                 memory[worker] += needed
             behind += copies
-            load += copies * self.load(first, end)
             parameters += self._exchanged(first, end, copies)
             parcels += sum(self.parcels(first, end, copies)) * copies / 2
         if self.schedule.flushes:
             times = {"computing": flushed.passes_s(self, plan), **flushed.waits(self, plan)}
             waits = max(times["links"], times["servers"])
         else:
-            links, servers, waits = max(*link.values(), groups.links_s(self, plan)), self.servers_s(load), 0.0
-            times = {"computing": max(compute.values()), "links": links, "servers": servers}
+            times, waits = unbroken.times(self, plan), 0.0
         limit = max(times, key=lambda name: times[name])
         return Forecast(
             seconds=times["computing"] + waits if self.schedule.flushes else times[limit],

@@ -3,10 +3,10 @@
 Narayanan et al.: PipeDream (2019), section 3.1. A^k(i..j, m), the slowest worker of layers i..j on m components of
 level k, is the best of: one stage that all m replicate; or a stage on r of them, and A^k of the other layers on m - r.
 What a component does alone is A^(k-1); a component of level 0 is a worker. In addition to theirs: memory, which depends
-on the workers of later stages, so the first stage is split off, not the last; and servers, whose links all workers
-share. That time is a sum, not a maximum, so that A is a set: (slowest worker, bytes for the servers), of which none is
-better than another in both. With a flush, where a step is longer than what its slowest worker does, the sets are of
-flushed.Measure; with groups of workers they are as without a flush, and the plans in them are compared by forecasts.
+on the workers of later stages, so the first stage is split off, not the last; and what a step takes besides its slowest
+worker's time. So A is a set of plans, of which none is better than another in all that counts: flushed.measure() or
+unbroken.measure(). With groups of workers it is (slowest worker or link, bytes for the servers), as if nothing had to
+wait for anything else, and the plans in the set are compared by forecasts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline.pipeline.partition import flushed
+from shardline.pipeline.partition import flushed, unbroken
 from shardline.pipeline.partition.costs import ALL_REDUCE, Costs, PlannedStage, Stages
 
-MOST_POINTS = {1: 48, 2: 20}
+MOST_POINTS, FEW_POINTS = {1: 20, 2: 20}, 12
 """Layers at which stages may begin, by number of levels: with more, neighbours that compute least are joined."""
-FEW_POINTS, FLUSH_POINTS = 12, 20
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class _Found:
     """One way to run some layers."""
 
     measure: flushed.Measure
-    """What a plan is compared by: the less of each the better. (Seconds of the slowest worker or link in a step; bytes
-    for the servers, of all workers of one component), or flushed.Measure."""
+    """What a plan is compared by: the less of each the better. With groups, (seconds of the slowest worker or link in a
+    step; bytes for the servers, of all workers of one component)."""
     wires: float
     """Bytes of one component on all wires."""
     stages: Stages
@@ -54,23 +53,22 @@ def candidates(costs: Costs, *, workers: int | None = None, copies: int | None =
 
 
 def _ways(costs: Costs, workers: int | None, copies: int | None) -> Iterator[_Found]:
-    search = _Search(costs, points(costs), copies)
-    top, level = len(costs.cluster.levels), costs.cluster.levels[-1]
+    at, top, level = points(costs), len(costs.cluster.levels), costs.cluster.levels[-1]
+    search = _Search(costs, at, copies, costs.cluster.workers)
     size = search.size(top)
     for count in range(1, level.count + 1):
         if workers is None or count * size <= workers:
-            yield from search.front(top, 0, len(search.points) - 1, count, 1, 0)
+            if top == 1 and not costs.schedule.flushes:
+                # How old parameters are depends on the number of all workers.
+                search = _Search(costs, at, copies, count)
+            yield from search.front(top, 0, len(at) - 1, count, 1, 0)
 
 
 def _rank(costs: Costs, found: _Found) -> tuple[float, float, float]:
-    if _by_flush(costs):
+    if costs.schedule.flushes and len(costs.cluster.levels) == 1:
         return flushed.seconds(found.measure), found.measure[1], found.wires
-    seconds, load = found.measure
+    seconds, load, *_ = found.measure
     return max(seconds, costs.servers_s(load)), seconds, found.wires
-
-
-def _by_flush(costs: Costs) -> bool:
-    return costs.schedule.flushes and len(costs.cluster.levels) == 1
 
 
 def points(costs: Costs, most: int | None = None) -> list[int]:
@@ -80,7 +78,7 @@ def points(costs: Costs, most: int | None = None) -> list[int]:
     """
     found = [layer for layer in range(costs.count + 1) if costs.cut_allowed(layer)]
     if most is None:
-        most = FLUSH_POINTS if _by_flush(costs) else MOST_POINTS.get(len(costs.cluster.levels), FEW_POINTS)
+        most = MOST_POINTS.get(len(costs.cluster.levels), FEW_POINTS)
     while len(found) > most + 1:
         inner = range(1, len(found) - 1)
         del found[min(inner, key=lambda i: (costs.total("seconds", found[i - 1], found[i + 1]), i))]
@@ -90,12 +88,15 @@ def points(costs: Costs, most: int | None = None) -> list[int]:
 class _Search:
     """The tables of one search, filled as they are asked for. Layers are numbers of points."""
 
-    def __init__(self, costs: Costs, at: Sequence[int], copies: int | None) -> None:
+    def __init__(self, costs: Costs, at: Sequence[int], copies: int | None, slots: int) -> None:
+        """slots: workers of all stages, or at most so many."""
         self.points = at
         self._costs = costs
         self._copies = copies
-        self._limited = costs.cluster.memory_bytes != float("inf")
-        self._joined = flushed.joined if _by_flush(costs) else _slowest
+        self._slots = slots
+        self._flat = len(costs.cluster.levels) == 1
+        self._ordered = costs.cluster.memory_bytes != float("inf") or (self._flat and not costs.schedule.flushes)
+        """What a stage needs depends on those after it."""
         self.front = functools.cache(self._front)
         self._whole = functools.cache(self._component)
 
@@ -119,11 +120,11 @@ class _Search:
             rest = self.front(level, s, j, left, copies, behind)
             if not rest:
                 continue
-            later = behind + left * size * copies if self._limited else 0
+            later = behind + left * size * copies if self._ordered else 0
             for one, other in itertools.product(self._whole(level, i, s, taken, copies, later), rest):
                 found.append(
                     _Found(
-                        self._joined(one.measure, other.measure),
+                        self._joined(one, other.measure, later),
                         one.wires + other.wires,
                         (*one.stages, *_moved(other.stages, taken * size)),
                     )
@@ -143,8 +144,8 @@ class _Search:
         found = []
         for one in inner:
             stages = tuple(_replicated(stage, taken, size) for stage in one.stages)
-            if _by_flush(costs):
-                measure = flushed.measure(costs, first, end, stages[0].workers)
+            if self._flat:
+                measure = self._measure(stages[0], None, behind)
             else:
                 seconds, load = one.measure
                 measure = max(seconds, self._link_s(level, first, end, taken, copies, load)), taken * load
@@ -155,9 +156,8 @@ class _Search:
         costs = self._costs
         if not costs.stage_allowed(first, end) or (self._copies is not None and copies != self._copies):
             return None
-        if self._limited:
-            slots = costs.cluster.workers
-            needed = costs.memory_bytes(first, end, copies=copies, behind=behind, slots=slots)
+        if costs.cluster.memory_bytes != float("inf"):
+            needed = costs.memory_bytes(first, end, copies=copies, behind=behind, slots=self._slots)
             if needed > costs.cluster.memory_bytes:
                 return None
         parcels = sum(costs.parcels(first, end, copies)) / 2
@@ -168,6 +168,18 @@ class _Search:
         )
         stages = (PlannedStage(first=first, end=end, workers=(0,)),)
         return _Found((costs.compute_s(first, end, copies), costs.load(first, end)), exchanged + parcels, stages)
+
+    def _measure(self, stage: PlannedStage, rest: flushed.Measure | None, behind: int) -> flushed.Measure:
+        """Of a stage and those after it, of a flat network."""
+        if self._costs.schedule.flushes:
+            return flushed.measure(self._costs, stage, rest)
+        return unbroken.measure(self._costs, stage, behind, self._slots, rest)
+
+    def _joined(self, one: _Found, rest: flushed.Measure, behind: int) -> flushed.Measure:
+        """The measure of one part and of the layers after it."""
+        if self._flat:
+            return self._measure(one.stages[0], rest, behind)
+        return max(one.measure[0], rest[0]), one.measure[1] + rest[1]
 
     def _link_s(self, level: int, first: int, end: int, taken: int, copies: int, load: float) -> float:
         """Time of one component's link."""
@@ -189,10 +201,6 @@ def _replicated(stage: PlannedStage, times: int, size: int) -> PlannedStage:
     """On as many components: neighbouring numbers are those of different ones, as are neighbouring microbatches."""
     workers = tuple(worker + number * size for worker in stage.workers for number in range(times))
     return PlannedStage(first=stage.first, end=stage.end, workers=workers)
-
-
-def _slowest(first: flushed.Measure, rest: flushed.Measure) -> flushed.Measure:
-    return max(first[0], rest[0]), first[1] + rest[1]
 
 
 def _undominated(found: Iterable[_Found]) -> Sequence[_Found]:

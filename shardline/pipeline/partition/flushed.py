@@ -6,11 +6,12 @@ by H_s: one microbatch's time, both ways, in the stages before it. Only so long 
 travel while others compute. Over a link that stages share, whose exchanges take x_0, x_1, ..., those of stages 0 to s
 can't begin before stage s has ended its passes, and have to be over when it begins the next ones. So for each s
 
-    step >= M - H_s + x_0 + ... + x_s
+    step >= M - H_s + x_0 + ... + x_s + l_s
 
-(Carlier: The one-machine sequencing problem, 1982: the bound of jobs with heads and tails). A step takes the largest of
-these, over all links. A worker with the whole model sends the gradient of each layer when it is there, and begins a
-layer when its parameters have come, so there each layer is what a stage is here.
+where l_s is the time of the last bucket's parameters, which come when all gradients have gone (Carlier: The one-machine
+sequencing problem, 1982: the bound of jobs with heads and tails). A step takes the largest of these, over all links. A
+worker with the whole model sends the gradient of each layer when it is there, and begins a layer when its parameters
+have come, so there each layer is what a stage is here.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def parts(costs: Costs, plan: Sequence[PlannedStage | Travel]) -> list[Travel]:
 def waiting_s(items: Iterable[Item], bytes_per_s: float) -> float:
     """How much longer than its passes a step takes because of one link."""
     ordered = sorted(items)
-    ends = itertools.accumulate(nbytes for _, nbytes in ordered)
-    return max((end / bytes_per_s - head_s for end, (head_s, _) in zip(ends, ordered, strict=True)), default=0.0)
+    ends = itertools.accumulate(nbytes for _, nbytes, _ in ordered)
+    found = (end / bytes_per_s + last_s - head_s for end, (head_s, _, last_s) in zip(ends, ordered, strict=True))
+    return max(found, default=0.0)
 
 
 def once_s(costs: Costs, first: int, end: int) -> float:
@@ -63,29 +65,38 @@ def rest_s(costs: Costs, first: int, end: int, copies: int) -> tuple[float, floa
     return others * costs.total("seconds", first, end), others * parcels_s
 
 
-def measure(costs: Costs, first: int, end: int, workers: tuple[int, ...]) -> Measure:
-    """Of one stage: once_s(), the longer of rest_s(), and once_s() with what the worker's link and the servers' add."""
-    copies, once = len(workers), once_s(costs, first, end)
-    link_s, servers_s = exchange_s(costs, first, end, copies), costs.servers_s(copies * costs.load(first, end))
+def measure(costs: Costs, stage: PlannedStage, rest: Measure | None = None) -> Measure:
+    """Of a stage and those after it: once_s(), the longer of rest_s(), and what workers' links and the servers' add.
+
+    rest: the measure of those after it.
+    """
+    first, end, workers = stage.first, stage.end, stage.workers
+    copies, once, last_s = len(workers), once_s(costs, first, end), costs.last_s(first, end)
+    link_s, shared_s = exchange_s(costs, first, end, copies), costs.servers_s(copies * costs.load(first, end))
+    others = max(rest_s(costs, first, end, copies))
+    if rest is not None:
+        later, most, links, servers = rest
+        return (
+            once + later,
+            max(others, most),
+            max(once + link_s + last_s + later, links),
+            max(once + shared_s + last_s + later, shared_s + servers),
+        )
+    link_s, servers_s = link_s + last_s, shared_s + last_s
     if (first, end) == (0, costs.count):
         own = [
-            (one.head_s, costs.exchange_bytes(one.first, one.end, copies), costs.load(one.first, one.end))
+            (
+                one.head_s,
+                costs.exchange_bytes(one.first, one.end, copies),
+                costs.load(one.first, one.end),
+                costs.last_s(one.first, one.end),
+            )
             for one in parts(costs, [Travel(0.0, first, end, workers)])
         ]
-        link_s = waiting_s(((head_s, nbytes) for head_s, nbytes, _ in own), costs.cluster.levels[0].bytes_per_s)
-        servers_s = waiting_s(((head_s, copies * load) for head_s, _, load in own), costs.cluster.servers_bytes_per_s)
-    return once, max(rest_s(costs, first, end, copies)), once + link_s, once + servers_s
-
-
-def joined(first: Measure, rest: Measure) -> Measure:
-    """The measure of a stage and those after it."""
-    once, others, links, servers = first
-    return (
-        once + rest[0],
-        max(others, rest[1]),
-        max(links + rest[0], rest[2]),
-        max(servers + rest[0], servers - once + rest[3]),
-    )
+        bytes_per_s, shared = costs.cluster.levels[0].bytes_per_s, costs.cluster.servers_bytes_per_s
+        link_s = waiting_s(((head_s, nbytes, last_s) for head_s, nbytes, _, last_s in own), bytes_per_s)
+        servers_s = waiting_s(((head_s, copies * load, last_s) for head_s, _, load, last_s in own), shared)
+    return once, others, once + link_s, once + servers_s
 
 
 def seconds(found: Measure) -> float:
@@ -119,13 +130,16 @@ def waits(costs: Costs, plan: Stages) -> dict[str, float]:
     for part in sent:
         for worker in part.workers:
             nbytes = costs.exchange_bytes(part.first, part.end, len(part.workers))
-            items.setdefault(worker, []).append((part.head_s, nbytes))
+            items.setdefault(worker, []).append((part.head_s, nbytes, costs.last_s(part.first, part.end)))
     outer = [
         waiting_s(one, level.bytes_per_s)
         for size, level in groups.levels(costs)
         for one in groups.exchanged(costs, sent, size).values()
     ]
-    loads = [(part.head_s, len(part.workers) * costs.load(part.first, part.end)) for part in sent]
+    loads = [
+        (part.head_s, len(part.workers) * costs.load(part.first, part.end), costs.last_s(part.first, part.end))
+        for part in sent
+    ]
     return {
         "links": max(*(waiting_s(one, own) for one in items.values()), *outer, 0.0),
         "servers": waiting_s(loads, costs.cluster.servers_bytes_per_s),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardline.pipeline.partition.costs import Costs, LinkLevel, PlannedStage, Stages
 
-Item = tuple[float, float]
-"""(head start, bytes) of an exchange."""
+Item = tuple[float, float, float]
+"""(head start, bytes, time of the last ones) of an exchange."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def links_s(costs: Costs, plan: Stages) -> float:
         exchanges = exchanged(costs, [_whole(stage) for stage in plan], size)
         handed = parcels(costs, plan, size)
         for group in {*exchanges, *handed}:
-            nbytes = sum(size for _, size in exchanges.get(group, ())) + max(handed.get(group, (0.0,)))
+            nbytes = sum(size for _, size, _ in exchanges.get(group, ())) + max(handed.get(group, (0.0,)))
             longest = max(longest, nbytes / level.bytes_per_s)
     return longest
 
@@ -63,7 +63,7 @@ def exchanged(costs: Costs, parts: Sequence[Travel], size: int) -> dict[int, lis
             nbytes = costs.load(part.first, part.end)
             if costs.ring:
                 nbytes = costs.ring_bytes(part.first, part.end, len(set(homes))) / homes.count(home)
-            found.setdefault(home, []).append((part.head_s, nbytes))
+            found.setdefault(home, []).append((part.head_s, nbytes, costs.last_s(part.first, part.end)))
     return found
 
 
