@@ -50,6 +50,10 @@ class Neighbours:
     def passed(self, report: PassReport) -> None:
         """See Parcels.passed: nobody looks."""
 
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        """See StageExchange.comes_first: parameters are there at once."""
+        return False
+
     def settle(self) -> None:
         """See StageExchange.settle: there is nothing to wait for."""
 

@@ -15,6 +15,7 @@ import torch
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.parcel import ParcelKey
 from shardline.pipeline.replica_tensors import StepPart, Values
 from shardline.pipeline.schedules.counts import StageCounts
 from shardline.pipeline.schedules.unbroken import ahead
@@ -23,6 +24,10 @@ from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
 
 class StageExchange(Parcels, Protocol):
     """Parcels, and the exchange of parameters with the servers."""
+
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        """Wait until one of these has come; False if settle() is to be called first, since it need not wait (long)."""
+        ...
 
     def settle(self) -> None:
         """Wait until the parameters of the open step are in the tensors that pulls fill. Raises if they don't come."""
@@ -135,10 +140,11 @@ class StreamRunner:
         while any(unit.backward < end for unit in self._units):
             if self._advance(end):
                 continue
-            if not self._has_come:
+            keys = [key for at, back in self._next(end) if (key := self._work.needs(at, back=back))]
+            if self._has_come:
+                self._exchange.wait(keys)
+            elif not self._exchange.comes_first(keys):
                 self._arrive()
-            else:
-                self._exchange.wait([key for at, back in self._next(end) if (key := self._work.needs(at, back=back))])
         self._arrive()
         for stage in self._own:
             self._exchange.staleness(stage, self._step - self._version(self._step * self._job.accumulate, stage))
@@ -203,8 +209,12 @@ class StreamRunner:
         unit.forward += 1
 
     def _next(self, end: int) -> Iterator[tuple[At, bool]]:
+        """Passes that have their version of the parameters."""
         for unit in self._units:
-            yield from self._passes(unit, end)
+            for at, back in self._passes(unit, end):
+                number = unit.backward if back else unit.forward
+                if self._version(number, unit.stage, back=back) in self._versions.get(unit.stage, ()):
+                    yield at, back
 
     def _passes(self, unit: _Unit, end: int) -> Iterator[tuple[At, bool]]:
         """The passes, at most one each way, that a unit may compute next, and whether they are backward passes."""

@@ -81,7 +81,7 @@ class VirtualStages:
         """Updates that the parameters which have come had had."""
         self._missing = 0
         """Buckets that are under way."""
-        self._busy = self._waits = self._closing = False
+        self._busy = self._closing = False
 
     def begin(self) -> None:
         """Begin the first step; all parameters are here."""
@@ -98,15 +98,12 @@ class VirtualStages:
 
     def turn(self) -> None:
         """Begin the next pass, or close the step, if there is nothing to wait for."""
-        if self._busy or self._waits or self._step >= self._simulation.steps or not self._units:
+        if self._busy or self._step >= self._simulation.steps or not self._units:
             return
         found = self._next()
         if found is not None:
             self._compute(*found)
-        elif self._version < self._step:
-            # Parameters of the open step come first; a parcel that arrives meanwhile changes nothing.
-            self._waits = True
-        elif self._done():
+        elif self._version >= self._step and self._done():
             self._push()
 
     def _next(self) -> tuple[_Unit, int, bool] | None:
@@ -223,7 +220,6 @@ class VirtualStages:
 
     def _settled(self) -> None:
         self._version += 1
-        self._waits = False
         self.turn()
 
 

@@ -6,11 +6,14 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.stage_memory import Neighbours
+from shardline.core.orders import PassReport
 from shardline.core.reduce import mean_, tree_sum
 from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError
@@ -58,6 +61,9 @@ class Server(AtHome):
         self.optimizer = job.build_optimizer(self.model)
         self.pulled = dict(self.model.state_dict(keep_vars=True))
         self.stale: list[tuple[int, int]] = []
+
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        return False
 
     def settle(self) -> None:
         pass
@@ -348,9 +354,16 @@ class Desk:
         self.step = 0
         self.pulled: dict[str, torch.Tensor] = {}
 
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        assert self.shared.turn.wait_for(lambda: self._published() or any(map(self.here, keys)), PATIENCE_S)
+        return any(map(self.here, keys))
+
+    def _published(self) -> bool:
+        return {self.shared.versions[stage] for stage in self.own} == {self.step}
+
     def settle(self) -> None:
         shared = self.shared
-        assert shared.turn.wait_for(lambda: {shared.versions[stage] for stage in self.own} == {self.step}, PATIENCE_S)
+        assert shared.turn.wait_for(self._published, PATIENCE_S)
         self.pulled = {name: values.detach().clone() for name, values in shared.tensors.items()}
 
     def staleness(self, stage: int, steps: int) -> None:
@@ -405,6 +418,53 @@ def assert_bits_of_one_process(
     expected = reference(job)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(shared.tensors[name], values), name
+
+
+class Late(Neighbours):
+    """Parameters that come after all parcels for which a stage asks."""
+
+    passes = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.settled: list[int] = []
+        """Passes that were done when the stage asked for parameters."""
+
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        self.wait(keys)
+        return bool(keys)
+
+    def passed(self, report: PassReport) -> None:
+        self.passes += 1
+
+    def settle(self) -> None:
+        self.settled.append(self.passes)
+
+
+@EACH
+def test_a_stage_computes_what_it_can_while_its_parameters_are_on_their_way(schedule: Unbroken) -> None:
+    stages, count, steps = 3, 4, 6
+    job = job_of(plain_layers, [1, 4], accumulate=count, steps=steps, pipeline=schedule)
+    model = job.build_model()
+    assert isinstance(model, Pipeline)
+    shapes, given = [], BatchSource(job).batch(0, 0, 0)[0]
+    for stage in range(stages):
+        shapes.append(given.shape)
+        given = model.run(stage, given).detach()
+    late = Late(shapes, {name: one.detach().clone() for name, one in model.state_dict().items()})
+    runner = StreamRunner(
+        model, job, BatchSource(job), schedule, late, pulled=lambda: late.pulled, steps=steps,
+        predict=lambda stage, steps_late: late.pulled,
+    )  # fmt: skip
+    done = []
+    for step in range(steps - 1):
+        runner.begin(step, 0, {0: [0]})
+        runner.run()
+        done.append(late.passes)
+    # Stage 0 of three has two microbatches on their way, whose backward passes need no newer version, and with
+    # double-buffer a whole step.
+    most = {"double-buffer": 2 * count, "stash": 2, "vertical-sync": 2}.get(schedule.name, 0)
+    assert [before - after for before, after in zip(late.settled[2:], done[1:], strict=False)] == [most] * (steps - 3)
 
 
 MOMENTUM = {"optimizer_args": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}}

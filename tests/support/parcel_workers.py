@@ -74,11 +74,12 @@ def make_office(
     security: Security = PLAIN,
     metrics: Metrics | None = None,
     still_open: Callable[[ParcelKey], bool] = lambda key: True,
+    settled: Callable[[], bool] = lambda: True,
 ) -> PostOffice:
     """The post office of a worker."""
     config = make_config(index, lane, security)
     metrics = metrics or Metrics("worker", config.task)
-    return PostOffice(config, metrics, still_open=still_open, settle=lambda: None)
+    return PostOffice(config, metrics, still_open=still_open, settle=lambda: None, settled=settled)
 
 
 class Workers:

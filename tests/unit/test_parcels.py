@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import worker_pb2
-from tests.support.parcel_workers import JOB, Workers, identity, key, make_office, orders, parcel, workers
+from tests.support.parcel_workers import JOB, TIMEOUTS, Workers, identity, key, make_office, orders, parcel, workers
 
 KEY = key()
 WHO = identity(0)
@@ -361,6 +362,37 @@ def test_orders_end_a_wait_and_so_does_a_step_that_others_have_closed() -> None:
     still[0] = False
     with pytest.raises(StepAgain):
         office.wait([KEY])
+    office.close()
+
+
+def test_whoever_waits_for_parcels_hears_that_parameters_have_come_or_orders_have_changed() -> None:
+    settled = threading.Event()
+    office = make_office(1, settled=settled.is_set)
+    office.begin(JOB, ORDERS, 3, identity(1))
+    # Nothing else can come.
+    assert not office.comes_first([])
+
+    def first(then: Callable[[], object]) -> bool:
+        timer = threading.Timer(0.1, then)
+        timer.start()
+        begun_s = time.monotonic()
+        found = office.comes_first([KEY])
+        timer.join()
+        assert time.monotonic() - begun_s < TIMEOUTS.suspect_s
+        return found
+
+    assert not first(office.interrupt)
+    office.arm()
+
+    def settle() -> None:
+        settled.set()
+        office.mailbox.look()
+
+    assert not first(settle)
+    settled.clear()
+    assert first(lambda: office.mailbox.deliver(identity(0), 1, parcel(KEY)))
+    settled.set()
+    assert office.comes_first([KEY])
     office.close()
 
 

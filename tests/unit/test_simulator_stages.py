@@ -89,6 +89,14 @@ def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages
         assert (one.held, one.behind) == (stages - stage, expected)
 
 
+@pytest.mark.parametrize(("pipeline", "seconds"), [("double-buffer", 4.0), ("stash", 6.0), ("flush", 7.0)])
+def test_parameters_are_on_their_way_while_passes_go_on(pipeline: str, seconds: float) -> None:
+    # An exchange takes 2 s: double-buffer needs its parameters a step later, stash at once, for a microbatch that has
+    # its whole way to go; and after a flush nothing else is to do.
+    found = simulate(spec(pipeline, 2, 4), 2, 1.0, steps=200, exchange_s=2.0)
+    assert found.seconds / 200 == pytest.approx(seconds, rel=0.02)
+
+
 @pytest.mark.parametrize("pipeline", [*FLUSHING, *UNBROKEN])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])

@@ -86,7 +86,13 @@ class Workplace:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self.office = PostOffice(config, metrics, still_open=still_open, settle=settle)
+        self.office = PostOffice(
+            config,
+            metrics,
+            still_open=still_open,
+            settle=settle,
+            settled=lambda: self.current is None or not self.current.exchanging,
+        )
         """The ties to other workers, where these compute parts of a replica's step."""
         self.office.still_ordered = still_ordered
         self._wait_for = wait_for
@@ -166,6 +172,7 @@ class Workplace:
             self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._methods, ties, self._wishes)
+        trainer.on_exchanged = self.office.mailbox.look
         self._open_gate(trainer)
         self.current = trainer
 

@@ -85,6 +85,11 @@ class Running:
         self._ended.set()
 
     @property
+    def busy(self) -> bool:
+        """Whether some shard's part has not ended: false before on_end is called."""
+        return bool(self._left_s)
+
+    @property
     def ended(self) -> bool:
         """Whether every shard's part has ended."""
         return self._ended.is_set()

@@ -190,6 +190,24 @@ class Mailbox:
         finally:
             self._metrics.counter("shardline_parcel_wait_seconds_total").inc(time.monotonic() - start_s)
 
+    def comes_first(self, keys: Sequence[ParcelKey], over: Callable[[], bool]) -> bool:
+        """Wait until one of these has come; False if before that something is over, or the orders have changed.
+
+        over: asked again after look(). False also after `suspect_s`, so that whoever waits looks for what is wrong.
+        """
+        start_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._interrupted or over() or any(map(self._came, keys)), self._suspect_s if keys else 0.0
+            )
+            self._metrics.counter("shardline_parcel_wait_seconds_total").inc(time.monotonic() - start_s)
+            return any(map(self._came, keys))
+
+    def look(self) -> None:
+        """Have comes_first() ask again."""
+        with self._changed:
+            self._changed.notify_all()
+
     def _wait(self, keys: Sequence[ParcelKey], start_s: float) -> None:
         told = False
         while True:

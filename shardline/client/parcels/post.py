@@ -31,7 +31,8 @@ log = logging.getLogger("shardline.client")
 class PostOffice:
     """Parcels of one worker; see shardline.pipeline.stream.StageExchange.
 
-    Used by the session's thread, except interrupt(). still_open: see Mailbox. settle(): see StageExchange.settle().
+    Used by the session's thread, except interrupt() and Mailbox.look(). still_open: see Mailbox. settle(): see
+    StageExchange.settle(). settled(): whether it need not wait; Mailbox.look() is called when this changes.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class PostOffice:
         metrics: Metrics,
         still_open: Callable[[ParcelKey], bool],
         settle: Callable[[], None],
+        settled: Callable[[], bool],
     ) -> None:
         self.settle = settle
+        self._settled = settled
         self.still_ordered: Callable[[], bool] = lambda: True
         """Whether the orders are still those that the open step began with."""
         self.on_interrupt: Callable[[], None] = lambda: None
@@ -113,6 +116,10 @@ class PostOffice:
     def wait(self, keys: Sequence[ParcelKey]) -> None:
         """Wait until one of these has come. Raises StepAgain if the step has to be found again."""
         self.mailbox.wait(keys)
+
+    def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
+        """See shardline.pipeline.stream.StageExchange."""
+        return self.mailbox.comes_first(keys, self._settled)
 
     def _refused(self, what: str, error: Exception) -> None:
         """Count and tell what other workers sent here in vain."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,6 +70,8 @@ class Trainer:
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
         self.open = OpenStep(methods, tools, sending)
         self._start_s = self._computed_s = self._began_s = 0.0
+        self.on_exchanged: Callable[[], None] = lambda: None
+        """Called when the exchange of a step has ended, on another thread."""
         self._longest_s = 0.0
         """Longest computation of a step so far, in seconds."""
 
@@ -153,6 +155,11 @@ class Trainer:
         self.open.close()
 
     # State of the open step
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether the exchange of the open step is running."""
+        return self.open.running is not None and self.open.running.busy
 
     @property
     def waiting(self) -> bool:
@@ -303,7 +310,12 @@ class Trainer:
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
         weights, start = self.weights, self.exchange.start
-        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling, here=here)
+
+        def ended() -> None:
+            weights.arrivals.end()
+            self.on_exchanged()
+
+        self.open.running = start(self.sender, tasks, ended, weights.residence.pulling, here=here)
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
