@@ -13,8 +13,10 @@ from torch import nn
 
 from shardline.cli.main import main
 from shardline.job import Job, load_job
+from shardline.pipeline import stages
 from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import coded, measure, shapes
+from shardline.pipeline.partition import Profile, coded, measure, shapes
+from shardline.pipeline.split.model import Split
 
 JOB = """
 import torch
@@ -167,11 +169,76 @@ def test_a_sequence_of_layers_is_planned_and_other_models_are_told_what_to_do(
     capsys.readouterr()
     for model, why in (
         ("nn.Bilinear(8, 8, 4)", "model() returned a Bilinear, which has no layers to cut between; return "),
-        ("shardline.Pipeline.split(nn.Sequential(*layers), torch.zeros(4, 8), cuts=['2'])", "`shardline simulate` "),
+        ("shardline.Pipeline.split(nn.Linear(8, 4), torch.zeros(4, 8), cuts=[])", "can begin with any of its modules"),
     ):
         linear.write_text(text.replace(LINEAR, model))
         assert main(["partition", str(linear)]) == 2
         assert why in capsys.readouterr().err
+
+
+SPLIT = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(8, 256), nn.LayerNorm(256), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, values, *, scale):
+        seen = self.first(values)
+        hidden = self.norm(seen)
+        for block in self.blocks:
+            hidden = block(hidden)
+        last = nn.functional.linear(hidden + seen, self.blocks[2].weight)
+        return self.out(last[:, :8] * scale) + last @ self.blocks[2].weight[:, :4]
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, values):
+        return self.inner(values) @ self.weight
+
+
+def split():
+    example = torch.zeros(4, 8)
+    return shardline.Pipeline.split(Net(), example, example_kwargs={"scale": 2.0}, cuts=["blocks.1"])
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0], scale=2.0), batch[1])
+
+
+job = """
+
+
+def test_a_model_that_is_traced_is_cut_between_its_modules(linear: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = linear.read_text().replace("linear, loss=loss", "split, loss=loss")
+    linear.write_text(text.replace("\njob = ", SPLIT, 1))
+    found = planned(linear, "--link", "10Mbit", "--set", "pipeline=flush", "--profile", str(linear.parent / "profile"))
+    said = capsys.readouterr().out
+    profile = Profile.read((linear.parent / "profile").read_text(), "profile")
+    starts = ["its beginning", "norm", "blocks.0", "blocks.1", "blocks.2", "out"]
+    assert [one.name for one in profile.layers] == [f"{number} ({name})" for number, name in enumerate(starts)]
+    # What goes round the blocks counts at each of their borders; and the last part uses a weight of blocks.2.
+    one = 4 * 256 * 4
+    assert [layer.output_bytes for layer in profile.layers[:4]] == [one, 2 * one, 2 * one, 2 * one]
+    assert profile.joined == (5,)
+    assert [layer.trained_bytes for layer in profile.layers[2:4]] == [4 * (2 * 256 * 256 + 256)] * 2
+    assert [stage["first"] for stage in found["present"]["stages"]] == [0, 3]
+    assert found["better"] == "pipeline" and found["staged"]["stages"][-1]["end"] == 6
+    cuts = [starts[stage["first"]] for stage in found["staged"]["stages"][1:]]
+    assert (
+        "out" not in cuts and f"    shardline.Pipeline.split(model, example_inputs, cuts={cuts})" in said.splitlines()
+    )
+    # What it says can be built: in each stage something is trained.
+    job = load_job(linear, [("pipeline", "flush")])
+    model = job.build_model()
+    assert isinstance(model, Split)
+    assert stages(job.spec(model.cut_at(cuts))) == len(cuts) + 1
+    assert planned(linear, "--link", "10Mbit", "--profile", str(linear.parent / "profile"))["staged"]["stages"]
 
 
 class Pair(nn.Module):

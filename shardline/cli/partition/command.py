@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardline.core.spec import JobSpec
     from shardline.job import Job
     from shardline.pipeline.base import PipelineSchedule
-    from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition import Cluster, Costs, LayerTraffic, Profile, Stages
 
 
@@ -60,8 +59,8 @@ if TYPE_CHECKING:
 def partition(**flags: Any) -> int:
     """Measure the layers of JOB.py, find the best stages for a cluster, and say what to write in the job.
 
-    The job's model must be a shardline.Pipeline or a torch.nn.Sequential; how it is cut now does not matter. A step
-    keeps its samples: the job's replicas x accumulate x batch_size.
+    The job's model must be a shardline.Pipeline, one of Pipeline.split, or a torch.nn.Sequential; how it is cut now
+    does not matter. A step keeps its samples: the job's replicas x accumulate x batch_size.
     """
     from shardline.cli.simulate import load
     from shardline.pipeline.partition import choose, rated, smallest
@@ -85,7 +84,7 @@ def partition(**flags: Any) -> int:
     return 0
 
 
-def make_costs(job: Job, flags: Mapping[str, Any], model: Pipeline) -> Costs:
+def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Costs:
     """The job on the cluster, from parsed flags."""
     from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
@@ -123,24 +122,33 @@ def schedule_of(job: Job) -> PipelineSchedule:
     return found if found.staged else Flush()
 
 
-def own_stages(job: Job, model: Pipeline, workers: int) -> Stages | None:
+def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
     """The stages that the job has now, on the workers that the chief gives them to; None where it has none."""
     from shardline.consistency.assignment import assign
     from shardline.pipeline import PIPELINES
     from shardline.pipeline.hosts import assign_hosts, planned_hosts
+    from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition import PlannedStage
+    from shardline.pipeline.split.units import Units
 
-    if model.automatic or not PIPELINES.parse(job.pipeline).staged:
+    if not PIPELINES.parse(job.pipeline).staged:
         return None
-    tasks = [f"worker/{number}" for number in range(workers)]
-    plan, count = planned_hosts(model.hosts, job.replicas), model.num_stages
+    if isinstance(model, Units):
+        hosts, spans = model.hosts, model.spans()
+    else:
+        assert isinstance(model, Pipeline), "made by in_layers()"
+        hosts, spans = model.hosts, [] if model.automatic else [model.span(n) for n in range(model.num_stages)]
+    if len(spans) < 2:
+        return None
+    tasks, count = [f"worker/{number}" for number in range(workers)], len(spans)
+    plan = planned_hosts(hosts, job.replicas)
     homes = assign_hosts(plan, {}, tasks) if plan else assign({}, tasks, count * job.replicas)
     found = []
-    for stage in range(count):
+    for stage, span in enumerate(spans):
         units = range(stage * job.replicas, (stage + 1) * job.replicas)
         own = tuple(dict.fromkeys(tasks.index(homes[unit]) for unit in units))
-        found.append(PlannedStage(first=model.span(stage).start, end=model.span(stage).stop, workers=own))
-    return tuple(found) if count > 1 else None
+        found.append(PlannedStage(first=span.start, end=span.stop, workers=own))
+    return tuple(found)
 
 
 def make_cluster(flags: Mapping[str, Any]) -> Cluster:
@@ -159,29 +167,27 @@ def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
 
 
-def in_layers(model: nn.Module) -> Pipeline:
+def in_layers(model: nn.Module) -> nn.Sequential:
     """The model as layers to cut between. Raises JobError for one that has none."""
     from torch import nn
 
     from shardline.pipeline.model import Pipeline
     from shardline.pipeline.split.model import Split
+    from shardline.pipeline.split.units import Units
 
     if isinstance(model, Pipeline):
         return model
     if isinstance(model, nn.Sequential):
         return Pipeline(list(model), stages=1)
     if isinstance(model, Split):
-        raise JobError(
-            "model() returned a model of Pipeline.split, whose stages are traced anew for other cuts; "
-            "`shardline simulate` measures those that it has; or list its layers: shardline.Pipeline([...])"
-        )
+        return Units(model)
     raise JobError(
         f"model() returned a {type(model).__name__}, which has no layers to cut between; return "
         "shardline.Pipeline([layer, layer, ...], stages=2), or name modules to cut at: shardline.Pipeline.split(...)"
     )
 
 
-def read_profile(job: Job, model: Pipeline, path: Path | None) -> Profile:
+def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
     """The profile in a file, or if there is none, measured here and written to it. Raises UsageError, JobError."""
     import torch
 
@@ -207,7 +213,9 @@ def read_profile(job: Job, model: Pipeline, path: Path | None) -> Profile:
 
 def _check_profile(profile: Profile, model: nn.Sequential, job: Job, path: Path) -> None:
     """Refuse a profile of another model."""
-    names = [f"{number} ({type(layer).__name__})" for number, layer in enumerate(model)]
+    from shardline.pipeline.partition.measure import name_of
+
+    names = [name_of(number, layer) for number, layer in enumerate(model)]
     found = [layer.name for layer in profile.layers]
     if names != found or profile.samples != job.batch_size:
         raise UsageError(

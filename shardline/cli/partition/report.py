@@ -119,8 +119,13 @@ def lines_of(costs: Costs, option: Rated) -> list[str]:
     shared = len({worker for stage in option.plan for worker in stage.workers}) < sum(counts)
     workers: list[Any] = hosts if shared else counts if max(counts) > 1 else []
     where = f", workers={workers}" if workers else ""
+    made = f"(layers, stages={cuts}{where})"
+    if costs.profile.split:
+        # "3 (blocks.1)" is the part that begins with blocks.1.
+        names = [costs.profile.layers[cut].name.partition("(")[2][:-1] for cut in cuts]
+        made = f".split(model, example_inputs, cuts={names}{where})"
     return [
-        f"shardline.Pipeline(layers, stages={cuts}{where})",
+        f"shardline.Pipeline{made}",
         f'pipeline="{costs.schedule}", replicas={option.replicas}, accumulate={costs.microbatches // option.replicas},',
     ]
 

@@ -19,6 +19,7 @@ from shardline.data import BatchSource, DataSource, calling, check_loss, derive,
 from shardline.errors import JobError
 from shardline.pipeline.parcel import memory_order, only_input
 from shardline.pipeline.partition.profile import Handed, Layer, Profile
+from shardline.pipeline.split.units import Unit, Units
 
 REPEATS = 7
 """Passes of which the median counts, after one that does not."""
@@ -54,8 +55,17 @@ def shapes(model: nn.Sequential, job: DataSource) -> Profile:
     batch = _batch(job, next(model.parameters()).device)
     look = _look(model, job, batch)
     return Profile(
-        layers=tuple(look.layers), samples=job.batch_size, batch_bytes=_bytes_of(batch), joined=_joined(model)
+        layers=tuple(look.layers),
+        samples=job.batch_size,
+        batch_bytes=_bytes_of(batch),
+        joined=_joined(model),
+        split=isinstance(model, Units),
     )
+
+
+def name_of(number: int, layer: nn.Module) -> str:
+    """A layer's name in a profile: its number, and its class or the module that it begins with."""
+    return f"{number} ({layer.start if isinstance(layer, Unit) else type(layer).__name__})"
 
 
 def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
@@ -69,7 +79,7 @@ def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) ->
     given: Any = look.entry
     layers = []
     for number, layer in enumerate(model):
-        ahead = _entered(job, batch) if number == len(model) - 1 else None
+        ahead = _entered(model, job, batch) if number == len(model) - 1 else None
         forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
         layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
         given = look.outputs[number]
@@ -81,6 +91,7 @@ def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) ->
         measured=measured,
         batch_bytes=_bytes_of(batch),
         joined=_joined(model),
+        split=isinstance(model, Units),
     )
 
 
@@ -131,19 +142,18 @@ class _StandIn(nn.Module):
         super().__init__()
         self.training = model.training
         self._call = call
+        self._entry = model.entry if isinstance(model, Units) else only_input
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's output. Raises JobError for inputs that no sequence of layers takes."""
-        return self._call(only_input(inputs, named))
+        return self._call(self._entry(inputs, named))
 
 
-def _entered(job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
+def _entered(model: nn.Module, job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
     """The job's loss as a function of the model's output."""
 
     def loss(output: Any) -> torch.Tensor:
-        holder = nn.Module()
-        holder.training = True
-        found = job.loss(_StandIn(holder, lambda _: output), batch)
+        found = job.loss(_StandIn(model, lambda _: output), batch)
         check_loss(found)
         return found
 
@@ -161,18 +171,18 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
         last = number == len(model) - 1
         saved: list[torch.Tensor] = []
         with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter, _saving(saved):
-            with calling(f"layer {number} ({type(layer).__name__})"):
+            with calling(f"layer {name_of(number, layer)}"):
                 values = layer(values)
             if last:
-                _entered(job, batch)(values)
+                _entered(model, job, batch)(values)
         # One tensor that is returned twice is handed on once.
         found = list({id(one): one for one in tensors_in(values)}.values())
         if not found and not last:
-            raise JobError(f"layer {number} ({type(layer).__name__}) returned {type(values).__name__}, not a tensor")
+            raise JobError(f"layer {name_of(number, layer)} returned {type(values).__name__}, not a tensor")
         look.outputs.append(values)
         look.layers.append(
             Layer(
-                name=f"{number} ({type(layer).__name__})",
+                name=name_of(number, layer),
                 forward_s=0.0,
                 backward_s=0.0,
                 flops=int(counter.get_total_flops()),

@@ -89,6 +89,8 @@ class Profile:
     """What the job's loss is given."""
     joined: tuple[int, ...] = ()
     """Layers that can't begin a stage, since one on each side have the same weights."""
+    split: bool = False
+    """They are parts of a model of Pipeline.split, with the names of the modules that they begin with."""
 
     def text(self) -> str:
         """As JSON."""

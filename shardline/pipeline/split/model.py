@@ -97,6 +97,19 @@ class Split(StagedModel):
         outputs = [values[one] if isinstance(one, Name) else one for one in traced.outputs]
         return pytree.tree_unflatten(outputs, traced.form)
 
+    @property
+    def traced(self) -> Traced:
+        """The model in stages, as values that they hand on."""
+        return self._trace()
+
+    def cut_at(self, cuts: Sequence[str]) -> Split:
+        """The same model, with other cuts."""
+        return Split(self.whole, self._example[0], self._example[1], cuts, ())
+
+    def run_example(self) -> Any:
+        """What the model itself returns of the example inputs."""
+        return self.whole(*self._example[0], **self._example[1])
+
     def stage_of_tensor(self, name: str) -> int:
         """The first stage that uses a tensor, which hands it to others; 0 for what no stage uses."""
         return self._trace().owners.get(name, 0)
