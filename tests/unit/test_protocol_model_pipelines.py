@@ -50,12 +50,12 @@ def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, a
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(20))
 def test_no_schedule_of_thousands_stops_workers_that_have_several_replicas(part: int) -> None:
     # Where nothing goes back, nothing else ends a wait.
-    seeds = range(2000 + 250 * part, 2250 + 250 * part)
+    seeds = range(2000 + 100 * part, 2100 + 100 * part)
     counts = played(seeds, "flush", replicas=2 + part % 2, steps=10, kills=8, losses=2, chiefs=2)
-    assert counts.kills > 1500 and counts.looked > 10
+    assert counts.kills > 500 and counts.looked > 5
 
 
 def test_a_step_that_replica_0_repeats_is_computed_with_the_parameters_of_that_step() -> None:
