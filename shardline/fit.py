@@ -259,7 +259,6 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
         raise JobError(
             f"codec {job.codec} measures workers that have the whole model; with {how} choose a codec, such as bf16"
         )
-    chosen_pipeline.check(pipeline.stages(job), job.accumulate)
     ranks = pipeline.ranks(job)
     if workers is not None and workers < ranks:
         raise JobError(
@@ -277,6 +276,7 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             "part; leave `apply` out, or tensor_parallel"
         )
     pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=workers)
+    chosen_pipeline.check(pipeline.layout(job))
     if not chosen_pipeline.flushes:
         if ranks > 1:
             raise JobError(

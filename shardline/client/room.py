@@ -53,7 +53,7 @@ def check_room(
 
 def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
     """By stage: bytes of gradients, of the versions of its parameters but one, and of optimizer state that is here."""
-    schedule, last = pipeline.of(job), pipeline.stages(job) - 1
+    schedule, layout = pipeline.of(job), pipeline.layout(job)
     states = state_bytes(job, make_plan(job.tensors, 1)) if job.apply == WORKER else {}
     found = {}
     for stage in sorted({stage for own in stages.values() for stage in own}):
@@ -62,7 +62,7 @@ def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
             if one.fragment == stage:
                 sizes[one.kind] += one.elements * itemsize(one.dtype)
         replicas = sum(stage in own for own in stages.values())
-        more = max(versions(schedule, last - stage, last, job.accumulate)) - 1
+        more = max(versions(schedule, stage, layout)) - 1
         found[stage] = sizes[TensorKind.PARAM] * replicas + sum(sizes.values()) * more + states.get(stage, 0)
     return found
 

@@ -15,6 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.pipeline.across import parts
 from shardline.pipeline.base import Pass, PipelineSchedule, bubble
 from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.schedules.double_buffer import DoubleBuffer
 from shardline.pipeline.schedules.flush import Flush
 from shardline.pipeline.schedules.ftpipe import FTPipe
@@ -98,6 +99,26 @@ def planned(job: JobSpec) -> dict[int, str]:
     return planned_hosts(job.hosts, job.replicas) if of(job).staged else {}
 
 
+def layout(job: JobSpec) -> Layout:
+    """The size of a job's pipeline."""
+    return Layout.of(job.hosts, stages(job), job.replicas, job.accumulate)
+
+
+def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -> dict[int, str]:
+    """Task by unit, where the model names its workers: see assign_hosts().
+
+    Without a flush, what a stage's worker has stays together, so that whoever computes it goes back in the layout's
+    order: see Unbroken.follows().
+    """
+    plan, size = planned(job), layout(job)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for unit in plan:
+        stage, replica = divmod(unit, job.replicas)
+        crew = replica if of(job).flushes else size.crew(replica, stage)
+        groups.setdefault((stage, crew), []).append(unit)
+    return assign_hosts(plan, previous, living, together=list(groups.values()))
+
+
 def share_of(job: JobSpec, plan: Plan, owned: Iterable[int]) -> Share:
     """What a worker with these units exchanges. What all ranks have, all pull, and rank 0 pushes."""
     own = list(owned)
@@ -145,6 +166,7 @@ __all__ = [
     "FTPipe",
     "Flush",
     "GPipe",
+    "Layout",
     "NoStash",
     "Pass",
     "PipelineSchedule",
@@ -153,12 +175,13 @@ __all__ = [
     "Unbroken",
     "VerticalSync",
     "WholeModel",
-    "assign_hosts",
+    "assigned",
     "bubble",
     "by_replica",
     "cells",
     "check_hosts",
     "divided",
+    "layout",
     "named",
     "neighbours",
     "of",

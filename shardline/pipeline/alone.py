@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.parcel import ParcelKey, flat, memory_order, unflat
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
 from shardline.pipeline.staged import StagedModel
@@ -118,6 +119,7 @@ class Delayed:
         self._model = model
         self._staged = CodedModel(job, model, run=self._run, copies=True)
         self._schedule = schedule
+        self._layout = Layout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
         self._first = first
         self._source = BatchSource(job)
         self._history: dict[int, Values] = {}
@@ -125,7 +127,7 @@ class Delayed:
         self._buffers: dict[int, Values] = {}
         """By replica."""
         self._number = 0
-        """The microbatch that is computed, counted from the job's first one."""
+        """The microbatch that is computed, see Layout."""
 
     def gradients(self, step: int, replica: int) -> float:
         """Compute a replica's gradients of a step into the parameters' .grad; returns the mean loss.
@@ -136,7 +138,7 @@ class Delayed:
         self._history.setdefault(step, _copies(dict(model.named_parameters())))
         if self._predict is not None and step not in self._predicted:
             self._predicted[step] = self._predict(model.num_stages - 1)
-        oldest = min(self._version(step * count, stage) for stage in range(model.num_stages))
+        oldest = min(self._version(self._layout.first(step), stage) for stage in range(model.num_stages))
         self._history = {version: values for version, values in self._history.items() if version >= oldest}
         self._predicted = {version: found for version, found in self._predicted.items() if version >= oldest}
         buffers = dict(model.named_buffers())
@@ -145,7 +147,7 @@ class Delayed:
         total = 0.0
         self._staged.begin(step, replica)
         for microbatch in range(count):
-            self._number, before = step * count + microbatch, _copies(buffers)
+            self._number, before = self._layout.number(step * count + microbatch, replica), _copies(buffers)
             self._enter()
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
@@ -172,7 +174,7 @@ class Delayed:
 
     def _version(self, number: int, stage: int, *, back: bool = False) -> int:
         version = self._schedule.back_version if back else self._schedule.version
-        return version(number, stage, self._model.num_stages, self._job.accumulate, first=self._first)
+        return version(number, stage, self._layout, first=self._first)
 
     def _enter(self, *, back: bool = False) -> None:
         number = self._number
@@ -181,7 +183,7 @@ class Delayed:
             version = self._version(number, stage, back=back)
             if back and version == self._version(number, stage):
                 continue
-            late = number // self._job.accumulate - version
+            late = self._layout.step(number) - version
             ahead = self._predict is not None and late > 0
             _assign({name: parameter}, self._predicted[version][late - 1] if ahead else self._history[version])
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from shardline.pipeline.layout import Layout
 from shardline.seams import Resident
 
 
@@ -15,6 +17,14 @@ class Pass:
 
     microbatch: int
     back: bool = False
+
+
+class Progress(Protocol):
+    """How far a replica is in a stage: its next forward and backward pass, counted from the job's first microbatch."""
+
+    replica: int
+    forward: int
+    backward: int
 
 
 class PipelineSchedule(Resident, abc.ABC):
@@ -57,21 +67,17 @@ class PipelineSchedule(Resident, abc.ABC):
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """The passes of one step in one stage, 0 <= stage < stages, in order, if the pipeline is empty before it."""
 
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """Version of the parameters with which a stage computes a microbatch, forward, and mostly backward too.
 
-        A version is the number of updates that the stage has had. microbatch: counted from the job's first one, so that
-        it belongs to step `microbatch // microbatches`. first: the step at which the pipeline was empty last.
+        A version is the number of updates that the stage has had. number: see Layout. first: the step at which the
+        pipeline was empty last.
         """
-        return microbatch // microbatches
+        return layout.step(number)
 
-    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def back_version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """The same of the backward pass: the very parameters of the forward pass, unless the schedule keeps none."""
-        return self.version(microbatch, stage, stages, microbatches, first=first)
-
-    def ends(self, forward: int, step: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> bool:
-        """Whether the last backward pass of a step may follow. forward: the stage's next microbatch to go forward."""
-        return True
+        return self.version(number, stage, layout, first=first)
 
     def held(self, stage: int, stages: int, microbatches: int) -> int:
         """Largest number of microbatches whose activations a stage holds at a time."""
@@ -81,11 +87,32 @@ class PipelineSchedule(Resident, abc.ABC):
             most = max(most, now)
         return most
 
-    def late(self, version: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> set[int]:
+    def follows(
+        self,
+        unit: Progress,
+        crew: Iterable[Progress],
+        stage: int,
+        layout: Layout,
+        *,
+        step: int,
+        steps: int,
+        first: int = 0,
+    ) -> Iterator[bool]:
+        """Which passes of a replica may follow in a stage, at most one each way, and whether they are backward passes.
+
+        crew: all replicas of the same worker of the layout, this one included. step: the open one. steps: of the job.
+        first: see version().
+        """
+        done = unit.forward + unit.backward - 2 * step * layout.microbatches
+        order = self.passes(stage, layout.stages, layout.microbatches)
+        if done < len(order):
+            yield order[done].back
+
+    def late(self, version: int, stage: int, layout: Layout, *, first: int = 0) -> set[int]:
         """How many updates after a version the gradients of its passes are applied, 0 included."""
         return {0}
 
-    def check(self, stages: int, microbatches: int) -> None:
+    def check(self, layout: Layout) -> None:
         """Raise JobError if so many microbatches can't go through so many stages."""
 
 

@@ -65,20 +65,28 @@ def check_hosts(hosts: Hosts, stages: int, replicas: int, *, workers: int | None
             )
 
 
-def assign_hosts(plan: Mapping[int, str], previous: Mapping[int, str], living: Sequence[str]) -> dict[int, str]:
+def assign_hosts(
+    plan: Mapping[int, str],
+    previous: Mapping[int, str],
+    living: Sequence[str],
+    *,
+    together: Sequence[Sequence[int]] = (),
+) -> dict[int, str]:
     """Task by unit: the planned one if it is living, else the one that has stood in for it, else who has least.
 
-    plan: planned_hosts(). living: tasks in order of index. {} if nobody is.
+    plan: planned_hosts(). living: tasks in order of index. together: all units, in groups that have the same planned
+    task and are always given to one; () = each alone. {} if nobody is living.
     """
     if not living:
         return {}
-    found = {unit: task for unit, task in plan.items() if task in living}
-    for unit in plan:
-        if unit not in found and previous.get(unit) in living:
-            found[unit] = previous[unit]
-    held = [*found.values()]
-    for unit in plan:
-        if unit not in found:
-            found[unit] = min(living, key=lambda task: (held.count(task), living.index(task)))
-            held.append(found[unit])
-    return dict(sorted(found.items()))
+    groups = together or [[unit] for unit in plan]
+    homes = {number: plan[group[0]] for number, group in enumerate(groups) if plan[group[0]] in living}
+    for number, group in enumerate(groups):
+        if number not in homes and previous.get(group[0]) in living:
+            homes[number] = previous[group[0]]
+    held = [task for number, task in homes.items() for _ in groups[number]]
+    for number, group in enumerate(groups):
+        if number not in homes:
+            homes[number] = min(living, key=lambda task: (held.count(task), living.index(task)))
+            held += [homes[number]] * len(group)
+    return dict(sorted((unit, task) for number, task in homes.items() for unit in groups[number]))

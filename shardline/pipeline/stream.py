@@ -15,11 +15,12 @@ import torch
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.parcel import ParcelKey
 from shardline.pipeline.replica_tensors import StepPart, Values
 from shardline.pipeline.schedules.counts import StageCounts
-from shardline.pipeline.schedules.unbroken import ahead
-from shardline.pipeline.stage_work import At, Layers, Parcels, StageWork
+from shardline.pipeline.stage_work import At, Parcels, StageWork
+from shardline.pipeline.staged import StagedModel
 
 
 class StageExchange(Parcels, Protocol):
@@ -67,7 +68,7 @@ class StreamRunner:
 
     def __init__(
         self,
-        model: Layers,
+        model: StagedModel,
         job: DataSource,
         source: BatchSource,
         pipeline: PipelineSchedule,
@@ -86,13 +87,13 @@ class StreamRunner:
         self._work = StageWork(
             model, job, source, exchange, recompute=pipeline.recompute, overwrites=pipeline.keeps_one
         )
-        self._stages = model.num_stages
+        self._layout = Layout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
         """Timeline, and stages by replica."""
         self._versions: dict[int, dict[int, Values]] = {}
         """Parameters of this worker's stages, by stage and version."""
-        self._counts = StageCounts(pipeline, self._stages, job.accumulate, 0)
+        self._counts = StageCounts(pipeline, self._layout, 0)
         self._predicted: dict[tuple[int, int, int], Values] = {}
         """By version, stage, and how many updates later."""
         self._units: list[_Unit] = []
@@ -115,7 +116,7 @@ class StreamRunner:
             self._work.begin(stages)
             self._work.tensors.clear()
             self._versions.clear()
-            self._counts = StageCounts(self._pipeline, self._stages, self._job.accumulate, step)
+            self._counts = StageCounts(self._pipeline, self._layout, step)
             self._predicted.clear()
             self._units.clear()
             self._parts.clear()
@@ -138,18 +139,18 @@ class StreamRunner:
             self._open()
         end = (self._step + 1) * self._job.accumulate
         while any(unit.backward < end for unit in self._units):
-            if self._advance(end):
+            if self._advance():
                 continue
-            keys = [key for at, back in self._next(end) if (key := self._work.needs(at, back=back))]
+            keys = [key for at, back in self._next() if (key := self._work.needs(at, back=back))]
             if self._has_come:
                 self._exchange.wait(keys)
             elif not self._exchange.comes_first(keys):
                 self._arrive()
         self._arrive()
         for stage in self._own:
-            self._exchange.staleness(stage, self._step - self._version(self._step * self._job.accumulate, stage))
+            self._exchange.staleness(stage, self._step - self._version(self._layout.first(self._step), stage))
         # Nothing needs older versions than the first pass of the next step.
-        oldest = {stage: self._version(end, stage) for stage in self._own}
+        oldest = {stage: self._version(self._layout.first(self._step + 1), stage) for stage in self._own}
         if not self._pipeline.keeps_one:
             for stage, kept in self._versions.items():
                 self._versions[stage] = {version: one for version, one in kept.items() if version >= oldest[stage]}
@@ -180,14 +181,13 @@ class StreamRunner:
 
     # Passes
 
-    def _advance(self, end: int) -> bool:
+    def _advance(self) -> bool:
         """Compute one pass; False if none has what it needs."""
         # The last stages first: what they send back frees memory. Then the replica that has most to do.
         self._units.sort(key=lambda unit: (-unit.stage, unit.forward + unit.backward, unit.replica))
         for unit in self._units:
-            for at, back in self._passes(unit, end):
-                number = unit.backward if back else unit.forward
-                version = self._version(number, unit.stage, back=back)
+            for at, back in self._passes(unit):
+                version = self._version(self._number(at), unit.stage, back=back)
                 if version in self._versions.get(unit.stage, ()) and self._work.ready(at, back=back):
                     self._point(unit.stage, version, late=at.step - version)
                     self._pass(unit, at, back=back)
@@ -195,8 +195,9 @@ class StreamRunner:
         return False
 
     def _pass(self, unit: _Unit, at: At, *, back: bool) -> None:
-        number, held = unit.backward if back else unit.forward, unit.forward - unit.backward + (not back)
-        self._counts.passed(unit.stage, number, self._work.version, held, back=back)
+        held = unit.forward - unit.backward + (not back)
+        together = sum(one.forward - one.backward for one in self._crew(unit)) + (not back)
+        self._counts.passed(unit.stage, self._number(at), self._work.version, held, together, back=back)
         if back:
             self._work.backward(at)
             unit.backward += 1
@@ -208,46 +209,43 @@ class StreamRunner:
             unit.buffers[at.step] = self._work.tensors.buffers_of(0, at.stage)
         unit.forward += 1
 
-    def _next(self, end: int) -> Iterator[tuple[At, bool]]:
+    def _next(self) -> Iterator[tuple[At, bool]]:
         """Passes that have their version of the parameters."""
         for unit in self._units:
-            for at, back in self._passes(unit, end):
-                number = unit.backward if back else unit.forward
-                if self._version(number, unit.stage, back=back) in self._versions.get(unit.stage, ()):
+            for at, back in self._passes(unit):
+                if self._version(self._number(at), unit.stage, back=back) in self._versions.get(unit.stage, ()):
                     yield at, back
 
-    def _passes(self, unit: _Unit, end: int) -> Iterator[tuple[At, bool]]:
+    def _passes(self, unit: _Unit) -> Iterator[tuple[At, bool]]:
         """The passes, at most one each way, that a unit may compute next, and whether they are backward passes."""
-        if unit.backward >= end:
-            return
-        if self._pipeline.flushes:
-            # As many passes as are done, of the open step.
-            first = end - self._job.accumulate
-            passes = self._pipeline.passes(unit.stage, self._stages, self._job.accumulate)
-            one = passes[unit.forward + unit.backward - 2 * first]
-            yield self._at(unit, first + one.microbatch), one.back
-            return
-        most = unit.backward + ahead(unit.stage, self._stages) + 1
-        if unit.forward < min(most, self._steps * self._job.accumulate):
-            yield self._at(unit, unit.forward), False
-        if unit.backward < unit.forward and (unit.backward < end - 1 or self._ends(unit)):
-            yield self._at(unit, unit.backward), True
-
-    def _ends(self, unit: _Unit) -> bool:
-        """Whether the last backward pass of the open step may follow now."""
-        all_, count = self._steps * self._job.accumulate, self._job.accumulate
-        return unit.forward >= all_ or self._pipeline.ends(
-            unit.forward, self._step, unit.stage, self._stages, count, first=self._first
+        follows = self._pipeline.follows(
+            unit,
+            self._crew(unit),
+            unit.stage,
+            self._layout,
+            step=self._step,
+            steps=self._steps,
+            first=self._first,
         )
+        for back in follows:
+            step, microbatch = divmod(unit.backward if back else unit.forward, self._job.accumulate)
+            yield At(step, unit.replica, unit.stage, microbatch), back
 
-    def _at(self, unit: _Unit, number: int) -> At:
-        return At(number // self._job.accumulate, unit.replica, unit.stage, number % self._job.accumulate)
+    def _crew(self, unit: _Unit) -> list[_Unit]:
+        """The units that the layout gives to the same worker: they are on one, whichever that is."""
+        crew = self._layout.crew(unit.replica, unit.stage)
+        return [
+            one for one in self._units if one.stage == unit.stage and self._layout.crew(one.replica, one.stage) == crew
+        ]
+
+    def _number(self, at: At) -> int:
+        return self._layout.number(at.step * self._job.accumulate + at.microbatch, at.replica)
 
     # Versions
 
     def _version(self, number: int, stage: int, *, back: bool = False) -> int:
         version = self._pipeline.back_version if back else self._pipeline.version
-        return version(number, stage, self._stages, self._job.accumulate, first=self._first)
+        return version(number, stage, self._layout, first=self._first)
 
     def _point(self, stage: int, version: int, *, late: int) -> None:
         """Have the stage's parameters be those of a version, or what is predicted for `late` updates after it."""
@@ -283,7 +281,6 @@ class StreamRunner:
             self._counts.arrived(stage, self._step, kept)
         if self._predict is None:
             return
-        count = self._job.accumulate
         for stage in self._own:
-            for late in self._pipeline.late(self._step, stage, self._stages, count, first=self._first) - {0}:
+            for late in self._pipeline.late(self._step, stage, self._layout, first=self._first) - {0}:
                 self._predicted[self._step, stage, late] = self._predict(stage, late)

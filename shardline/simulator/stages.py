@@ -19,7 +19,7 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.errors import InternalError, UsageError
 from shardline.pipeline import Pass
-from shardline.pipeline.schedules.unbroken import ahead
+from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.pipeline.timeline import Timeline
 from shardline.simulator.clock import VirtualClock
 from shardline.simulator.links import Machines, MessageStream
@@ -108,35 +108,29 @@ class VirtualStages:
 
     def _next(self) -> tuple[_Unit, int, bool] | None:
         """Unit, microbatch counted from the job's first one, and whether it is a backward pass; None: none is ready."""
-        flushes = self._simulation.schedule.flushes
         for unit in self._units:
-            for number, back in self._with_flush(unit) if flushes else self._without_flush(unit):
+            for number, back in self._may_follow(unit):
                 if self._ready(unit, number, back):
                     return unit, number, back
         return None
+
+    def _may_follow(self, unit: _Unit) -> Iterator[tuple[int, bool]]:
+        schedule = self._simulation.schedule
+        return self._without_flush(unit, schedule) if isinstance(schedule, Unbroken) else self._with_flush(unit)
 
     def _with_flush(self, unit: _Unit) -> Iterator[tuple[int, bool]]:
         if unit.todo and self._version >= self._step:
             yield self._step * self._simulation.count + unit.todo[0].microbatch, unit.todo[0].back
 
-    def _without_flush(self, unit: _Unit) -> Iterator[tuple[int, bool]]:
-        count, stages = self._simulation.count, self._simulation.stages
-        end = (self._step + 1) * count
-        if unit.backward >= end:
-            return
-        limit = min(unit.backward + ahead(unit.stage, stages) + 1, self._simulation.steps * count)
-        if unit.forward < limit and self._simulation.version(unit.forward, unit.stage) <= self._version:
-            yield unit.forward, False
-        back = unit.backward < unit.forward and (unit.backward < end - 1 or self._ends(unit))
-        if back and self._simulation.version(unit.backward, unit.stage, back=True) <= self._version:
-            yield unit.backward, True
-
-    def _ends(self, unit: _Unit) -> bool:
-        """Whether the last backward pass of the open step may follow now."""
+    def _without_flush(self, unit: _Unit, schedule: Unbroken) -> Iterator[tuple[int, bool]]:
         simulation = self._simulation
-        left = unit.forward < simulation.steps * simulation.count
-        place = (unit.stage, simulation.stages, simulation.count)
-        return not left or simulation.schedule.ends(unit.forward, self._step, *place)
+        layout = simulation.layout
+        own = layout.crew(unit.replica, unit.stage)
+        crew = [one for one in self._units if one.stage == unit.stage and layout.crew(one.replica, one.stage) == own]
+        for back in schedule.follows(unit, crew, unit.stage, layout, step=self._step, steps=simulation.steps):
+            number = unit.backward if back else unit.forward
+            if simulation.version(number, unit.stage, unit.replica, back=back) <= self._version:
+                yield number, back
 
     def _ready(self, unit: _Unit, number: int, back: bool) -> bool:
         last = self._simulation.stages - 1
@@ -244,8 +238,10 @@ class PipelineSimulation:
         self.costs: StageCosts = setup.stages
         self.clock = VirtualClock()
         self.schedule = pipeline.of(job)
-        self.stages, self.count = pipeline.stages(job), job.accumulate
-        self.schedule.check(self.stages, self.count)
+        pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=setup.workers)
+        self.layout = pipeline.layout(job)
+        self.stages, self.count = self.layout.stages, self.layout.microbatches
+        self.schedule.check(self.layout)
         self.steps = setup.steps or job.steps
         self.push_bytes = self.pull_bytes = self.parcel_bytes = 0.0
         self.timeline = Timeline(self.stages, job.replicas, self.count)
@@ -294,9 +290,8 @@ class PipelineSimulation:
         tasks = [f"worker/{index}" for index in range(self.setup.workers)]
         for server in self.servers:
             server.members_changed(tasks)
-        pipeline.check_hosts(job.hosts, self.stages, job.replicas, workers=self.setup.workers)
-        plan = pipeline.planned(job)
-        assignment = pipeline.assign_hosts(plan, {}, tasks) if plan else assign({}, tasks, pipeline.units(job))
+        named = bool(pipeline.planned(job))
+        assignment = pipeline.assigned(job, {}, tasks) if named else assign({}, tasks, pipeline.units(job))
         workers, homes = [], {}
         for task in tasks:
             units = [divmod(unit, job.replicas) for unit in replicas_of(assignment, task)]
@@ -344,17 +339,17 @@ class PipelineSimulation:
         share = 1.0 if self.schedule.recompute else 1 - self.costs.forward_of(stage)
         return share * self._drawn.pop((unit, number))
 
-    def version(self, number: int, stage: int, *, back: bool = False) -> int:
-        """Version of the parameters of a microbatch, counted from the job's first one."""
+    def version(self, number: int, stage: int, replica: int, *, back: bool = False) -> int:
+        """Version of the parameters of a replica's microbatch, counted from the job's first one."""
         version = self.schedule.back_version if back else self.schedule.version
-        return version(number, stage, self.stages, self.count)
+        return version(self.layout.number(number, replica), stage, self.layout)
 
     def passed(
         self, task: str, stage: int, replica: int, number: int, *, back: bool, start_s: float, held: int
     ) -> None:
         """Note a pass that has just ended."""
         step, microbatch = divmod(number, self.count)
-        version = self.version(number, stage, back=back)
+        version = self.version(number, stage, replica, back=back)
         if not microbatch and not back:
             stale = step - version
             self._stale = [self._stale[0] + 1, self._stale[1] + stale, max(self._stale[2], stale)]

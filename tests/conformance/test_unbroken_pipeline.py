@@ -19,13 +19,13 @@ from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
-from shardline.pipeline.hosts import hosts_of
+from shardline.pipeline.hosts import Hosts, hosts_of
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
 from shardline.pipeline.schedules.counts import StageCounts
-from shardline.pipeline.schedules.unbroken import ahead
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import StreamRunner
 from shardline.pipeline.timeline import Timeline
@@ -117,76 +117,115 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
     return server, losses
 
 
-def table(schedule: Unbroken, stages: int, microbatches: int, steps: int) -> dict[tuple[int, int], int]:
-    """Updates that each stage has had when each microbatch goes forward, if backward passes take twice as long."""
-    order = [deque[tuple[int, bool]]() for _ in range(stages)]
-    total = steps * microbatches
-    for stage, todo in enumerate(order):
-        lead = ahead(stage, stages)
-        todo.extend((number, False) for number in range(min(lead, total)))
-        for number in range(total):
-            if number + lead < total:
-                todo.append((number + lead, False))
-            todo.append((number, True))
+def table(layout: Layout, steps: int) -> dict[tuple[int, int], int]:
+    """Updates that a stage's worker has had when each microbatch goes forward, by stage and number.
+
+    Every worker has PipeDream's order, with floor((W - 1 - workers of earlier stages) / workers of its own) forward
+    passes first. Backward passes take twice as long. An update is there when all workers of the stage have gone back
+    with their part of a step, and a forward pass waits until it is.
+    """
+    order: dict[tuple[int, int], deque[tuple[int, bool]]] = {}
+    total = layout.first(steps)
+    for stage, workers in enumerate(layout.workers):
+        lead = (sum(layout.workers) - 1 - sum(layout.workers[:stage])) // workers
+        for worker in range(workers):
+            own = range(worker, total, workers)
+            todo = order[stage, worker] = deque((number, False) for number in own[:lead])
+            for place, number in enumerate(own):
+                if place + lead < len(own):
+                    todo.append((own[place + lead], False))
+                todo.append((number, True))
     ended: dict[tuple[int, int, bool], int] = {}
-    free = [0] * stages
+    free = dict.fromkeys(order, 0)
+    gone = dict.fromkeys(order, 0)
     found: dict[tuple[int, int], int] = {}
-    updates = [0] * stages
-    while any(order):
+    while any(order.values()):
         ready = []
-        for stage, todo in enumerate(order):
+        for (stage, worker), todo in order.items():
             if not todo:
                 continue
             number, back = todo[0]
             near = stage + 1 if back else stage - 1
             own = ended.get((stage, number, False), 0) if back else 0
-            if near in (-1, stages) or (near, number, back) in ended:
-                ready.append((max(free[stage], own, ended.get((near, number, back), 0)), stage))
-        start, stage = min(ready)
-        number, back = order[stage].popleft()
+            updates = gone[stage, worker] // layout.share(stage)
+            needed = [(stage, one, True) for one in range(layout.first(updates))]
+            come = near in (-1, layout.stages) or (near, number, back) in ended
+            if come and all(one in ended for one in needed):
+                ready.append((max(free[stage, worker], own, ended.get((near, number, back), 0)), stage, worker))
+        assert ready, f"{layout} stands still"
+        start, stage, worker = min(ready)
+        number, back = order[stage, worker].popleft()
         if not back:
-            found[stage, number] = updates[stage]
-        elif (number + 1) % microbatches == 0:
-            updates[stage] += 1
-        free[stage] = ended[stage, number, back] = start + (2 if back else 1)
+            found[stage, number] = gone[stage, worker] // layout.share(stage)
+        gone[stage, worker] += back
+        free[stage, worker] = ended[stage, number, back] = start + (2 if back else 1)
     return found
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_stashed_versions_are_those_that_the_passes_order_leads_to(stages: int, microbatches: int) -> None:
-    schedule = PIPELINES.parse("stash")
-    for (stage, number), updates in table(schedule, stages, microbatches, 12).items():
-        assert schedule.version(number, stage, stages, microbatches) == updates
+def layouts(*microbatches: int) -> list[Layout]:
+    """Straight ones, and stages with several workers, or workers with several replicas."""
+    shapes = [(1, (1,) * stages) for stages in (1, 2, 3, 4, 5)]
+    shapes += [(2, (2, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 1)), (15, (15, 1)), (6, (1, 3, 2, 6)), (4, (2, 2, 4, 1, 1))]
+    return [
+        Layout(workers=workers, microbatches=count, replicas=replicas)
+        for replicas, workers in shapes
+        for count in microbatches
+    ]
+
+
+@pytest.mark.parametrize("layout", layouts(1, 2, 5), ids=str)
+def test_stashed_versions_are_those_that_the_passes_order_leads_to(layout: Layout) -> None:
+    for (stage, number), updates in table(layout, 8).items():
+        assert Stash().version(number, stage, layout) == updates
 
 
 @EACH
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("microbatches", [4, 5, 8])
-def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(
-    schedule: Unbroken, stages: int, microbatches: int
-) -> None:
-    for (stage, number), updates in table(schedule, stages, microbatches, 6).items():
-        assert schedule.version(number, stage, stages, microbatches) <= updates
+@pytest.mark.parametrize("layout", layouts(4, 5), ids=str)
+def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Unbroken, layout: Layout) -> None:
+    for (stage, number), updates in table(layout, 4).items():
+        assert schedule.version(number, stage, layout) <= updates
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> None:
     """PipeDream, section 3.3; minibatches counted from 1 there."""
     stash, vertical, double = Stash(), VerticalSync(), DoubleBuffer()
+    straight, eight = Layout.straight(stages, 1), Layout.straight(stages, 8)
     for stage in range(stages):
         for minibatch in range(1, 41):
-            version = stash.version(minibatch - 1, stage, stages, 1)
+            version = stash.version(minibatch - 1, stage, straight)
             assert version == max(0, minibatch - stages + stage)
             assert minibatch - 1 - version == min(minibatch - 1, stages - 1 - stage)
-            assert vertical.version(minibatch - 1, stage, stages, 1) == max(0, minibatch - stages)
-            assert double.version(minibatch * 8, stage, stages, 8) == minibatch - 1
+            assert vertical.version(minibatch - 1, stage, straight) == max(0, minibatch - stages)
+            assert double.version(minibatch * 8, stage, eight) == minibatch - 1
             for one in (NoStash(), FTPipe()):
-                assert one.version(minibatch - 1, stage, stages, 1) == version
-                assert one.back_version(minibatch - 1, stage, stages, 1) == minibatch - 1
-        assert stash.versions(stage, stages, 1) == stages - stage
-        assert NoStash().versions(stage, stages, 1) == FTPipe().versions(stage, stages, 1) == 1
-        assert double.versions(stage, stages, max(1, stages - 1)) <= 2
+                assert one.version(minibatch - 1, stage, straight) == version
+                assert one.back_version(minibatch - 1, stage, straight) == minibatch - 1
+        assert stash.versions(stage, straight) == straight.held(stage) == stages - stage
+        assert NoStash().versions(stage, straight) == FTPipe().versions(stage, straight) == 1
+        assert double.versions(stage, Layout.straight(stages, max(1, stages - 1))) <= 2
+
+
+@pytest.mark.parametrize(
+    ("workers", "replicas", "ahead", "held"),
+    [
+        ((2, 1, 1), 2, [1, 1, 0], [2, 1, 1]),
+        ((15, 1), 15, [1, 0], [2, 1]),
+        ((7, 1), 7, [1, 0], [2, 1]),
+        ((1, 1, 1, 1), 1, [3, 2, 1, 0], [4, 3, 2, 1]),
+        ((1, 1, 1), 2, [2, 1, 0], [2, 1, 1]),
+        ((2, 2, 2), 2, [2, 1, 0], [3, 2, 1]),
+        ((1, 2, 1), 4, [3, 1, 0], [1, 1, 1]),
+    ],
+)
+def test_workers_of_replicated_stages_are_ahead_as_in_pipedream_s_runtime(
+    workers: tuple[int, ...], replicas: int, ahead: list[int], held: list[int]
+) -> None:
+    layout, stages = Layout(workers=workers, microbatches=1, replicas=replicas), range(len(workers))
+    assert [layout.ahead(stage) for stage in stages] == ahead
+    assert [layout.held(stage) for stage in stages] == held
+    # NOAM, the minibatches in flight for each of the first stage's workers.
+    assert layout.ahead(0) + 1 == -(-sum(workers) // workers[0])
 
 
 @EACH_RUN
@@ -213,14 +252,15 @@ def test_training_has_the_bits_of_one_process_with_that_delay(
     server, losses = run(schedule, job)
     stages = server.model.num_stages
     assert isinstance(stages, int)
+    layout = Layout.straight(stages, job.accumulate)
     assert losses == list(expected.losses)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(server.pulled[name], values), name
     for one in server.passes:
         number = one.step * job.accumulate + one.microbatch
         version = schedule.back_version if one.back else schedule.version
-        assert one.version == version(number, one.stage, stages, job.accumulate)
-        assert one.held <= ahead(one.stage, stages) + 1
+        assert one.version == version(number, one.stage, layout)
+        assert one.held <= layout.held(one.stage)
     if stages > 2:
         assert expected.sha256 != reference(job_of(layers, cuts, steps=9, **fields)).sha256
 
@@ -377,25 +417,69 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
     schedule: Unbroken, workers: list[int | list[int]], replicas: int, codec: str
 ) -> None:
     layers, cuts = (wide_layers, [1, 2]) if codec else (plain_layers, [1, 4])
-    job = job_of(layers, cuts, replicas=replicas, steps=6, pipeline=schedule, codec_parcels=codec)
-    assert_bits_of_one_process(schedule, job, workers, len(cuts) + 1)
+    fields = {"replicas": replicas, "steps": 6, "pipeline": schedule, "codec_parcels": codec}
+    hosts = hosts_of(workers, len(cuts) + 1)
+    if not codec:
+        # A pipeline for each replica, since the job names no workers.
+        assert_bits_of_one_process(schedule, job_of(layers, cuts, **fields), hosts)
+    assert_bits_of_one_process(schedule, job_on(hosts, layers, cuts, **fields), hosts)
 
 
 @pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("workers", "replicas"), [([[0], [1], [2], [3]], 1), ([2, 1, 1, 1], 2), ([[0], [1]] * 2, 2)])
+@pytest.mark.parametrize(
+    ("workers", "replicas"),
+    [([[0], [1], [2], [3]], 1), ([2, 1, 1, 1], 2), ([[0], [1]] * 2, 2), ([1, 3, 2, 1], 6)],
+)
 def test_so_they_are_with_fewer_microbatches_than_a_stage_is_ahead(
     schedule: Unbroken, microbatches: int, workers: list[int | list[int]], replicas: int
 ) -> None:
     fields = {"replicas": replicas, "accumulate": microbatches, "steps": 7, "pipeline": schedule}
-    assert_bits_of_one_process(schedule, job_of(plain_layers, [1, 4, 5], **fields), workers, 4)
+    hosts = hosts_of(workers, 4)
+    if replicas <= 2:
+        assert_bits_of_one_process(schedule, job_of(plain_layers, [1, 4, 5], **fields), hosts)
+    assert_bits_of_one_process(schedule, job_on(hosts, plain_layers, [1, 4, 5], **fields), hosts)
 
 
-def assert_bits_of_one_process(
-    schedule: Unbroken, job: Job, workers: Sequence[int | Sequence[int]], count: int
+@pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
+@pytest.mark.parametrize("actual", [[[0], [1], [0]], [[0], [0], [0]], [[1, 0], [2], [2]], [[0, 0], [1], [1]]], ids=str)
+def test_versions_are_those_of_the_declared_workers_whoever_stands_in_for_them(
+    schedule: Unbroken, actual: list[list[int]]
 ) -> None:
-    """Train with these workers of so many stages, and compare."""
-    hosts, replicas, shared = hosts_of(workers, count), job.replicas, Shared(job, count)
+    declared = hosts_of([2, 1, 1], 3)
+    job = job_on(declared, plain_layers, [1, 4], replicas=2, accumulate=1, steps=7, pipeline=schedule)
+    assert_bits_of_one_process(schedule, job, tuple(map(tuple, actual)))
+    plain = job_of(plain_layers, [1, 4], replicas=2, accumulate=1, steps=7, pipeline=schedule)
+    assert reference(job).sha256 != reference(plain).sha256
+
+
+@pytest.mark.parametrize("schedule", [Stash(), VerticalSync(), DoubleBuffer()], ids=str)
+def test_no_more_is_in_flight_than_the_layout_says(schedule: Unbroken) -> None:
+    """2-1-1: two microbatches for each worker of the first stage, two in the second stage, one in the last."""
+    hosts = hosts_of([2, 1, 1], 3)
+    job = job_on(hosts, plain_layers, [1, 4], replicas=2, steps=6, pipeline=schedule)
+    passes = assert_bits_of_one_process(schedule, job, hosts)
+    held: dict[tuple[int, int], int] = {}
+    most: dict[tuple[int, int], int] = {}
+    for one in passes:
+        place = one.stage, one.replica if one.stage == 0 else 0
+        held[place] = held.get(place, 0) + (-1 if one.back else 1)
+        most[place] = max(most.get(place, 0), held[place])
+    assert most == {(0, 0): 2, (0, 1): 2, (1, 0): 2, (2, 0): 1}
+
+
+def job_on(hosts: Hosts, layers: Callable[[], list[nn.Module]], cuts: list[int], **fields: object) -> Job:
+    """A job that names the workers of its stages."""
+
+    def model() -> nn.Module:
+        return Pipeline(layers(), stages=cuts, workers=hosts)
+
+    return replace(job_of(layers, cuts, **fields), model=model)
+
+
+def assert_bits_of_one_process(schedule: Unbroken, job: Job, hosts: Hosts) -> list[PassReport]:
+    """Train with these workers, and compare; returns the passes in their order."""
+    replicas, shared = job.replicas, Shared(job, len(hosts))
 
     def work(number: int) -> None:
         model, stages = job.build_model(), stages_of(hosts, replicas, number)
@@ -418,6 +502,7 @@ def assert_bits_of_one_process(
     expected = reference(job)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(shared.tensors[name], values), name
+    return shared.passes
 
 
 class Late(Neighbours):
@@ -495,14 +580,13 @@ def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Unbroke
 
 @PREDICTING
 def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedule: Unbroken) -> None:
-    for microbatches in (4, 5):
-        for stage in range(4):
-            late = schedule.late(7, stage, 4, microbatches)
-            numbers = range(7 * microbatches, 20 * microbatches)
-            own = [n for n in numbers if schedule.version(n, stage, 4, microbatches) == 7]
-            assert late == {number // microbatches - 7 for number in own}
-    assert PIPELINES.parse("stash").late(7, 1, 4, 1) == {2}
-    assert PIPELINES.parse("stash").late(0, 0, 4, 1) == {0, 1, 2, 3}
+    for layout in layouts(4, 5):
+        for stage in range(layout.stages):
+            numbers = range(layout.first(7), layout.first(20))
+            own = [number for number in numbers if schedule.version(number, stage, layout) == 7]
+            assert schedule.late(7, stage, layout) == {layout.step(number) - 7 for number in own}
+    assert Stash().late(7, 1, Layout.straight(4, 1)) == {2}
+    assert Stash().late(0, 0, Layout.straight(4, 1)) == {0, 1, 2, 3}
 
 
 def test_predictions_without_the_optimizer_s_state_are_refused() -> None:
@@ -591,7 +675,7 @@ def test_what_a_run_counts_is_what_the_paper_says(schedule: Unbroken, microbatch
 def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(schedule: Unbroken, stages: int) -> None:
     """One microbatch per step: minibatch m from 1 on, stage s of n."""
     for stage in range(stages):
-        counts, kept = StageCounts(schedule, stages, 1, 0), set[int]()
+        counts, kept = StageCounts(schedule, Layout.straight(stages, 1), 0), set[int]()
         ahead_by = stages - 1 - stage
         for step in range(12):
             late = stages - 1 if schedule == VerticalSync() else ahead_by
@@ -601,11 +685,12 @@ def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(sch
             counts.arrived(stage, step, kept)
             # All that version lets go forward: in a full pipeline one microbatch.
             forward = max(0, step - late)
-            counts.passed(stage, step, forward, min(step, ahead_by) + 1, back=False)
-            counts.passed(stage, step, step if schedule.keeps_one else forward, ahead_by + 1, back=True)
+            held = min(step, ahead_by) + 1
+            counts.passed(stage, step, forward, held, held, back=False)
+            counts.passed(stage, step, step if schedule.keeps_one else forward, ahead_by + 1, ahead_by + 1, back=True)
             with pytest.raises(InternalError, match=f"stage {stage} has computed microbatch 0 of step {step} forward"):
-                counts.passed(stage, step, forward + 1, 1, back=False)
+                counts.passed(stage, step, forward + 1, 1, 1, back=False)
             with pytest.raises(InternalError, match=f"holding {ahead_by + 2} microbatches"):
-                counts.passed(stage, step, forward, ahead_by + 2, back=False)
+                counts.passed(stage, step, forward, ahead_by + 2, ahead_by + 2, back=False)
         with pytest.raises(InternalError, match="has version 12 next"):
             counts.arrived(stage, 13, kept)

@@ -20,7 +20,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.schedules.unbroken import Unbroken, ahead
+from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import contribution
 from tests.protocol_model.numbers import require
@@ -342,24 +342,19 @@ class PipelineModel(PipelineChief):
         return process.begun.timeline == self.timeline and found > process.step
 
     def next(self, process: Process, chain: Chain, stop: int) -> list[tuple[int, bool]]:
-        if self.schedule.flushes:
+        if not isinstance(self.schedule, Unbroken):
             return [chain.todo[0]] if chain.todo else []
-        if chain.backward >= stop:
-            return []
-        found = []
-        most = chain.backward + ahead(chain.stage, self.setup.stages) + 1
-        if chain.forward < min(most, self.setup.steps * self.setup.microbatches):
-            found.append((chain.forward, False))
-        if chain.backward < chain.forward and (chain.backward < stop - 1 or self.ends(process, chain)):
-            found.append((chain.backward, True))
-        return found
-
-    def ends(self, process: Process, chain: Chain) -> bool:
-        """Whether the last backward pass of the open step may follow now: see PipelineSchedule.ends."""
-        count, stages = self.setup.microbatches, self.setup.stages
-        if chain.forward >= self.setup.steps * count or not self.setup.ends:
-            return True
-        return self.schedule.ends(chain.forward, process.step, chain.stage, stages, count, first=process.first)
+        own = self.layout.crew(chain.replica, chain.stage)
+        crew = [
+            one
+            for one in process.chains.values()
+            if one.stage == chain.stage and self.layout.crew(one.replica, one.stage) == own
+        ]
+        place, steps = {"step": process.step, "first": process.first}, self.setup.steps
+        follows = set(self.schedule.follows(chain, crew, chain.stage, self.layout, steps=steps, **place))
+        if not self.setup.ends and chain.backward == stop - 1 and chain.backward < chain.forward:
+            follows.add(True)
+        return [(chain.backward if back else chain.forward, back) for back in sorted(follows)]
 
     def done(self, chain: Chain, stop: int) -> bool:
         return not chain.todo if self.schedule.flushes else chain.backward >= stop
@@ -377,7 +372,7 @@ class PipelineModel(PipelineChief):
 
     def version(self, process: Process, chain: Chain, number: int, *, back: bool) -> int:
         version = self.schedule.back_version if back else self.schedule.version
-        return version(number, chain.stage, self.setup.stages, self.setup.microbatches, first=process.first)
+        return version(self.layout.number(number, chain.replica), chain.stage, self.layout, first=process.first)
 
     def run(self, process: Process, chain: Chain, number: int, back: bool) -> None:
         key, last = self.place(chain, number, stage=chain.stage, back=back), self.setup.stages - 1

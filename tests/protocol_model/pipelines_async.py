@@ -162,7 +162,10 @@ class AsyncPipelineModel(PipelineModel):
         count = self.setup.microbatches
         oldest = min(
             self.schedule.version(
-                (process.step + 1) * count, chain.stage, self.setup.stages, count, first=process.first
+                self.layout.number((process.step + 1) * count, chain.replica),
+                chain.stage,
+                self.layout,
+                first=process.first,
             )
             for chain in process.chains.values()
         )

@@ -32,6 +32,7 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.observability.metrics import Metrics
+from shardline.pipeline.hosts import Hosts
 from shardline.pipeline.parcel import Parcel
 from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.security import key_of
@@ -57,6 +58,7 @@ class PipelineSetup:
     consistency: str = "sync"
     stages: int = 3
     replicas: int = 1
+    hosts: Hosts = ()
     microbatches: int = 2
     workers: int = 3
     steps: int = 8
@@ -134,6 +136,7 @@ class Alone:
     def __init__(self, setup: PipelineSetup, job: JobSpec, plan: Plan) -> None:
         self.setup = setup
         self.schedule = pipeline.of(job)
+        self.layout = pipeline.layout(job)
         self.plan = plan
         self.shards = make_shards(setup, plan, aggregates=False)
         self.cuts: list[Cut] = [images(self.shards)]
@@ -169,7 +172,7 @@ class Alone:
         setup = self.setup
         total = {tensor(stage): torch.zeros(2) for stage in range(setup.stages)}
         for microbatch in range(setup.microbatches):
-            number = step * setup.microbatches + microbatch
+            number = self.layout.number(step * setup.microbatches + microbatch, replica)
             given = [entered(step, replica, microbatch)]
             for stage in range(setup.stages):
                 given.append(forward(self.used(number, stage, back=False), given[-1]))
@@ -184,7 +187,7 @@ class Alone:
     def used(self, number: int, stage: int, *, back: bool) -> torch.Tensor:
         """The parameters with which a microbatch is computed in a stage."""
         version = self.schedule.back_version if back else self.schedule.version
-        found = version(number, stage, self.setup.stages, self.setup.microbatches, first=self.first)
+        found = version(number, stage, self.layout, first=self.first)
         return self.weights[found][tensor(stage)]
 
 
@@ -282,6 +285,7 @@ class PipelineChief:
             tensors=tensors,
             rule=RULE,
             replicas=setup.replicas,
+            hosts=setup.hosts,
             steps=setup.steps,
             pipeline=setup.pipeline,
             accumulate=setup.microbatches,
@@ -289,6 +293,7 @@ class PipelineChief:
             consistency=ConsistencySpec(mode=setup.consistency),
         )
         self.schedule = pipeline.of(self.job)
+        self.layout = pipeline.layout(self.job)
         self.plan = make_plan(tensors, 2)
         self.alone = Alone(setup, self.job, self.plan)
         aggregates = setup.apply == "worker"

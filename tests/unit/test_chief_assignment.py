@@ -117,6 +117,17 @@ def test_units_of_a_worker_that_is_away_are_with_another_until_it_is_back() -> N
     assert assigned(job, before, []) == {}
 
 
+def test_without_a_flush_what_a_stage_s_worker_has_stays_together() -> None:
+    job = replace(job_in_stages([2, 1, 1], replicas=4), pipeline="stash")
+    before = assigned(job, {}, WORKERS[:4])
+    away = assigned(job, before, ["worker/0", "worker/1", "worker/3"])
+    assert [away[unit] for unit in range(4, 8)] == ["worker/0"] * 4
+    assert assigned(job, away, WORKERS[:4]) == before
+    # Replicas 0 and 2 of stage 0 are worker/0's, the others worker/1's.
+    alone = assigned(job, before, ["worker/2", "worker/3"])
+    assert [alone[unit] for unit in range(4)] == ["worker/2", "worker/3"] * 2
+
+
 @given(
     st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True), min_size=1, max_size=5),
     st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=6),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardline.errors import UsageError
 from shardline.pipeline import PIPELINES, PipelineSchedule
 from shardline.pipeline.balance import balanced
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.partition import (
     ALL_REDUCE,
     SERVERS,
@@ -372,7 +373,9 @@ def test_only_pipelines_that_the_schedule_takes_are_chosen(schedule: PipelineSch
     costs = costs_of(*[(1.0, 10**3, 10, 10)] * 4, link=100.0, schedule=schedule, microbatches=2)
     found = choose(costs).staged
     assert found is not None
-    schedule.check(len(found.plan), costs.microbatches // found.replicas)
+    workers = tuple(len(stage.workers) for stage in found.plan)
+    accumulate = costs.microbatches // found.replicas
+    schedule.check(Layout(workers=workers, microbatches=accumulate, replicas=found.replicas))
 
 
 # Memory

@@ -40,6 +40,15 @@ def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, app
     assert counts.rollbacks > 10 if goes_back else counts.rollbacks <= 4
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "apply"), [("stash", "server"), ("ftpipe", "worker"), ("double-buffer", "server")]
+)
+def test_nor_where_two_workers_feed_one(pipeline: str, apply: str) -> None:
+    shape = {"replicas": 2, "workers": 4, "hosts": ((0, 1), (2,), (3,)), "microbatches": 2}
+    counts = played(range(4), pipeline, apply, steps=6, **shape)
+    assert counts.kills > 8 and counts.moves > 10 and counts.rollbacks > 10
+
+
 @pytest.mark.long
 @EACH
 def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shardline.errors import JobError
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages, kept
 from shardline.pipeline.partition.dynamic import candidates
 from shardline.pipeline.partition.mixed import mixed
@@ -97,9 +98,10 @@ def _alone(costs: Costs) -> Costs:
 
 def _runs(costs: Costs, plan: Stages) -> bool:
     """Whether replicas have equally many microbatches, and the schedule takes so many stages with so few of them."""
-    accumulate, rest = divmod(costs.microbatches, replicas_of(plan))
+    replicas, workers = replicas_of(plan), tuple(len(stage.workers) for stage in plan)
+    accumulate, rest = divmod(costs.microbatches, replicas)
     try:
-        costs.schedule.check(len(plan), max(1, accumulate))
+        costs.schedule.check(Layout(workers=workers, microbatches=max(1, accumulate), replicas=replicas))
     except JobError:
         return False
     return not rest

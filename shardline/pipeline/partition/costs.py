@@ -15,6 +15,7 @@ from functools import cached_property
 
 from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.partition import flushed, unbroken
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.profile import Profile
@@ -253,7 +254,8 @@ class Costs:
         trained, fixed = self.total("trained", first, end), self.total("fixed", first, end)
         share, flushes = self.share(copies), self.schedule.flushes
         count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
-        passes, arrival = versions(self.schedule, ahead, most, share)
+        # Of its own microbatches: a worker that is as far ahead, in a straight pipeline.
+        passes, arrival = versions(self.schedule, most - ahead, Layout.straight(most + 1, share))
         busiest = self.activations.busiest_bytes(first, end, held=count, share=share, flushes=flushes)
         kept = count * self.activations.held_bytes(first, end)
         moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + kept)
@@ -308,20 +310,22 @@ def kept(costs: Costs, plan: Sequence[PlannedStage]) -> Costs:
     return replace(costs, exchange=[replace(one, push_bytes=0.0, pull_bytes=0.0) for one in costs.exchanges])
 
 
-def versions(schedule: PipelineSchedule, ahead: int, most: int, microbatches: int) -> tuple[int, int]:
+def versions(schedule: PipelineSchedule, stage: int, layout: Layout) -> tuple[int, int]:
     """Copies of its parameters that a worker of a stage has: at most during passes, and when new ones have come.
 
-    ahead: stages after it; most: after the first one. With a flush there is one. Without, there is what pulls fill, and
-    those that passes of a step need, from the oldest on, until the step is over, or the one that is kept.
+    With a flush there is one. Without, there is what pulls fill, and those that passes of a step need, from the oldest
+    on, until the step is over, or the one that is kept.
     """
     if isinstance(schedule, Unbroken) and schedule.keeps_one:
         return 2, 2
     if schedule.flushes:
         return 1, 1
     during = after = 0
-    for step in range(2 * (most + 2)):
-        passes = (step * microbatches, (step + 1) * microbatches - 1 + ahead)
-        oldest, newest = (schedule.version(one, most - ahead, most + 1, microbatches) for one in passes)
+    for step in range(2 * (layout.stages + 1)):
+        begins = layout.first(step)
+        # Its worker's last microbatch of the step, and those by which it is ahead then.
+        ends = layout.first(step + 1) - 1 + layout.ahead(stage) * layout.workers[stage]
+        oldest, newest = (schedule.version(one, stage, layout) for one in (begins, ends))
         during = max(during, min(newest, step) - oldest + 1)
         after = max(after, step - oldest + 1)
     return 1 + during, 1 + after

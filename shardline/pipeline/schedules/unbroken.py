@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline.pipeline.base import Pass, PipelineSchedule
+from shardline.pipeline.base import Pass, PipelineSchedule, Progress
+from shardline.pipeline.layout import Layout
 from shardline.pipeline.schedules.flush import Flush
 
 
-def ahead(stage: int, stages: int) -> int:
-    """Microbatches by which a stage's forward passes are ahead of its backward passes.
+def newest(number: int, stage: int, layout: Layout, first: int) -> int:
+    """The newest version that a stage has when it computes a microbatch forward: PipeDream (2019), section 3.3.
 
-    Narayanan et al.: PipeDream (2019), section 3.2: 1F1B fills the pipeline and keeps it full.
+    Its worker has then gone back with all its microbatches but those that it is ahead.
     """
-    return stages - 1 - stage
-
-
-def newest(microbatch: int, stage: int, stages: int, microbatches: int, first: int) -> int:
-    """The newest version that a stage has when it computes a microbatch forward: PipeDream (2019), section 3.3."""
-    return max(first, (microbatch - ahead(stage, stages)) // microbatches)
+    return max(first, (layout.place(number, stage) - layout.ahead(stage)) // layout.share(stage))
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class Unbroken(PipelineSchedule, abc.ABC):
     def keeps_one(self) -> bool:
         """Whether a stage keeps one version of its parameters, so that a new one takes the place of the last.
 
-        So the last backward pass of a step waits until all forward passes with its version are done, see ends(). Else a
-        backward pass uses the very parameters of its forward pass, and a worker keeps several versions.
+        So the last backward pass of a step waits until all forward passes with its version are done, see follows().
+        Else a backward pass uses the very parameters of its forward pass, and a worker keeps several versions.
         """
         return False
 
@@ -51,27 +47,58 @@ class Unbroken(PipelineSchedule, abc.ABC):
         return Flush().passes(stage, stages, microbatches)
 
     @abc.abstractmethod
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
 
-    def ends(self, forward: int, step: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> bool:
-        """See PipelineSchedule.ends."""
-        return not self.keeps_one or self.version(forward, stage, stages, microbatches, first=first) > step
+    def follows(
+        self,
+        unit: Progress,
+        crew: Iterable[Progress],
+        stage: int,
+        layout: Layout,
+        *,
+        step: int,
+        steps: int,
+        first: int = 0,
+    ) -> Iterator[bool]:
+        """See PipelineSchedule.follows.
 
-    def late(self, version: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> set[int]:
+        A worker goes back with the microbatches of its replicas in order, and is never further ahead of them than the
+        layout says.
+        """
+        ahead, end, all_ = layout.ahead(stage), (step + 1) * layout.share(stage), steps * layout.microbatches
+        forward, backward = (
+            layout.place(layout.number(one, unit.replica), stage) for one in (unit.forward, unit.backward)
+        )
+        oldest = min(layout.place(layout.number(one.backward, one.replica), stage) for one in crew)
+        if oldest >= end:
+            return
+        if forward - oldest <= ahead and unit.forward < all_:
+            yield False
+        if backward == oldest and unit.backward < unit.forward:
+            # Of a schedule that keeps one version, the next one takes its place after the last backward pass.
+            nexts = [(one.forward, layout.number(one.forward, one.replica)) for one in crew]
+            if (
+                not self.keeps_one
+                or backward < end - 1
+                or all(own >= all_ or self.version(number, stage, layout, first=first) > step for own, number in nexts)
+            ):
+                yield True
+
+    def late(self, version: int, stage: int, layout: Layout, *, first: int = 0) -> set[int]:
         """How many updates after a version the gradients of its passes are applied, 0 included."""
-        span = range(version * microbatches, (version + stages) * microbatches)
-        own = [n for n in span if self.version(n, stage, stages, microbatches, first=first) == version]
-        return {number // microbatches - version for number in own}
+        span = range(layout.first(version), layout.first(version + 2) + 2 * sum(layout.workers))
+        own = [number for number in span if self.version(number, stage, layout, first=first) == version]
+        return {layout.step(number) - version for number in own}
 
-    def versions(self, stage: int, stages: int, microbatches: int) -> int:
-        """Largest number of versions of its parameters that a stage uses at a time, in a full pipeline."""
+    def versions(self, stage: int, layout: Layout) -> int:
+        """Largest number of versions of its parameters that a worker uses at a time, in a full pipeline."""
         if self.keeps_one:
             return 1
-        most = 0
-        for oldest in range(stages * microbatches, (stages + 1) * microbatches):
-            span = range(oldest, oldest + ahead(stage, stages) + 1)
-            most = max(most, len({self.version(one, stage, stages, microbatches) for one in span}))
+        most, each, full = 0, layout.workers[stage], 2 * sum(layout.workers) * layout.share(stage)
+        for oldest in range(full, full + layout.share(stage)):
+            span = range(oldest, oldest + layout.ahead(stage) + 1)
+            most = max(most, len({self.version(one * each, stage, layout) for one in span}))
         return most
 
 
@@ -84,13 +111,13 @@ class OneVersion(Unbroken, abc.ABC):
         """See Unbroken.keeps_one."""
         return True
 
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
-        return newest(microbatch, stage, stages, microbatches, first)
+        return newest(number, stage, layout, first)
 
-    def back_version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def back_version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """See PipelineSchedule.back_version: that of the step."""
-        return microbatch // microbatches
+        return layout.step(number)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.schedules.unbroken import Stashing
+from shardline.pipeline.layout import Layout
+from shardline.pipeline.schedules.unbroken import Stashing, newest
 
 
 @dataclass(frozen=True)
 class VerticalSync(Stashing):
     """No flush; all stages compute a microbatch with parameters of the same step, the newest that all have.
+
+    It is the newest that stage 0 has when the microbatch enters.
 
     Narayanan et al.: PipeDream (2019), section 3.3, vertical sync. With one microbatch per step this is SGD with
     gradients n - 1 steps old: w(t+1) = w(t) - lr * grad f(w(t-n+1)).
@@ -18,6 +21,6 @@ class VerticalSync(Stashing):
 
     name: ClassVar[str] = "vertical-sync"
 
-    def version(self, microbatch: int, stage: int, stages: int, microbatches: int, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
-        return max(first, (microbatch - (stages - 1)) // microbatches)
+        return newest(number, 0, layout, first)

@@ -18,9 +18,8 @@ def assigned(
 
     machines: host of each living task, in order of index. homes: the first task of each unit. {} if nobody is living.
     """
-    named = pipeline.planned(job)
-    if named:
-        return pipeline.assign_hosts(named, previous, list(machines))
+    if pipeline.planned(job):
+        return pipeline.assigned(job, previous, list(machines))
     return assign_teams(previous, machines, pipeline.cells(job), pipeline.ranks(job), homes)
 
 
