@@ -28,6 +28,7 @@ from typing import Protocol
 
 import torch
 
+from shardline.core.fixed import fixed
 from shardline.core.spec import Argument, TensorSpec
 from shardline.seams import Resident
 
@@ -37,7 +38,7 @@ Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that differ from the job's initial ones (a scheduler's learning rate), by group."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Outgoing:
     """One replica's part of a step: the .grad of backward(), or what a cadence made of it."""
 
@@ -97,7 +98,7 @@ class Held:
     """Whether a replica's buffers are sent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Told:
     """What is known of the pull that brought a step's parameters; the servers' part only where they sum for workers."""
 

@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol, cast
 
 import torch
 
+from shardline.core.fixed import fixed
 from shardline.core.plan import BucketSpec, quantum_rows
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import Buffer
@@ -117,7 +118,7 @@ MemoryKey = tuple[str, int, str]
 """(tensor, first row of the part, name of the memory)."""
 
 
-@dataclass(frozen=True, slots=True)
+@fixed()
 class Turn:
     """One encoding or decoding: everything that it may depend on besides the numbers.
 

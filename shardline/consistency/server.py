@@ -20,6 +20,7 @@ import torch
 from shardline.consistency.choosing import StepChoices
 from shardline.core.choices import Choices
 from shardline.core.contributions import Contributions, Partial
+from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
@@ -191,7 +192,7 @@ class Push:
     """It uses up its number and changes nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class StepWanted:
     """The values that a pull asks for."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shardline.core.fixed import fixed
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BUCKET_BYTES
@@ -26,7 +27,7 @@ class Sender:
     who: Identity
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class BucketPayload:
     """One outgoing bucket. data: encoded bytes, unchanged until acknowledged (retries resend them)."""
 
@@ -73,7 +74,7 @@ class Payloads(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@fixed()
 class Whole:
     """Payloads that are all ready."""
 
@@ -92,7 +93,7 @@ class Whole:
             yield self.items
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Contribution:
     """One push to one shard."""
 
@@ -116,7 +117,7 @@ class Contribution:
     """Buckets that it does not name come from other workers, which compute other stages of the same replica."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Want:
     """The values to pull. step None = the latest."""
 
@@ -127,7 +128,7 @@ class Want:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Arrival:
     """Header of one pulled bucket."""
 
@@ -154,7 +155,7 @@ ACCEPTED = (
 """Outcomes of a push that needs no repetition: it counts, counted before, or came too late for its step."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Ack:
     """The answer to a push."""
 
@@ -174,7 +175,7 @@ class Ack:
         return self.outcome in ACCEPTED
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class End:
     """How a pull ended."""
 
@@ -190,7 +191,7 @@ class End:
     """Workers run the optimizer: hyper-parameters of the step that was closed, by parameter group."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Exchanged:
     """Result of one exchange; `end` is None if nothing was pulled.
 

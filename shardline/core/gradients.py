@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from shardline.core.contributions import Partial, Present
+from shardline.core.fixed import fixed
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.errors import NonFiniteError, TensorError
 
 
-@dataclass(frozen=True)
+@fixed()
 class Gradient:
     """One bucket's part of a contribution. values: flat tensor, None if nothing is contributed."""
 

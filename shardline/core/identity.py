@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from shardline.core.fixed import fixed
 
 
-@dataclass(frozen=True)
+@fixed()
 class Identity:
     """One incarnation of a task, as admitted by the chief."""
 

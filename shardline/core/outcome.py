@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from shardline.core.fixed import fixed
 
 
 class Outcome(enum.Enum):
@@ -27,7 +28,7 @@ class Outcome(enum.Enum):
     WAITING = 16
 
 
-@dataclass(frozen=True)
+@fixed()
 class Decision:
     """An outcome and its reason. `reason` is a sentence for the user, empty if the outcome is clear by itself."""
 

@@ -10,10 +10,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from shardline.core.fixed import fixed
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
 from shardline.native import kernels
@@ -22,7 +23,7 @@ NODES = 4096
 """Answers about the tree that are kept: every contribution to every bucket asks for those of its block."""
 
 
-@dataclass(frozen=True, order=True)
+@fixed(order=True)
 class Block:
     """Replicas [first, first + count)."""
 

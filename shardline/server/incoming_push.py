@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.codecs.coding import Coding
+from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision
 from shardline.lanes.attachments import Attachment
@@ -57,7 +58,7 @@ class IncomingPush:
     started_s: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True)
+@fixed()
 class PushResult:
     """The result of a finished push, for the ack and the metrics."""
 

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
 from shardline.consistency.server import StepWanted
 from shardline.core.exchange import CHUNK_BYTES
+from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
@@ -39,7 +40,7 @@ DEFAULT_WAIT_S = 10.0
 MAX_WAIT_S = 600.0
 
 
-@dataclass(frozen=True)
+@fixed()
 class Encoded:
     """One bucket ready to be sent."""
 

@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from shardline.core.fixed import fixed
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block, sibling, split
 from shardline.core.spec import TensorKind
@@ -129,7 +130,7 @@ class AsyncPush:
     """Upper bound for its bytes when complete."""
 
 
-@dataclass(frozen=True)
+@fixed()
 class Ask:
     """A request for room. bucket None: for a part of an asynchronous push, or for all of it (push None)."""
 

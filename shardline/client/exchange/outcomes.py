@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline.core.exchange import Ack, Contribution, End, Want
+from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError
 
@@ -29,7 +30,7 @@ class Interrupted(Exception):
     """The session has to check its orders."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class ShardTask:
     """One shard's pushes and pull in this step."""
 
@@ -40,7 +41,7 @@ class ShardTask:
     """Seconds that one call may wait for gradients that are still being computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class ShardOutcome:
     """The outcome of a ShardTask."""
 
@@ -73,7 +74,7 @@ class Parts:
     pull_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class StepFigures:
     """One finished exchange, for metrics and reports."""
 

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.core.exchange import Standing
+from shardline.core.fixed import fixed
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class Stamp:
     """Labels of one push to one shard; those that do not apply are 0."""
 
