@@ -30,7 +30,7 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
         return Decision(Outcome.DUPLICATE, f"step {step} is closed; the bucket is at step {bucket_step}")
     if step > bucket_step:
         return Decision(Outcome.REFUSED, f"step {step} is ahead of the bucket, which is at step {bucket_step}")
-    held = sum(replica in counted for replica in range(block.first, block.end))
+    held = sum([replica in counted for replica in range(block.first, block.end)])
     if held == block.count:
         return Decision(Outcome.DUPLICATE, f"replicas {block} were already counted in step {step}")
     if held:

@@ -14,7 +14,7 @@ from shardline.core.reduce import Block, mean_, sibling, split
 Present = tuple[bool, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class Partial:
     """The sum over one block. values: flat, in the bucket's layout; None if no slice has a gradient."""
 

@@ -33,7 +33,7 @@ def _libc() -> ctypes.CDLL:
 
 def address_of(memory: memoryview) -> int:
     """Address of the first byte. The memory must not be empty."""
-    return np.frombuffer(memory, np.uint8).ctypes.data
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def pages_of(nbytes: int) -> int:

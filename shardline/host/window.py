@@ -97,6 +97,10 @@ class Window:
             self._copy(start, values)
 
     def _copy(self, start: int, values: memoryview) -> None:
+        if self._copies:
+            self.memory[start : start + len(values)] = values
+            return
+        # Other threads run meanwhile.
         np.copyto(np.frombuffer(self.memory, np.uint8)[start : start + len(values)], np.frombuffer(values, np.uint8))
 
     def _number(self, segment: Segment) -> int:

@@ -25,10 +25,10 @@ from shardline.lanes.call_frames import (
 )
 from shardline.lanes.socket_thread import NOT_READY, shut
 from shardline.lanes.tls_socket import TlsSocket
-from shardline.wire.protobuf import ReplyView, RequestView, read_reply, write_request
+from shardline.wire.protobuf import ReplyView, Request, read_reply, write_request
 
 RECEIVE_BYTES = 64 << 10
-Request = TypeVar("Request")
+Item = TypeVar("Item")
 
 
 class Talk(Protocol):
@@ -38,12 +38,8 @@ class Talk(Protocol):
         """The call can be cancelled from now on."""
         ...
 
-    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def sending(self, requests: Iterable[Item]) -> Iterator[Item]:
         """The requests; keeps the error that ends them and cancels the call."""
-        ...
-
-    def follow(self, requests: Iterator[RequestView]) -> None:
-        """Send what belongs to the only request and travels elsewhere."""
         ...
 
     def over(self, call: CallSocket) -> None:
@@ -68,20 +64,16 @@ class CallSocket:
         self._using = threading.Lock()
         self._cancelled = False
 
-    def call(
-        self, talk: Talk, requests: Iterable[RequestView], timeout_s: float, *, single: bool
-    ) -> Iterator[ReplyView]:
+    def call(self, talk: Talk, requests: Iterable[Request], timeout_s: float, *, single: bool) -> Iterator[ReplyView]:
         """The replies to these requests. Raises CallError; then, or if not all are read, the socket is of no more use.
 
-        single: there is one request; this thread sends it and what follows it elsewhere. Else a thread sends them.
+        single: there is one request, which this thread sends. Else another thread sends them.
         """
         deadline_s = time.monotonic() + timeout_s
         if single:
-            iterator = iter(requests)
-            request = write_request(next(iterator))
+            request = write_request(next(iter(requests)))
             talk.began(self)
             self._send(Kind.LAST, request, deadline_s)
-            talk.follow(iterator)
         else:
             talk.began(self)
             threading.Thread(
@@ -92,7 +84,7 @@ class CallSocket:
         finally:
             talk.over(self)
 
-    def _send_all(self, talk: Talk, requests: Iterable[RequestView], deadline_s: float) -> None:
+    def _send_all(self, talk: Talk, requests: Iterable[Request], deadline_s: float) -> None:
         try:
             # An error while a request is made or written is the caller's.
             for body in talk.sending(map(write_request, requests)):

@@ -16,7 +16,7 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import LaneUnavailable, SharedMemory
 from shardline.lanes.call_frames import CallError
-from shardline.lanes.call_socket import CallSocket, Request
+from shardline.lanes.call_socket import CallSocket, Item
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import code_and_details, from_code, from_status
 from shardline.rpc.messages.convert import ImageAssembler
@@ -33,7 +33,7 @@ from shardline.rpc.messages.data import (
     state_frames,
     state_request,
 )
-from shardline.wire.protobuf import ReplyView, RequestView
+from shardline.wire.protobuf import ReplyView, Request
 
 LAST_WORD_S = 1.0
 """Seconds to wait for the shard's own answer after bytes on another connection broke off."""
@@ -213,7 +213,7 @@ class ShardCalls:
 
     def converse(
         self,
-        requests: Iterable[RequestView],
+        requests: Iterable[Request],
         contributions: Sequence[Contribution],
         want: Want | None,
         sink: Sink,
@@ -225,7 +225,7 @@ class ShardCalls:
     ) -> Exchanged:
         """Run one PushPull to its end; see Lane.exchange.
 
-        single: there is one request; this thread makes it and sends what follows it on another connection.
+        single: there is one request; this thread makes and sends it.
         fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError if the
         attachment breaks: then the caller gets the shard's own answer, if one comes soon.
         calls: the attachment's socket for calls; None = gRPC.
@@ -258,7 +258,7 @@ class ShardCalls:
         self,
         calls: CallSocket,
         talk: _Conversation,
-        requests: Iterable[RequestView],
+        requests: Iterable[Request],
         timeout_s: float,
         *,
         single: bool,
@@ -270,24 +270,22 @@ class ShardCalls:
                 raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
         return calls.call(talk, requests, timeout_s, single=single)
 
-    def _begin(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
+    def _begin(self, talk: _Conversation, requests: Iterable[Request], timeout_s: float) -> Any:
         """The replies to requests that a gRPC thread sends."""
         call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
         talk.began(call)
         call.add_done_callback(talk.over)
         return call
 
-    def _begin_single(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
+    def _begin_single(self, talk: _Conversation, requests: Iterable[Request], timeout_s: float) -> Any:
         """The replies to one request, which may have to wait for its payloads first."""
         end_s = time.monotonic() + timeout_s
-        iterator = iter(requests)
-        request = next(iterator)
+        request = next(iter(requests))
         if self._cancelled:
             # It was cancelled while waiting. Nothing was sent, so nothing is counted.
             raise UnreachableError(f"{self._peer}: the exchange was abandoned before it began")
         call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
         talk.began(call)
-        talk.follow(iterator)
         return call
 
 
@@ -336,7 +334,7 @@ class _Conversation:
             if self._call is not None:
                 self._call.cancel()
 
-    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def sending(self, requests: Iterable[Item]) -> Iterator[Item]:
         """The requests; an error that they raise is stored, since gRPC would turn it into CANCELLED."""
         try:
             yield from requests
@@ -345,14 +343,6 @@ class _Conversation:
             if isinstance(error, UnreachableError) and self._over is not None:
                 self._over.wait(LAST_WORD_S)
             self._give_up()
-
-    def follow(self, requests: Iterator[RequestView]) -> None:
-        """Send the data that belongs to the only request but travels elsewhere."""
-        try:
-            for _ in requests:
-                raise AssertionError("a second request in a call that takes only one")
-        except UnreachableError as error:
-            self._await_last_word(error)
 
     def _await_last_word(self, error: UnreachableError) -> None:
         """The attachment broke: wait a little for the shard's own answer."""

@@ -52,7 +52,7 @@ def _takes(tensor: Tensor, like: Tensor) -> bool:
 def magnitude(values: Tensor) -> float | None:
     """The largest absolute value, NaN where an element is; 0 without elements. float16, bfloat16, float32, float64."""
     kernels, name = level(), _MAGNITUDES.get(values.dtype)
-    if kernels is None or name is None or not _takes(values, values):
+    if kernels is None or name is None or not is_plain(values):
         return None
     return float(kernels.call[name](values.data_ptr(), values.numel()))
 

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -348,7 +348,7 @@ class Metrics:
     def __init__(self, role: str, task: str) -> None:
         self.task = task
         self.role = role
-        self._untold: deque[Callable[[], None]] = deque()
+        self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._telling = threading.Lock()
         self.registry = _Registry(self.tell)
         ProcessCollector(registry=self.registry)
@@ -383,9 +383,9 @@ class Metrics:
             return Histogram(spec.name, spec.help, labels, registry=self.registry, buckets=spec.buckets)
         return _KINDS[spec.kind](spec.name, spec.help, labels, registry=self.registry)
 
-    def later(self, tell: Callable[[], None]) -> None:
+    def later(self, tell: Callable[..., None], *figures: Any) -> None:
         """Have these metrics changed before anyone reads them, not now: while a small step is answered, each counts."""
-        self._untold.append(tell)
+        self._untold.append((tell, figures))
         if len(self._untold) >= UNTOLD:
             self.tell()
 
@@ -393,7 +393,8 @@ class Metrics:
         """Change what later() was given."""
         with self._telling:
             while self._untold:
-                self._untold.popleft()()
+                tell, figures = self._untold.popleft()
+                tell(*figures)
 
     def counter(self, name: str, **labels: str | int) -> Counter:
         """The counter with these labels; keep it if used often. Raises InternalError if it is not in the table."""

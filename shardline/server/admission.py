@@ -58,12 +58,15 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
     """Whether a data message may be processed. Raises ProtocolError for malformed names."""
-    at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
-    for name in (data.job, data.plan_id, data.task, *data.required_features):
+    for name in (data.job, data.plan_id, data.task):
         short(name, "a name in the head of a message")
-    unknown = sorted(set(data.required_features) - set(FEATURES)) if data.required_features else []
-    if unknown:
-        return Decision(Outcome.REFUSED, f"this ps does not support what the message requires: {', '.join(unknown)}")
+    if data.required_features:
+        at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
+        for name in data.required_features:
+            short(name, "a name in the head of a message")
+        unknown = ", ".join(sorted(set(data.required_features) - set(FEATURES)))
+        if unknown:
+            return Decision(Outcome.REFUSED, f"this ps does not support what the message requires: {unknown}")
     if lane_name(data.lane) is None:
         return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
     if data.stage:

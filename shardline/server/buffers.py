@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from shardline.core.tensor_bytes import memory_of
-
 LEAST_BYTES = 64 << 10
 """Smaller sizes are left to the allocator, which reuses them well."""
 
@@ -45,9 +43,9 @@ class Buffers:
             return self._used_bytes + self._idle_bytes
 
     def take(self, nbytes: int) -> memoryview:
-        """Uninitialized writable memory of nbytes bytes."""
+        """Writable memory of nbytes bytes with any content."""
         if nbytes < LEAST_BYTES:
-            return memory_of(torch.empty(nbytes, dtype=torch.uint8)) if nbytes else memoryview(b"")
+            return memoryview(bytearray(nbytes)) if nbytes else memoryview(b"")
         with self._lock:
             self._sort()
             alike = self._idle.get(nbytes)

@@ -12,6 +12,7 @@ from shardline.codecs.coding import Coding
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision
+from shardline.core.reduce import Block
 from shardline.lanes.attachments import Attachment
 from shardline.rpc.v1 import data_pb2
 from shardline.server.backend import HostedShard
@@ -20,7 +21,7 @@ from shardline.server.slots import Slot, slot_bytes
 from shardline.server.staging import AsyncPush
 
 
-@dataclass
+@dataclass(slots=True)
 class IncomingPush:
     """One incoming push."""
 
@@ -56,6 +57,25 @@ class IncomingPush:
     raw_bytes: int = 0
     wire_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
+    block: Block = field(init=False)
+    """Its replicas."""
+    gradient: bool = True
+    """It carries gradients, not initial values."""
+    by_bucket: bool = True
+    """Each bucket counts as soon as it is complete; always so for initial values."""
+    in_tree: bool = False
+    """It carries parts of sums; initial values are set bucket by bucket and wait for nobody."""
+    repeatable: bool = False
+    """Another worker may be asked to compute a contribution again."""
+
+    def __post_init__(self) -> None:
+        self.gradient, block = gradient_kind(self.header), self.header.block
+        self.block = Block(block.first, block.count)
+        if self.rejected is None:
+            mode, several = self.shard.consistency, self.shard.replicas > 1
+            self.by_bucket = not (self.gradient and mode.whole_pushes)
+            self.in_tree = self.gradient and mode.sums_in_tree
+            self.repeatable = self.gradient and self.by_bucket and several
 
 
 @fixed()
@@ -78,26 +98,11 @@ def gradient_kind(header: data_pb2.PushHeader) -> bool:
     return header.kind != data_pb2.PUSH_KIND_INIT
 
 
-def by_bucket(push: IncomingPush) -> bool:
-    """Whether each bucket counts as soon as it is complete; always so for initial values."""
-    return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
-
-
-def in_tree(push: IncomingPush) -> bool:
-    """Whether the push carries parts of sums; initial values are set bucket by bucket and wait for nobody."""
-    return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
-
-
-def repeatable(push: IncomingPush) -> bool:
-    """Whether another worker may be asked to compute a contribution again."""
-    return gradient_kind(push.header) and by_bucket(push) and push.shard.replicas > 1
-
-
 def held_bytes(push: IncomingPush, number: int) -> int:
     """Bytes that a bucket of a push needs in staging."""
     assert push.coding is not None
     return slot_bytes(
         push.coding.bucket(push.shard.number, number),
         borrowed=push.attachment is not None and push.attachment.borrowed,
-        summed=in_tree(push) and push.shard.replicas > 1,
+        summed=push.in_tree and push.shard.replicas > 1,
     )

@@ -125,13 +125,10 @@ def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
 
 def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
     """Header of one pulled bucket."""
-    return data_pb2.BucketState(
-        bucket=bucket.number,
-        step=step,
-        version=bucket.version,
-        dtype=DTYPE_TO_PROTO[bucket.spec.dtype],
-        elements=bucket.spec.elements,
-    )
+    state, spec = data_pb2.BucketState(), bucket.spec
+    state.bucket, state.step, state.version = bucket.number, step, bucket.version
+    state.dtype, state.elements = DTYPE_TO_PROTO[spec.dtype], spec.elements
+    return state
 
 
 Into = Callable[[int, int], tuple[int, memoryview] | None]
@@ -208,7 +205,8 @@ def pull_end(
     backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "", buckets: Collection[int] = ()
 ) -> data_pb2.PullEnd:
     """The PullEnd message of a pull of some buckets; () = all."""
-    end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=backend.timeline)
+    end = data_pb2.PullEnd()
+    end.outcome, end.reason, end.timeline = outcome_to_proto(outcome), reason, backend.timeline
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:

@@ -29,11 +29,8 @@ from shardline.server.calls import all_ended
 from shardline.server.incoming_push import (
     IncomingPush,
     PushResult,
-    by_bucket,
     gradient_kind,
     held_bytes,
-    in_tree,
-    repeatable,
 )
 from shardline.server.inline_apply import applies_inline, release_all
 from shardline.server.slots import Slot, opened
@@ -150,10 +147,11 @@ class PushReceiver:
         push.coding = self._coding(header)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
-        if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
+        if push.by_bucket and push.gradient and header.block.count == 0:
             raise ProtocolError("a synchronous push must name its block of replicas")
-        self._take_empty(push, header.empty_buckets)
-        if not by_bucket(push):
+        if header.empty_buckets:
+            self._take_empty(push, header.empty_buckets)
+        if not push.by_bucket:
             coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
             push.room = AsyncPush(sum(held_bytes(push, number) for number in coming))
 
@@ -194,8 +192,8 @@ class PushReceiver:
     async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
         """Reserve room for nbytes, within the stream's remaining patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
-        if in_tree(push):
-            block, step, bucket = Block(header.block.first, header.block.count), header.step, number
+        if push.in_tree:
+            block, step, bucket = push.block, header.step, number
         patience_s = 0.0 if at_once else max(0.0, self._backend.staging_wait_s - self._waited_s)
         began_s = time.monotonic()
         try:
@@ -212,7 +210,7 @@ class PushReceiver:
 
     async def _held_up_by(self, push: IncomingPush) -> str:
         """What the push is waiting for, and what the user can do."""
-        if not in_tree(push):
+        if not push.in_tree:
             return "Unfinished pushes of other workers use it; this push is retried"
         missing = await self._backend.work(push.shard.waiting_for)
         return (
@@ -347,7 +345,7 @@ class PushReceiver:
 
     def _take_slots(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         """Check and decode complete buckets and hand them on; in the pool, spread over its threads."""
-        if not by_bucket(push):
+        if not push.by_bucket:
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
         if applies_inline(push.shard, [slot.number for slot in slots]):
@@ -362,7 +360,7 @@ class PushReceiver:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                gradient = opened(slot, self._backend.buffers.take, repeated=repeatable(push))
+                gradient = opened(slot, self._backend.buffers.take, repeated=push.repeatable)
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:
@@ -377,7 +375,7 @@ class PushReceiver:
 
     def _take(self, push: IncomingPush, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
         """Hand gradients on: counted at once by bucket, or kept until the whole push is there."""
-        if not by_bucket(push):
+        if not push.by_bucket:
             push.staged.update((number, gradient) for number, gradient, _ in items)
             return
 
@@ -397,7 +395,7 @@ class PushReceiver:
         return push.shard.contribute(
             number,
             header.step,
-            Block(header.block.first, header.block.count),
+            push.block,
             gradient,
             hyper=push.hyper,
             nonfinite=[*header.nonfinite_tensors, *nonfinite],
@@ -417,7 +415,8 @@ class PushReceiver:
             return self._result(push, push.rejected, 0)
         if self._slot is not None:
             raise ProtocolError(f"the push was committed while bucket {self._slot.number} was open")
-        self._take_empty(push, commit.empty_buckets)
+        if commit.empty_buckets:
+            self._take_empty(push, commit.empty_buckets)
         push.committed = True
         push.more.set()
         if push.draining is not None:
@@ -434,7 +433,7 @@ class PushReceiver:
     async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         """The result of a complete push."""
         header, shard = push.header, push.shard
-        if not by_bucket(push):
+        if not push.by_bucket:
             return await self._commit_whole(push, commit)
         missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
         if header.partial and len(missing) == len(shard.buckets):
@@ -445,10 +444,11 @@ class PushReceiver:
                 f"shard {shard.number}: the push lacks buckets {missing[:8]}; it must cover every bucket (list those "
                 "without a contribution in empty_buckets)"
             )
-        await all_ended(push.running)
+        if push.running:
+            await all_ended(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
-        worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
-        if not gradient_kind(header) and worst.outcome is Outcome.COUNTED:
+        worst = decisions[0] if len(decisions) == 1 else min(decisions, key=_severity)
+        if not push.gradient and worst.outcome is Outcome.COUNTED:
             await self._backend.work(self._backend.filled)
         return self._result(push, worst, 0)
 
@@ -486,22 +486,18 @@ class PushReceiver:
 
     def _result(self, push: IncomingPush, decision: Decision, lag: int) -> PushResult:
         shard, header = push.shard, push.header
-        ack = data_pb2.PushAck(
-            outcome=outcome_to_proto(decision.outcome),
-            reason=decision.reason,
-            staleness=lag,
-            timeline=self._backend.timeline,
-            mismatch=decision.mismatch,
-        )
+        ack = data_pb2.PushAck()
+        ack.outcome, ack.reason, ack.mismatch = outcome_to_proto(decision.outcome), decision.reason, decision.mismatch
+        ack.staleness, ack.timeline = lag, self._backend.timeline
         if push.rejected is None:
             ack.step, ack.version = shard.step_min, shard.version
             if shard.consistency.whole_pushes:
                 ack.next_seq = shard.last_push(header.data.task) + 1
-            for number, item in sorted(push.decisions.items()):
-                if item.outcome is not decision.outcome:
-                    ack.buckets.append(
-                        data_pb2.BucketAck(bucket=number, outcome=outcome_to_proto(item.outcome), reason=item.reason)
-                    )
+            others = [found for found in push.decisions.items() if found[1].outcome is not decision.outcome]
+            for number, item in sorted(others, key=lambda found: found[0]):
+                ack.buckets.append(
+                    data_pb2.BucketAck(bucket=number, outcome=outcome_to_proto(item.outcome), reason=item.reason)
+                )
         self._backend.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
         return PushResult(
             ack=ack,
@@ -535,6 +531,10 @@ class PushReceiver:
         # A task's error references its frames, and those reference the push.
         push.draining = None
         push.running.clear()
+
+
+def _severity(decision: Decision) -> int:
+    return SEVERITY.index(decision.outcome)
 
 
 def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:

@@ -19,7 +19,7 @@ SLACK = 8
 """A message may be larger than its payload by 1/SLACK of it: the headers beside a large chunk are far smaller."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """One incoming bucket."""
 

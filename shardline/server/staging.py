@@ -162,7 +162,7 @@ View = Callable[[int, int], tuple[int, int] | None]
 """(open step, mask of counted replicas) of (shard, bucket); None if there is no such bucket."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A request and its grant."""
 

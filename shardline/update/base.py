@@ -229,6 +229,7 @@ class BucketRule(ABC):
     def __init__(self, rule: UpdateRule, site: Site) -> None:
         self.rule = rule
         self.site = site
+        self._group, self._dtype, self._shape = site.group, site.dtype, (site.bucket.elements,)
         self.label = rule.label(site.spec)
         schedules.check(site.schedule)
         schedules.factor(site.schedule, site.schedule.warmup_steps)  # refuses one that has no end yet, before any step
@@ -324,7 +325,7 @@ class BucketRule(ABC):
 
     def arguments(self, clock: int, hyper: Mapping[str, float] | None = None) -> dict[str, Any]:
         """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, rate scheduled."""
-        spec, group = self.site.spec, self.site.group
+        spec, group = self.site.spec, self._group
         found = with_hyper(spec.name, group, hyper) if hyper else dict(group)
         if not hyper or "lr" not in hyper:
             found["lr"] = group["lr"] * schedules.factor(self.site.schedule, clock)  # type: ignore[operator]
@@ -332,9 +333,9 @@ class BucketRule(ABC):
 
     def check_flat(self, **given: Tensor | None) -> None:
         """Raise ProtocolError, naming the keyword, for a tensor without the bucket's length and dtype."""
-        bucket, dtype = self.site.bucket, self.site.dtype
+        bucket, shape, dtype = self.site.bucket, self._shape, self._dtype
         for what, tensor in given.items():
-            if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype is not dtype):
+            if tensor is not None and (tensor.shape != shape or tensor.dtype is not dtype):
                 raise ProtocolError(
                     f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan says ({bucket.elements},) "
                     f"{bucket.dtype}"

@@ -150,6 +150,10 @@ class RequestView:
     """Why the message can't be read. The handler raises it, since gRPC would lose a deserializer's error message."""
 
 
+Request = RequestView | data_pb2.PushPullRequest
+"""A request to send: a whole message where it has no chunk."""
+
+
 @dataclass(slots=True)
 class ReplyView:
     """PushPullReply (or PullReply, whose only field is the frame)."""
@@ -240,7 +244,7 @@ def _message(cls: Any, value: int | memoryview | None, what: str) -> Any:
     if len(value) > PART_BYTES:
         raise ProtocolError(f"frame whose {what} has {len(value)} bytes; the limit is {PART_BYTES}")
     try:
-        return cls.FromString(bytes(value))
+        return cls.FromString(value)
     except DecodeError as error:
         raise ProtocolError(f"frame whose {what} can't be read: {error}") from None
 
@@ -339,8 +343,10 @@ def read_reply(data: bytes) -> ReplyView:
     return view
 
 
-def write_request(view: RequestView) -> bytes:
+def write_request(view: Request) -> bytes:
     """A PushPullRequest."""
+    if isinstance(view, data_pb2.PushPullRequest):
+        return view.SerializeToString()
     if view.push is None:
         return _part(2, view.pull)
     # After the push, so that a chunk is aligned; the order of a message's fields has no meaning.

@@ -22,7 +22,7 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import call_server, call_socket
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
 from shardline.lanes.call_server import Answered, CallServer, ReplyWriter
-from shardline.lanes.call_socket import CallSocket, Request
+from shardline.lanes.call_socket import CallSocket, Item
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ReplyView, RequestView, write_reply
@@ -79,15 +79,12 @@ class Caller:
     def began(self, call: CallSocket) -> None:
         self.running = call
 
-    def sending(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def sending(self, requests: Iterable[Item]) -> Iterator[Item]:
         try:
             yield from requests
         except ValueError as error:
             self.error = error
             self.running.cancel()
-
-    def follow(self, requests: Iterator[RequestView]) -> None:
-        assert next(requests, None) is None
 
     def over(self, call: CallSocket) -> None:
         self.ended.set()

@@ -40,17 +40,14 @@ class Meter:
             lambda peer, outcome: metrics.counter("shardline_pushes_total", peer=peer, outcome=outcome_name(outcome))
         )
         self._of_shard = functools.cache(lambda name, shard: metrics.histogram(name, shard=shard))
-        store.on_pulled = self._later(self._pulled)
-        store.on_barrier = self._later(self._waited)
-        store.on_applied = self._later(self._applied)
+        store.on_pulled = functools.partial(metrics.later, self._pulled)
+        store.on_barrier = functools.partial(metrics.later, self._waited)
+        store.on_applied = functools.partial(metrics.later, self._applied)
         store.staging.on_wait = self._kept_waiting
-
-    def _later(self, tell: Callable[..., None]) -> Callable[..., None]:
-        return lambda *figures: self._metrics.later(functools.partial(tell, *figures))
 
     def pushed(self, result: PushResult) -> None:
         """Count a finished push."""
-        self._metrics.later(functools.partial(self._count_push, result))
+        self._metrics.later(self._count_push, result)
 
     def _count_push(self, result: PushResult) -> None:
         peer, outcome = result.task or "not admitted", result.ack.outcome

@@ -38,6 +38,9 @@ class Shard:
     ) -> None:
         self.number = number
         self.settings = settings
+        self.tensors, self.replicas = len(settings.plan.tensors), settings.replicas
+        """See HostedShard; so is `on_host`."""
+        self.on_host = settings.device.type == "cpu"
         self.consistency = consistency.of(settings.consistency)
         self.storage = ShardStorage(number, settings, publication=publication, observers=observers or Observers())
         self.buckets = self.storage.buckets
@@ -64,12 +67,12 @@ class Shard:
     @property
     def step_min(self) -> int:
         """Lowest step over the buckets; the shard's open step."""
-        return min(bucket.step for bucket in self.buckets)
+        return min([bucket.step for bucket in self.buckets])
 
     @property
     def step_max(self) -> int:
         """Highest step over the buckets."""
-        return max(bucket.step for bucket in self.buckets)
+        return max([bucket.step for bucket in self.buckets])
 
     @property
     def version(self) -> int:
@@ -100,21 +103,6 @@ class Shard:
     def stop_step(self) -> int | None:
         """Step that nothing goes past; None if unknown."""
         return self.storage.stop_step
-
-    @property
-    def tensors(self) -> int:
-        """See HostedShard."""
-        return len(self.settings.plan.tensors)
-
-    @property
-    def replicas(self) -> int:
-        """See HostedShard."""
-        return self.settings.replicas
-
-    @property
-    def on_host(self) -> bool:
-        """See HostedShard."""
-        return self.settings.device.type == "cpu"
 
     @property
     def counts_inline(self) -> bool:

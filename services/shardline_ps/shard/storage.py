@@ -96,7 +96,7 @@ class ShardStorage:
     @property
     def version(self) -> int:
         """See Storage."""
-        return min(bucket.version for bucket in self.buckets)
+        return min([bucket.version for bucket in self.buckets])
 
     @property
     def held_bytes(self) -> int:

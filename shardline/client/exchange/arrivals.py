@@ -50,11 +50,13 @@ class Arrivals:
 
     def landed(self, key: Key, load: Callable[[], None]) -> None:
         """Note a complete bucket. load() writes it to the model, now on this thread or later on the computing one."""
-        with self._changed:
-            if self._holding:
-                self._held[key] = load
-                self._changed.notify_all()
-                return
+        if self._holding:
+            with self._changed:
+                # It may have been released meanwhile; it is never held again in the same pull.
+                if self._holding:
+                    self._held[key] = load
+                    self._changed.notify_all()
+                    return
         load()
         with self._changed:
             self._missing.discard(key)
@@ -62,6 +64,8 @@ class Arrivals:
 
     def await_release(self, timeout_s: float) -> bool:
         """Wait until nothing is held back any more; False after timeout_s or if the pull was given up."""
+        if not self._holding:
+            return True
         with self._changed:
             self._changed.wait_for(lambda: not self._holding or self._over, timeout_s)
             return not self._holding

@@ -47,7 +47,7 @@ class SilentShards:
         self._observer.silent(found)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Talk:
     """State of one task."""
 
@@ -230,7 +230,7 @@ class Conversation:
 
         A dead link is noticed sooner, by keepalive; a server that waits answers WAITING sooner.
         """
-        pushed = sum(push.payloads.nbytes for push in pending)
+        pushed = sum([push.payloads.nbytes for push in pending])
         return self._timeouts.rpc_s + (pushed + self._sink.shard_bytes) / SLOWEST_BYTES_PER_S
 
     def _await_gradients(self, pending: Sequence[Contribution]) -> None:

@@ -205,8 +205,8 @@ class ReadyPayloads:
     ) -> None:
         self.empty = empty
         self.in_place = in_place
-        self.raw_bytes = sum(item.raw_bytes for item in items)
-        self.nbytes = self.wire_bytes = sum(len(item.data) for item in items)
+        self.raw_bytes = sum([item.raw_bytes for item in items])
+        self.nbytes = self.wire_bytes = sum([len(item.data) for item in items])
         self._items = items
         self._interrupted = interrupted
 

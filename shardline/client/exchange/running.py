@@ -36,7 +36,11 @@ class Running:
         self._grace_s = grace_s
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        # Held until the end. An Event, which is a lock within a condition, takes several microseconds to make.
+        self._open = threading.Lock()
+        self._open.acquire()
+        self.ended = False
+        """Whether every shard's part has ended."""
         self._left_s = dict.fromkeys(shards, grace_s)
         """Seconds left to wait for a part, by shard whose part has not ended."""
         self._results: dict[int, ShardOutcome] = {}
@@ -82,17 +86,13 @@ class Running:
         self.ended_s = time.monotonic()
         # First: whoever waits for the end may start the next exchange, whose own waits this must not end.
         self._on_end()
-        self._ended.set()
+        self.ended = True
+        self._open.release()
 
     @property
     def busy(self) -> bool:
         """Whether some shard's part has not ended: false before on_end is called."""
         return bool(self._left_s)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every shard's part has ended."""
-        return self._ended.is_set()
 
     @property
     def failed(self) -> bool:
@@ -127,7 +127,7 @@ class Running:
 
     def wait(self) -> dict[int, ShardOutcome]:
         """Wait for the outcomes, by shard. Raises the most informative error of all shards, and what look() raises."""
-        while not self._ended.wait(LOOK_S):
+        while not self.ended and not self._open.acquire(timeout=LOOK_S):
             self.look()
         if self._errors:
             raise min(self._errors, key=rank)

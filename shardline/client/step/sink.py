@@ -168,13 +168,12 @@ class BucketSink:
         written = named.bucket(self._shard, arrival.bucket)
         # Shared memory is read-only and read in place.
         as_it_is = written.codec.is_view and len(payload) == spec.nbytes
-        with torch.no_grad():
-            if as_it_is:
-                values = borrowed_tensor(payload, spec.dtype)
-            else:
-                turn = Turn(arrival.step, memory=named.memory(self._shard, arrival.bucket, ""))
-                values = written.decoder.decode(payload, turn)
-            self._layout.load(self._shard, arrival.bucket, values)
+        if as_it_is:
+            values = borrowed_tensor(payload, spec.dtype)
+        else:
+            turn = Turn(arrival.step, memory=named.memory(self._shard, arrival.bucket, ""))
+            values = written.decoder.decode(payload, turn)
+        self._layout.load(self._shard, arrival.bucket, values)
         self._keep_buffers(arrival.bucket)
 
     def _received(self, bucket: int) -> None:
@@ -204,7 +203,7 @@ class BucketSink:
     @property
     def base_version(self) -> int:
         """Lowest version of the model's buckets."""
-        return min((version for _, version in self._held.values()), default=0)
+        return min([version for _, version in self._held.values()], default=0)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,14 @@ class StepExtras:
     """Number of samples by replica."""
 
 
+class GradientMemory:
+    """Memory of one bucket's gradient. values: all of it; parts: views of its slices, in order."""
+
+    def __init__(self, spec: BucketSpec, values: torch.Tensor) -> None:
+        self.values = values
+        self.parts = [values[piece.offset : piece.end] for piece in spec.slices]
+
+
 class GradientStaging:
     """A worker's flat bucket tensors, reused in every step.
 
@@ -70,12 +79,12 @@ class GradientStaging:
         self._allocate = allocate
         self._host = host
         self._map = ParallelMap()
-        self._free: dict[Key, list[torch.Tensor]] = {}
-        self._lent: dict[Key, list[torch.Tensor]] = {}
+        self._free: dict[Key, list[GradientMemory]] = {}
+        self._lent: dict[Key, list[GradientMemory]] = {}
         self._asked: set[Key] = set()
         """Buckets for which the lane was asked for memory in this step."""
-        self._places: dict[Key, tuple[memoryview, torch.Tensor]] = {}
-        """Memory that the lane gave, and a tensor over it: lanes give the same again and again."""
+        self._places: dict[Key, tuple[memoryview, GradientMemory]] = {}
+        """Memory that the lane gave, and tensors over it: lanes give the same again and again."""
         self._shared: set[Key] = set()
         """Buckets whose gradient of this step is in memory that the shard reads."""
         self._locked: list[Segment | None] = []
@@ -111,7 +120,7 @@ class GradientStaging:
     def _spec(self, key: Key) -> BucketSpec:
         return self._plan.shards[key[0]].buckets[key[1]]
 
-    def _lane_memory(self, key: Key) -> torch.Tensor | None:
+    def _lane_memory(self, key: Key) -> GradientMemory | None:
         """The lane's own memory, once per step: the peer may still be reading what an earlier attempt left there."""
         if key in self._asked:
             return None
@@ -131,13 +140,13 @@ class GradientStaging:
         self._shared.add(key)
         place = self._places.get(key)
         if place is None or place[0] is not memory:
-            place = self._places[key] = memory, tensor_from_bytes(memory, spec.dtype)
+            place = self._places[key] = memory, GradientMemory(spec, tensor_from_bytes(memory, spec.dtype))
         return place[1]
 
-    def _buffer(self, key: Key) -> torch.Tensor:
+    def _buffer(self, key: Key) -> GradientMemory:
         free = self._free.get(key)
         spec = self._spec(key)
-        buffer = free.pop() if free else self._new_buffer(spec)
+        buffer = free.pop() if free else GradientMemory(spec, self._new_buffer(spec))
         self._lent.setdefault(key, []).append(buffer)
         return buffer
 
@@ -173,13 +182,13 @@ class GradientStaging:
         def add(key: Key) -> list[int]:
             is_buffer = self._spec(key).kind is TensorKind.BUFFER
             source = buffers if is_buffer else gradients
-            with torch.no_grad():
-                # Buffers are restored before the push has left, so these are always copied.
-                return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
+            # Buffers are restored before the push has left, so these are always copied.
+            return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
 
         # A GPU's copies run one after another anyway.
-        nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
-        bad = {number for found in self._map.each(add, self.keys if keys is None else keys, nbytes) for number in found}
+        nbytes = sum([gradient.nbytes for gradient in gradients.values()]) if self._host is None else 0
+        found = self._map.each(add, self.keys if keys is None else keys, nbytes)
+        bad = set(itertools.chain.from_iterable(found))
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
     def add_bucket(
@@ -201,29 +210,28 @@ class GradientStaging:
         """
         spec = self._spec(key)
         values: torch.Tensor | None = None
-        present = (False,) * len(spec.slices)
+        present = tuple([piece.tensor in source for piece in spec.slices])
         borrowed = False
         checked, bound = spec.kind is not TensorKind.BUFFER, math.inf
-        if any(piece.tensor in source for piece in spec.slices):
-            values = self._lane_memory(key)
-            if values is None and keep:
+        if any(present):
+            flat = self._lane_memory(key)
+            if flat is None and keep:
                 piece = tensor_piece(self._plan, spec, source)
                 borrowed = piece is not None and piece.device.type == "cpu"
                 values = piece if borrowed else None
-            if values is None:
-                values = self._buffer(key)
-            present = tuple(piece.tensor in source for piece in spec.slices)
             seen = None
-            if not borrowed:
+            if values is None:
+                flat = flat or self._buffer(key)
+                values = flat.values
                 copy = self._host.copier(after) if self._host is not None else None
-                seen = fill_bucket(self._plan, spec, values, source, copy)
+                seen = fill_bucket(self._plan, spec, flat, source, copy)
             if checked:
                 bound = magnitude(values) if seen is None else seen
         block = Block(replica, 1)
         if values is not None and self._replicas > 1 and key in self._shared:
             # Now, while all of it is in the cache.
             self._marks.setdefault(key, {})[block] = fingerprint(tensor_bytes(values))
-        if presum:
+        if presum and self._replicas > 1:
             sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
             sums.add(block, values, present, 0, borrowed=borrowed, bound=bound)
         else:
@@ -237,11 +245,9 @@ class GradientStaging:
         """Whether staging contains a replica's part of the open step."""
         return bool(self._sums or self._singles)
 
-    def _partials(self, key: Key) -> dict[Block, Partial]:
-        held: dict[Block, Partial] = dict(self._singles.get(key, {}))
-        if key in self._sums:
-            held.update(self._sums[key].partials())
-        return held
+    def _partials(self, key: Key) -> Mapping[Block, Partial]:
+        singles, sums = self._singles.get(key, {}), self._sums.get(key)
+        return singles if sums is None else {**singles, **sums.partials()}
 
     def buffers(self) -> dict[int, torch.Tensor]:
         """Copies of the changed buffers added for the open step, flat, by tensor number."""
@@ -273,7 +279,7 @@ class GradientStaging:
 
     def in_place(self, shard: int, buckets: Iterable[int]) -> bool:
         """Whether these gradients are in memory that their shard reads, so that no bytes have to be sent."""
-        return all((shard, bucket) in self._shared for bucket in buckets)
+        return self._shared.issuperset([(shard, bucket) for bucket in buckets])
 
     def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
         """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
@@ -314,7 +320,7 @@ class GradientStaging:
             block=block,
             hyper=self.extras.hyper,
             nonfinite=tuple(self.extras.nonfinite),
-            num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
+            num_samples=sum([samples.get(replica, 0) for replica in range(block.first, block.end)]),
             codec=self.encoders.name,
             step=stamp.step,
             seq=stamp.seq,
@@ -329,7 +335,7 @@ class GradientStaging:
 def fill_bucket(
     plan: Plan,
     bucket: BucketSpec,
-    target: torch.Tensor,
+    target: GradientMemory,
     gradients: Mapping[int, torch.Tensor],
     copy: Copy | None = None,
 ) -> float | None:
@@ -342,18 +348,22 @@ def fill_bucket(
     """
     sources, targets = [], []
     in_place = False
-    for piece in bucket.slices:
-        view = target[piece.offset : piece.end]
-        if piece.tensor in gradients:
-            source = gradients[piece.tensor].reshape(-1)[span_of(plan, piece)]
-            if source.data_ptr() != view.data_ptr() or source.device != view.device:
-                sources.append(source)
-                targets.append(view)
-            else:
-                in_place = True
-        else:
+    for piece, view in zip(bucket.slices, target.parts, strict=True):
+        gradient = gradients.get(piece.tensor)
+        if gradient is None:
             view.zero_()
-    if copy is None and not in_place and target.nbytes >= len(sources) * LOOKED_BYTES:
+            continue
+        source = gradient.detach()
+        if source.dim() != 1:
+            source = source.reshape(-1)
+        if source.shape != view.shape:
+            source = source[span_of(plan, piece)]
+        if source.data_ptr() != view.data_ptr() or source.device != view.device:
+            sources.append(source)
+            targets.append(view)
+        else:
+            in_place = True
+    if copy is None and not in_place and (len(sources) == 1 or target.values.nbytes >= len(sources) * LOOKED_BYTES):
         return copy_and_look(targets, sources)
     (copy or copy_each)(targets, sources)
     return None

@@ -83,7 +83,10 @@ class Mapped:
 
     def lent(self, offset: int, nbytes: int) -> memoryview:
         """A bucket's own part of it, at each call the same object."""
-        return self._lent.setdefault((offset, nbytes), self.slot(offset, nbytes))
+        found = self._lent.get((offset, nbytes))
+        if found is None:
+            found = self._lent[offset, nbytes] = self.slot(offset, nbytes)
+        return found
 
     def area(self, number: int) -> memoryview:
         """See SharedMemory; by_reference only."""

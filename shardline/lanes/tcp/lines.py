@@ -8,9 +8,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+from shardline.core.fixed import fixed
 from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import WHOLE
 from shardline.native import engine
@@ -27,7 +27,7 @@ class Incoming(Protocol):
     matches: bool | None
 
 
-@dataclass(frozen=True)
+@fixed()
 class _Post:
     """Memory that the engine receives into or sends."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.core.exchange import (
@@ -30,6 +30,7 @@ from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
     PushFrameView,
+    Request,
     RequestView,
     read_reply,
     write_request,
@@ -65,6 +66,26 @@ def lane_number(name: str) -> common_pb2.Lane.ValueType:
     return _LANES[name]
 
 
+class OneRequest:
+    """A push and a pull as one message, which is kept: in a step like the one before only a few numbers change.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[Sender, int] | None = None
+        self._message = data_pb2.PushPullRequest()
+
+    def of(self, sender: Sender, shard: int, attached: Attached) -> data_pb2.PushPullRequest:
+        """The message of these calls, with the sender set, and the rest as the last call left it."""
+        known = self._of
+        if known is None or known[0] is not sender or known[1] != shard:
+            self._of = sender, shard
+            self._message = data_pb2.PushPullRequest()
+            self._message.push.header.data.CopyFrom(data_header(sender, shard, attached))
+        return self._message
+
+
 @dataclass(frozen=True)
 class Attached:
     """The lane that carries the bytes of a call."""
@@ -74,6 +95,8 @@ class Attached:
     """Number of the attachment, from OpenLane; 0 = the call's own stream."""
     in_place: bool = False
     """The shard reads the bytes where they are, without a copy."""
+    one: OneRequest = field(default_factory=OneRequest, compare=False)
+    """The attachment's calls that are one request."""
 
 
 ON_STREAM = Attached()
@@ -97,46 +120,53 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
 
 def push_header(data: common_pb2.DataHeader, push: Contribution) -> data_pb2.PushHeader:
     """Header of a push."""
-    return data_pb2.PushHeader(
-        data=data,
-        step=push.step,
-        seq=push.seq,
-        block=data_pb2.Block(first=push.block.first, count=push.block.count),
-        num_samples=push.num_samples,
-        base_min=push.base_min,
-        base_max=push.base_max,
-        clock=push.clock,
-        kind=data_pb2.PUSH_KIND_INIT if push.init else data_pb2.PUSH_KIND_GRADIENT,
-        hyper=hyper_to_proto(push.hyper),
-        codec=push.codec,
-        nonfinite_tensors=push.nonfinite,
-        partial=push.partial,
-    )
+    header = data_pb2.PushHeader(data=data)
+    _fill_header(header, push)
+    return header
+
+
+def _fill_header(header: data_pb2.PushHeader, push: Contribution) -> None:
+    """Set all of it but the sender."""
+    header.step, header.seq, header.clock = push.step, push.seq, push.clock
+    header.block.first, header.block.count = push.block.first, push.block.count
+    header.base_min, header.base_max = push.base_min, push.base_max
+    header.kind = data_pb2.PUSH_KIND_INIT if push.init else data_pb2.PUSH_KIND_GRADIENT
+    header.codec, header.num_samples, header.partial = push.codec, push.num_samples, push.partial
+    del header.hyper[:], header.nonfinite_tensors[:]
+    if push.hyper:
+        header.hyper.extend(hyper_to_proto(push.hyper))
+    header.nonfinite_tensors.extend(push.nonfinite)
 
 
 def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
     """Header of one bucket within a push."""
-    return data_pb2.BucketHeader(
-        bucket=item.bucket,
-        dtype=DTYPE_TO_PROTO[item.dtype],
-        elements=item.elements,
-        present=item.present,
-        payload_bytes=len(item.data),
-        nonfinite_tensors=item.nonfinite,
-        bound=item.bound,
-        fingerprint=item.fingerprint,
-    )
+    header = data_pb2.BucketHeader()
+    _fill_bucket(header, item)
+    return header
+
+
+def _fill_bucket(header: data_pb2.BucketHeader, item: BucketPayload) -> None:
+    """Set all of it."""
+    header.bucket, header.elements, header.payload_bytes = item.bucket, item.elements, len(item.data)
+    header.dtype, header.present = DTYPE_TO_PROTO[item.dtype], item.present
+    header.bound, header.fingerprint = item.bound, item.fingerprint
+    del header.nonfinite_tensors[:]
+    header.nonfinite_tensors.extend(item.nonfinite)
 
 
 def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commit:
     """End of a push, once all its buckets are sent."""
-    return data_pb2.Commit(
-        buckets=buckets,
-        bytes=nbytes,
-        scale=0.0 if push.scale == 1.0 else push.scale,
-        skip=push.skip,
-        empty_buckets=push.payloads.empty,
-    )
+    commit = data_pb2.Commit()
+    _fill_commit(commit, push, buckets, nbytes)
+    return commit
+
+
+def _fill_commit(commit: data_pb2.Commit, push: Contribution, buckets: int, nbytes: int) -> None:
+    """Set all of it."""
+    commit.buckets, commit.bytes, commit.skip = buckets, nbytes, push.skip
+    commit.scale = 0.0 if push.scale == 1.0 else push.scale
+    del commit.empty_buckets[:]
+    commit.empty_buckets.extend(push.payloads.empty)
 
 
 def is_small(contributions: Sequence[Contribution]) -> bool:
@@ -144,13 +174,13 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
 
     True if nothing is pushed.
     """
-    return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
+    return not contributions or (len(contributions) == 1 and contributions[0].payloads.nbytes <= SMALL_BYTES)
 
 
 def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
     """Whether a push over an attachment is one request: because it is small, or because its bytes stay in place."""
-    in_place = attached.in_place and all(push.payloads.in_place for push in contributions)
-    return is_small(contributions) or (len(contributions) < 2 and in_place)
+    in_place = attached.in_place and len(contributions) == 1 and contributions[0].payloads.in_place
+    return in_place or is_small(contributions)
 
 
 def gathered(push: Contribution) -> list[BucketPayload]:
@@ -213,34 +243,25 @@ def referred_requests(
     *,
     place: Callable[[BucketPayload], int],
     after: Callable[[Sequence[BucketPayload]], None] = lambda batch: None,
-) -> Iterator[RequestView]:
+) -> Iterator[Request]:
     """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
     once the references of a batch are sent, on the same thread; a tcp lane sends the bytes then.
     If is_one_message() is true, there is a single request, and after() comes before it.
     """
-    stays = attached.in_place
-
-    def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
-        return [
-            data_pb2.BucketRef(
-                bucket=bucket_header(item), offset=place(item), digest=item.digest if stays else _digest(item)
-            )
-            for item in batch
-        ]
-
+    if contributions and is_one_message(contributions, attached):
+        yield _one_request(sender, shard, contributions[0], want, attached, place, after)
+        return
     data = data_header(sender, shard, attached)
     pull = pull_request(data, want) if want is not None else None
-    if contributions and is_one_message(contributions, attached):
-        push = contributions[0]
-        items = gathered(push)
-        frame = PushFrameView(header=push_header(data, push), refs=refer(items))
-        frame.commit = push_commit(push, len(items), sum(len(item.data) for item in items))
-        # Before its reference: few bytes wait in the socket, and the shard need not wait for them.
-        after(items)
-        yield RequestView(pull=pull, push=frame)
-        return
+
+    def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
+        refs = [data_pb2.BucketRef() for _ in batch]
+        for ref, item in zip(refs, batch, strict=True):
+            _fill_ref(ref, item, place(item), attached)
+        return refs
+
     if pull is not None:
         yield RequestView(pull=pull)
     for push in contributions:
@@ -255,20 +276,62 @@ def referred_requests(
         yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
 
 
+def _one_request(
+    sender: Sender,
+    shard: int,
+    push: Contribution,
+    want: Want | None,
+    attached: Attached,
+    place: Callable[[BucketPayload], int],
+    after: Callable[[Sequence[BucketPayload]], None],
+) -> data_pb2.PushPullRequest:
+    """A whole push with its pull. Valid until the next one over the attachment."""
+    items = gathered(push)
+    message = attached.one.of(sender, shard, attached)
+    frame = message.push
+    _fill_header(frame.header, push)
+    refs = frame.refs
+    del refs[len(items) :]
+    for number, item in enumerate(items):
+        _fill_ref(refs[number] if number < len(refs) else refs.add(), item, place(item), attached)
+    _fill_commit(frame.commit, push, len(items), sum([len(item.data) for item in items]))
+    if want is None:
+        message.ClearField("pull")
+    else:
+        if not message.HasField("pull"):
+            message.pull.data.CopyFrom(frame.header.data)
+        _fill_pull(message.pull, want)
+    # Before its reference: few bytes wait in the socket, and the shard need not wait for them.
+    after(items)
+    return message
+
+
+def _fill_ref(ref: data_pb2.BucketRef, item: BucketPayload, offset: int, attached: Attached) -> None:
+    """Set all of it."""
+    _fill_bucket(ref.bucket, item)
+    ref.offset, ref.digest = offset, item.digest if attached.in_place else _digest(item)
+
+
 def pull_request(data: common_pb2.DataHeader, want: Want) -> data_pb2.PullRequest:
     """A pull of an exact step, or of the latest."""
-    request = data_pb2.PullRequest(
-        data=data,
-        what=data_pb2.PULL_WHAT_PARAMS,
-        buckets=want.buckets,
-        have_step=want.have_step,
-        wait_s=want.wait_s,
-    )
+    request = data_pb2.PullRequest(data=data)
+    _fill_pull(request, want)
+    return request
+
+
+def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
+    """Set all of it but the sender."""
+    request.what, request.wait_s = data_pb2.PULL_WHAT_PARAMS, want.wait_s
+    del request.buckets[:]
+    request.buckets.extend(want.buckets)
+    if want.have_step is None:
+        request.ClearField("have_step")
+    else:
+        request.have_step = want.have_step
     if want.step is None:
         request.latest = True
     else:
         request.exact_step = want.step
-    return request
 
 
 def exchange_requests(
@@ -342,10 +405,10 @@ def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
 
 def ack_from_proto(message: data_pb2.PushAck) -> Ack:
     """Result of a push; includes the reason for the first bucket that differs."""
-    reason = message.reason or next((item.reason for item in message.buckets if item.reason), "")
+    reasons = [message.reason, *[item.reason for item in message.buckets]]
     return Ack(
         outcome=outcome_from_proto(message.outcome),
-        reason=reason,
+        reason=next(filter(None, reasons), ""),
         step=message.step,
         version=message.version,
         staleness=message.staleness,

@@ -54,14 +54,16 @@ class _Run:
             self.parameter.data = self.nothing
 
     def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
-        before = self.optimizer.state.get(self.parameter, {}).get("momentum_buffer")
-        with torch.no_grad():
-            after = sgd.step(source, gradient, values, before, arguments)
+        before = self.state().get("momentum_buffer")
+        after = sgd.step(source, gradient, values, before, arguments)
         if after is not before and after is not None:
             self.set_state({"momentum_buffer": after})
 
     def state(self) -> dict[str, Tensor]:
         """Torch's own state of the run, without entries that are None."""
+        if not self.optimizer.state:
+            # A tensor's hash takes longer than all of this.
+            return {}
         held: Mapping[str, Tensor | None] = self.optimizer.state.get(self.parameter, {})
         return {name: value for name, value in held.items() if value is not None}
 
@@ -93,6 +95,7 @@ class ElementwiseStates:
         self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
         self.padding = padding_positions(bucket, device)
         """Positions of the padding, int64."""
+        self._padded = self.padding.numel() > 0
         self.clear()
 
     def clear(self) -> None:
@@ -130,11 +133,14 @@ class ElementwiseStates:
             source = None
         for run in self._runs:
             begin, end = self._span(run.start, run.stop)
-            after = values[begin:end]
-            run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
+            if begin == 0 and end == self._bucket.elements:
+                run.step(values, gradient, values if source is None else source, arguments)
+            else:
+                after = values[begin:end]
+                run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
             if not self.initialized[run.start]:
                 self._adopt(run)
-        if self.padding.numel():
+        if self._padded:
             # With eps=0 the padding becomes 0/0.
             values.index_fill_(0, self.padding, 0)
 
