@@ -98,11 +98,13 @@ class ParcelSender:
 
         Raises what ParcelLine raises.
         """
-        self._hear(line)
         packed = self._queue.popleft()
         self._unanswered.append(packed)
+        # First: the next stage may be waiting for it.
+        left = line.begin(packed)
         self._sent(line.lane, packed)
-        return line.begin(packed)
+        self._hear(line)
+        return left
 
     def _hear(self, line: ParcelLine) -> None:
         """Forget parcels that were answered. Holds the lock. Raises what ParcelLine.answers() raises."""
