@@ -231,7 +231,7 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
         f"pipeline {chosen_pipeline}" if chosen_pipeline.staged else f"tensor_parallel over {pipeline.ranks(job)} ranks"
     )
     if not (mode.sums_in_tree or mode.by_stage) or mode.drops_late:
-        also = " or 'async'" if chosen_pipeline.staged and pipeline.ranks(job) == 1 else ""
+        also = ", 'async' or 'ssp'" if chosen_pipeline.staged and pipeline.ranks(job) == 1 else ""
         raise JobError(
             f"{how} takes every step with all parts of all replicas, but consistency {mode} does not; choose "
             f"consistency='sync' without spares{also}"

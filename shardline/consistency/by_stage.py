@@ -49,6 +49,7 @@ class ByStage(Consistency):
     pulls_follow_pushes: ClassVar[bool] = True
     consistent_cuts: ClassVar[bool] = True
     name: ClassVar[str] = "async"
+    slack: int = -1
 
     def needed(self, replicas: int) -> int:
         """See Consistency."""
@@ -60,14 +61,18 @@ class ByStage(Consistency):
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """See Consistency."""
-        return StageUpdates(storage, terms)
+        return StageUpdates(storage, terms, self.slack)
 
 
 class StageUpdates(ReplicaSteps):
-    """Each contribution to a bucket is applied as it comes; a replica's steps count once each, in order."""
+    """Each contribution to a bucket is applied as it comes; a replica's steps count once each, in order.
 
-    def __init__(self, storage: Storage, terms: Terms) -> None:
+    slack: see ByStage.
+    """
+
+    def __init__(self, storage: Storage, terms: Terms, slack: int) -> None:
         super().__init__(storage, terms)
+        self._slack = slack
         self._begin(0)
 
     def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
@@ -120,17 +125,30 @@ class StageUpdates(ReplicaSteps):
         """See ServerHalf. Values of earlier versions are not kept."""
         if want.step is None:
             return Outcome.SERVED
+        if want.at_least:
+            return Outcome.WAITING if self._is_ahead(bucket, want.step) else Outcome.SERVED
         if want.step > bucket.step:
             return Outcome.WAITING
-        return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
+        return Outcome.SERVED if want.step == bucket.step else Outcome.OVERTAKEN
+
+    def _is_ahead(self, bucket: BucketView, step: int) -> bool:
+        """Whether who has done so many steps has to wait for other replicas. At the bucket's end nobody does."""
+        stop = self.storage.stop_step
+        open_ = stop is None or bucket.step < stop
+        return open_ and self._slack >= 0 and step - min(bucket.counted) > self._slack
 
     def progress(self, replica: int) -> int:
         """The step that a replica has to work on: the first that some bucket has not counted."""
         return min(bucket.counted[replica] for bucket in self.storage.buckets)
 
     def waiting_for(self) -> list[int]:
-        """Nobody waits for a replica."""
-        return []
+        """The replicas that others may be waiting for."""
+        found: set[int] = set()
+        for bucket in self.storage.buckets if self._slack >= 0 else ():
+            least = min(bucket.counted)
+            if self._is_ahead(bucket, max(bucket.counted)):
+                found.update(replica for replica, steps in enumerate(bucket.counted) if steps == least)
+        return sorted(found)
 
     # Timelines
 

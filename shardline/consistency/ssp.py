@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from shardline.consistency.asynchronous import AsynchronousPushes
 from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.by_stage import ByStage
 from shardline.consistency.eager import Eager
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import BucketView, Push, ServerHalf, StepWanted, Storage, Terms
@@ -27,7 +28,7 @@ from shardline.errors import JobError
 class SSP(Consistency):
     """Stale synchronous parallel: asynchronous, but no worker gets more than `slack` pushes ahead of the slowest.
 
-    slack: pushes; 0 is `sync`.
+    slack: pushes; 0 is `sync`. in_stages: each stage of a pipeline by itself. A job with a pipeline sets it.
     """
 
     name: ClassVar[str] = "ssp"
@@ -37,6 +38,7 @@ class SSP(Consistency):
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
     slack: int = 3
+    in_stages: bool = False
 
     def __post_init__(self) -> None:
         if self.slack < 0:
@@ -48,7 +50,13 @@ class SSP(Consistency):
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """Without slack, all workers read the same values in each round: a synchronous job."""
-        return self if self.slack else Eager().under(spec)
+        if not self.slack:
+            return Eager().under(spec)
+        return PacedByStage(self.slack) if self.in_stages else self
+
+    def staged(self) -> Consistency:
+        """See Consistency."""
+        return SSP(self.slack, in_stages=True)
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """See Consistency."""
@@ -57,6 +65,13 @@ class SSP(Consistency):
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """See Consistency."""
         return PacedByTheSlowest(storage, terms, self.slack)
+
+
+@dataclass(frozen=True)
+class PacedByStage(ByStage):
+    """Stale synchronous parallel in a pipeline: no replica gets more than `slack` steps ahead in any stage."""
+
+    name: ClassVar[str] = "ssp"
 
 
 class Clocks:

@@ -119,9 +119,11 @@ class Contribution:
 
 @fixed(kw_only=True)
 class Want:
-    """The values to pull. step None = the latest."""
+    """The values to pull. step None = the latest, or with `ahead` the latest once the slowest are near enough."""
 
     step: int | None
+    ahead: int | None = None
+    """The steps that the puller has done, where who is too far ahead waits."""
     have_step: int | None = None
     buckets: Sequence[int] = ()
     """In the requested order; empty = all."""

@@ -127,7 +127,7 @@ class PushPullTalk:
                     if pulls > 1:
                         raise ProtocolError("PushPull takes one pull; this call has already sent one")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
-                    if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
+                    if message.pull.WhichOneof("want") != "exact_step" and self._follows_push(message.pull):
                         latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
                         if shard.consistency.replies_with_push:
                             coding = self._backend.coding.pull

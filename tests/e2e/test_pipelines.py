@@ -334,20 +334,20 @@ def test_with_one_replica_asynchronous_stages_have_the_bits_of_synchronous_ones(
 
 
 @pytest.mark.parametrize(
-    ("dying", "options", "pipeline", "replicas"),
+    ("dying", "options", "pipeline", "replicas", "mode"),
     [
-        pytest.param("worker/1", {"restart": True}, "flush", 1, id="a stage of the only replica comes back"),
-        pytest.param("worker/1", {"restart": True}, "flush", 2, id="a stage comes back"),
-        pytest.param("worker/0", {"restart": False}, "stash", 2, id="a stage moves to another worker"),
-        pytest.param("ps/1", {"restart": True}, "gpipe", 2, id="a server comes back"),
-        pytest.param("chief/0", {"restart": True}, "flush", 2, id="the chief comes back"),
+        pytest.param("worker/1", {"restart": True}, "flush", 1, "async", id="a stage of the only replica comes back"),
+        pytest.param("worker/1", {"restart": True}, "flush", 2, "ssp:slack=2", id="a stage comes back"),
+        pytest.param("worker/0", {"restart": False}, "stash", 2, "async", id="a stage moves to another worker"),
+        pytest.param("ps/1", {"restart": True}, "gpipe", 2, "async", id="a server comes back"),
+        pytest.param("chief/0", {"restart": True}, "flush", 2, "async", id="the chief comes back"),
     ],
 )
 def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoint(
-    tmp_path: Path, dying: str, options: dict[str, bool], pipeline: str, replicas: int
+    tmp_path: Path, dying: str, options: dict[str, bool], pipeline: str, replicas: int, mode: str
 ) -> None:
     fields: dict[str, Any] = {"pipeline": pipeline, "replicas": replicas, "steps": 80}
-    job, out = write_job(tmp_path, **fields, consistency="async"), tmp_path / "run"
+    job, out = write_job(tmp_path, **fields, consistency=mode), tmp_path / "run"
     # So that workers have a stage of both replicas: else the other may be at the end before anybody notices.
     with mortal_cluster(job, out, workers=2 + replicas) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")

@@ -15,6 +15,8 @@ import torch
 
 from shardline import consistency, pipeline
 from shardline.client.step.layout import ModelLayout
+from shardline.consistency.by_stage import ByStage
+from shardline.consistency.server import StepWanted
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
@@ -74,7 +76,10 @@ class AsyncPipelineModel(PipelineModel):
         super().__init__(setup)
         self.updates = {(shard.number, bucket.number): [] for shard in self.shards for bucket in shard.buckets}
         self.sequences: dict[int, Mapping[str, WorkerSequence]] = {shard.number: {} for shard in self.shards}
-        self.checked = 0
+        self.checked = self.held = 0
+        mode = consistency.of(self.job.consistency)
+        assert isinstance(mode, ByStage)
+        self.slack = mode.slack
         self.order = random.Random(setup.seed)
 
     def kept(self, process: Process) -> Memory:
@@ -184,6 +189,10 @@ class AsyncPipelineModel(PipelineModel):
             if shard.buckets[bucket].counted[replica] <= process.step:
                 # Its push is not there yet, and the pull follows it.
                 return
+        ahead = StepWanted(step=process.step + 1, at_least=True)
+        if any(shard.serve(bucket, ahead) is Outcome.WAITING for bucket in numbers):
+            self.held += 1
+            return
         self.load(process, shard, numbers, -1)
         process.to_pull.remove(number)
         if process.to_pull:
@@ -218,6 +227,8 @@ class AsyncPipelineModel(PipelineModel):
             require(decision.outcome is not Outcome.REFUSED, decision.reason)
             self.counts.duplicates += decision.outcome is Outcome.DUPLICATE
             if decision.outcome is Outcome.COUNTED:
+                lead = bucket.counted[replica] - min(bucket.counted)
+                require(self.slack < 0 or lead <= self.slack + 1, f"replica {replica} is {lead} steps ahead")
                 made = {tensor_name: values.clone() for tensor_name, values in gradients.items()}
                 self.updates[shard, bucket.number].append(Update(timeline, replica, step, made))
 

@@ -432,6 +432,26 @@ def test_a_replica_s_step_is_an_update_of_a_bucket_once_and_in_order(
     assert both.outcome is Outcome.REFUSED
 
 
+def test_a_replica_that_is_too_far_ahead_waits_until_the_slowest_of_the_stage_is_near() -> None:
+    spec = ConsistencySpec(mode="ssp:slack=2,in_stages=true")
+    shard = make_shard([TensorSpec(name="w", shape=(2,), dtype="float32")], consistency=spec, replicas=2)
+    ones = Gradient(torch.ones(64), (True,), fingerprint=1)
+
+    def pull(steps: int) -> Outcome:
+        return shard.serve(0, StepWanted(step=steps, at_least=True))
+
+    for step in range(3):
+        assert shard.contribute(0, step, Block(0, 1), ones).outcome is Outcome.COUNTED
+        assert pull(step + 1) is (Outcome.WAITING if step == 2 else Outcome.SERVED)
+    assert shard.waiting_for() == [1]
+    assert shard.serve(0, StepWanted(step=None)) is Outcome.SERVED
+    assert shard.contribute(0, 0, Block(1, 1), ones).outcome is Outcome.COUNTED
+    assert pull(3) is Outcome.SERVED and pull(4) is Outcome.WAITING and shard.waiting_for() == []
+    # At the end the slowest may come no more.
+    shard.request_cut(4, stop=True)
+    assert pull(4) is Outcome.SERVED
+
+
 def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
     spec = ConsistencySpec(mode="async:in_stages=true")
     tensors = [TensorSpec(name=name, shape=(2,), dtype="float32", fragment=stage) for stage, name in enumerate("ab")]

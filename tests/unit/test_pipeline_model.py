@@ -153,8 +153,11 @@ def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
     ("fields", "sentence"),
     [
         ({"model": nn.Linear(4, 2)}, "pipeline gpipe needs a model in stages, but model.. returned a Linear"),
-        ({"consistency": "softsync"}, "but consistency softsync does not; .* without spares or 'async'"),
-        ({"consistency": "ssp"}, "takes every step with all parts of all replicas, but consistency ssp does not"),
+        ({"consistency": "softsync"}, "but consistency softsync does not; .* without spares, 'async' or 'ssp'"),
+        (
+            {"consistency": "ssp", "apply": "worker"},
+            "on the sum of all its replicas, but consistency ssp:slack=3 makes none",
+        ),
         (
             {"consistency": "async", "apply": "worker"},
             "on the sum of all its replicas, but consistency async makes none",

@@ -23,6 +23,7 @@ def played(seeds: range, pipeline: str, **changes: Any) -> Counter[str]:
         model = AsyncPipelineModel(PipelineSetup(seed=seed, pipeline=pipeline, **fields))
         total.update(vars(model.play()))
         total["checked"] += model.checked
+        total["held"] += model.held
     return total
 
 
@@ -33,6 +34,12 @@ def test_no_schedule_of_deaths_changes_a_gradient_or_stops_the_job(pipeline: str
     assert counts["kills"] > 12 and counts["zombies"] > 4 and counts["moves"] > 20 and counts["chiefs"] > 1
     assert counts["rollbacks"] > 15 and counts["duplicates"] > 100 and counts["hosted"] > 5
     assert counts["checked"] > 400
+
+
+@pytest.mark.parametrize("pipeline", ["flush", "stash"])
+def test_replicas_that_may_be_a_step_ahead_never_wait_for_each_other_for_ever(pipeline: str) -> None:
+    counts = played(range(6), pipeline, consistency="ssp:slack=1,in_stages=true", replicas=3)
+    assert counts["held"] > 20 and counts["kills"] > 12 and counts["checked"] > 400
 
 
 @pytest.mark.long

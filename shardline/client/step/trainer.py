@@ -302,6 +302,7 @@ class Trainer:
                     push.payloads.be_patient(patience_s or timeouts.rpc_s)
             want = Want(
                 step=self.open.target,
+                ahead=self.half.ahead,
                 have_step=self.weights.have if by_step else self.weights.sinks[shard].base_step,
                 buckets=self._sending.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,

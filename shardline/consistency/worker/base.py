@@ -128,6 +128,11 @@ class WorkerHalf(abc.ABC):
         Returns whether the step changed nothing.
         """
 
+    @property
+    def ahead(self) -> int | None:
+        """See Want.ahead, of the pull after the open step's contributions; None = nobody has to wait."""
+        return None
+
     # A loop that can't repeat a step
 
     def mark(self) -> ComputedAt:

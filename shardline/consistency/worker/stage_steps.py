@@ -49,6 +49,11 @@ class StageSteps(SharedSteps):
         """See WorkerHalf.target: the latest."""
         return None
 
+    @property
+    def ahead(self) -> int | None:
+        """See WorkerHalf.ahead."""
+        return self._open + 1
+
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
         """See WorkerHalf.blocks: each replica makes an update."""
         return [Block(replica, 1) for replica in sorted(owned)]

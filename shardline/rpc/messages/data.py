@@ -328,7 +328,9 @@ def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
         request.ClearField("have_step")
     else:
         request.have_step = want.have_step
-    if want.step is None:
+    if want.ahead is not None:
+        request.at_least_step = want.ahead
+    elif want.step is None:
         request.latest = True
     else:
         request.exact_step = want.step
