@@ -494,6 +494,7 @@ def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
     half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
     assert half.step == 4, "what it has not closed is open still"
     half.advance()
+    assert half.job_step == 5
     half.closed(5, [0, 1], {0: 9, 1: 8}, dropped=False)
     half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
     assert (half.step, half.job_step) == (5, 8)

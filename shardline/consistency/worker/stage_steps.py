@@ -23,8 +23,8 @@ class StageSteps(SharedSteps):
 
     @property
     def job_step(self) -> int:
-        """The fewest updates that the stages of this worker have had, when it last pulled them."""
-        return self._updates
+        """The fewest updates that the stages of this worker have had, as far as it knows: its own, or more."""
+        return max(self.step, self._updates)
 
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """See WorkerHalf.located.
