@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
 from shardline.data import BatchSource
 from shardline.errors import JobError, UsageError
@@ -19,6 +22,7 @@ from shardline.job import Job
 from shardline.pipeline import PIPELINES, bubble
 from shardline.pipeline.layout import Layout
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
 from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.simulator import Death, Gamma, Network, PipelineSimulation, Result, Setup, StageCosts, runs, simulated
 from shardline.simulator.gradients import training_contents
@@ -211,3 +215,47 @@ def test_what_can_not_be_simulated_of_a_pipeline_is_refused_by_name() -> None:
         simulated(Setup(job=of, workers=2, times=(), stages=stages, deaths=[Death(worker=0, at_s=1.0)]))
     with pytest.raises(UsageError, match=r"--gradients can't simulate pipeline flush"):
         training_contents(job("flush", 2, 2), Setup(job=of, workers=2, times=(), stages=stages))
+
+
+def test_what_the_partitioner_predicts_without_a_flush_is_what_is_simulated() -> None:
+    errors = []
+    for seed in range(16):
+        rng = random.Random(seed)
+        stages, microbatches = rng.randint(2, 3), rng.choice([2, 3, 4])
+        means, sizes = ([rng.choice(few) for _ in range(stages)] for few in ([0.5, 1.0, 2.0], [1, 10, 40]))
+        parcels = [rng.choice([0.0, 5e5]) for _ in range(stages - 1)]
+        name, rate = rng.choice(["stash", "double-buffer", "vertical-sync", "ftpipe"]), rng.choice([2e6, 8e6, 32e6])
+        made = spec(name, stages, microbatches)
+        made = dataclasses.replace(
+            made,
+            # Of 1 MB, 10 MB or 40 MB.
+            tensors=tuple(
+                dataclasses.replace(one, shape=(4000 * sizes[one.fragment], 64)) for one in made.tensors
+                if len(one.shape) == 2
+            ),
+        )  # fmt: skip
+        costs = {"parcel_bytes": (*parcels, 0.0)}
+        found = simulate(made, stages, *means, costs=costs, network=Network(bytes_per_s=rate), servers=2, steps=20)
+        seconds = (found.step_ends_s[-1] - found.step_ends_s[7]) / 12
+        layers = [
+            Layer(
+                name=str(number), forward_s=mean / 2, backward_s=mean / 2, trained_bytes=4 * 4000 * 64 * size,
+                handed=(Handed(dtype="uint8", shape=(int(bytes_),), needs_grad=True),),
+            )
+            for number, (mean, size, bytes_) in enumerate(zip(means, sizes, (*parcels, 0.0), strict=True))
+        ]  # fmt: skip
+        plan = make_plan(made.tensors, 2)
+        predicted = Costs(
+            profile=Profile(layers=tuple(layers), samples=1),
+            cluster=Cluster(levels=(LinkLevel(count=stages, bytes_per_s=rate),), servers=2),
+            schedule=PIPELINES.parse(name),
+            microbatches=microbatches,
+            bucket_bytes=max(4 * bucket.elements for shard in plan.shards for bucket in shard.buckets),
+        )
+        forecast = predicted.forecast(
+            tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(stages))
+        )
+        errors.append(seconds / forecast.seconds - 1)
+    # It is a bound: what stages exchange at the same time may have to wait longer for a server's link.
+    assert min(errors) > -0.05 and max(errors) < 0.5, errors
+    assert statistics.median(errors) < 0.15, errors
