@@ -11,6 +11,7 @@ from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT, SERVER, WORKER
 from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec, TensorKind
 from shardline.errors import JobError
+from shardline.pipeline.gaps import check_gaps
 from shardline.update import Torch, check_rule, check_tensors, chosen, rule
 from shardline.update.arguments import momentum
 from shardline.update.base import Need, Takes
@@ -315,6 +316,8 @@ def _check_unbroken(job: JobSpec, *, standbys: int) -> None:
             f"pipeline {found} predicts parameters from the optimizer's state, which with apply 'server' no worker "
             "has; choose apply='worker', or leave predict out"
         )
+    if isinstance(found, pipeline.Unbroken) and found.gap_aware:
+        check_gaps(job)
     if job.consistency.clip_norm > 0.0:
         raise JobError(
             f"clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages, but those of "

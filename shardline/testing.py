@@ -34,6 +34,7 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
 from shardline.pipeline.alone import CodedModel, Delayed
+from shardline.pipeline.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen
@@ -178,9 +179,14 @@ class _Run:
         if schedule.flushes or not isinstance(self.model, StagedModel):
             return replica_gradients(self.model, self._as_computed(replica), self.source, self.at, replica)[0]
         if self._delayed is None:
-            predicts = isinstance(schedule, pipeline.Unbroken) and schedule.predict
+            assert isinstance(schedule, pipeline.Unbroken)
             self._delayed = Delayed(
-                self.job, self.model, schedule, self.at, predict=self._predict if predicts else None
+                self.job,
+                self.model,
+                schedule,
+                self.at,
+                predict=self._predict if schedule.predict else None,
+                gaps=Gaps(self.spec) if schedule.gap_aware else None,
             )
         return self._delayed.gradients(self.at, replica)
 

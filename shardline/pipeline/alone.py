@@ -6,6 +6,7 @@ It shares no code with the runner of stages, so that tests may compare the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.gaps import Gaps, Part
 from shardline.pipeline.layout import Layout
 from shardline.pipeline.parcel import ParcelKey, flat, memory_order, unflat
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
@@ -95,6 +97,15 @@ class _Handed(torch.autograd.Function):
         return ctx.coding.decode(payload, form, ctx.key, "a gradient").to(gradient.device), None, None, None, None
 
 
+@dataclass
+class _Part:
+    """Microbatches of a step that a stage has computed with one version."""
+
+    version: int
+    microbatches: int = 0
+    gradients: Values = field(default_factory=dict)
+
+
 class Delayed:
     """Gradients of one replica after another, each microbatch of a stage under the parameters of its version."""
 
@@ -106,12 +117,14 @@ class Delayed:
         first: int,
         *,
         predict: Callable[[int], Sequence[Values]] | None = None,
+        gaps: Gaps | None = None,
     ) -> None:
         """first: the step with which training begins, or goes on: the pipeline is empty there.
 
         predict: all parameters after 1, 2, ... steps of the optimizer without a gradient, so many; None = passes use
-        their version as it is.
+        their version as it is. gaps: None = gradients count whatever their parameters were.
         """
+        self._gaps = gaps
         self._predict = predict
         self._predicted: dict[int, Sequence[Values]] = {}
         """By version."""
@@ -135,7 +148,10 @@ class Delayed:
         The parameters are those of version `step`, before and after. Buffers are left as the replica's.
         """
         model, count = self._model, self._job.accumulate
-        self._history.setdefault(step, _copies(dict(model.named_parameters())))
+        if step not in self._history:
+            self._history[step] = _copies(dict(model.named_parameters()))
+            if self._gaps is not None and step > self._first:
+                self._gaps.moved(step - 1, self._history[step - 1], self._history[step])
         if self._predict is not None and step not in self._predicted:
             self._predicted[step] = self._predict(model.num_stages - 1)
         oldest = min(self._version(self._layout.first(step), stage) for stage in range(model.num_stages))
@@ -145,6 +161,7 @@ class Delayed:
         _assign(buffers, self._buffers.setdefault(replica, _copies(buffers)))
         model.zero_grad(set_to_none=True)
         total = 0.0
+        parts: dict[int, list[_Part]] = {stage: [] for stage in range(model.num_stages)}
         self._staged.begin(step, replica)
         for microbatch in range(count):
             self._number, before = self._layout.number(step * count + microbatch, replica), _copies(buffers)
@@ -157,12 +174,44 @@ class Delayed:
             self._enter(back=True)
             # What is repeated finds the buffers as they were, and changes nothing in them.
             _assign(buffers, before)
+            if self._gaps is not None:
+                self._begin_parts(parts)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             _assign(buffers, after)
             total += float(loss.detach())
         _assign(dict(model.named_parameters()), self._history[step])
+        if self._gaps is not None:
+            self._begin_parts(parts, ended=True)
+            for own in parts.values():
+                self._mitigate(self._gaps, step, own)
         self._buffers[replica] = _copies(buffers)
         return total / count
+
+    def _begin_parts(self, parts: Mapping[int, list[_Part]], *, ended: bool = False) -> None:
+        """Set gradients aside where a stage's version changes with this microbatch, or the step has ended."""
+        for stage, own in parts.items():
+            version = self._version(self._number, stage)
+            if own and (ended or own[-1].version != version):
+                for name, parameter in self._model.named_parameters():
+                    if self._model.stage_of_tensor(name) == stage and parameter.grad is not None:
+                        own[-1].gradients[name], parameter.grad = parameter.grad, None
+            if ended:
+                continue
+            if not own or own[-1].version != version:
+                own.append(_Part(version))
+            own[-1].microbatches += 1
+
+    def _mitigate(self, gaps: Gaps, step: int, parts: Sequence[_Part]) -> None:
+        """Set a stage's gradients of a step: the sum of what each version made, by its gap."""
+        found = []
+        for one in parts:
+            late = step - one.version
+            used = self._history[one.version] if self._predict is None or not late else None
+            used = self._predicted[one.version][late - 1] if used is None else used
+            found.append(Part(one.gradients, used if late else None, one.microbatches / self._job.accumulate))
+        named = dict(self._model.named_parameters())
+        for name, gradient in gaps.mitigated(step, found, self._history[step]).items():
+            named[name].grad = gradient
 
     def _run(self, stage: int, *inputs: Any, **named: Any) -> Any:
         """A stage, which is run again in the backward pass if that has other parameters and the schedule says so."""

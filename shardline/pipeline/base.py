@@ -49,6 +49,11 @@ class PipelineSchedule(Resident, abc.ABC):
         return False
 
     @property
+    def gap_aware(self) -> bool:
+        """Whether gradients are divided by how far the parameters have moved since their passes: see Stashing."""
+        return False
+
+    @property
     def keeps_one(self) -> bool:
         """Whether a new version of a stage's parameters takes the place of the last in memory: see Unbroken."""
         return False

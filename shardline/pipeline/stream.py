@@ -15,6 +15,7 @@ import torch
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.base import PipelineSchedule
+from shardline.pipeline.gaps import Gaps, Part
 from shardline.pipeline.layout import Layout
 from shardline.pipeline.parcel import ParcelKey
 from shardline.pipeline.replica_tensors import StepPart, Values
@@ -40,6 +41,16 @@ class StageExchange(Parcels, Protocol):
 
 
 @dataclass
+class _Run:
+    """Backward passes that follow each other and have the same version."""
+
+    version: int
+    passes: int = 0
+    gradients: Values = field(default_factory=dict)
+    """When the next run has begun."""
+
+
+@dataclass
 class _Unit:
     """One stage of one replica. Microbatches are counted from the job's first one."""
 
@@ -52,6 +63,8 @@ class _Unit:
     """Of the last stage: sum over the microbatches, by step."""
     buffers: dict[int, Values] = field(default_factory=dict)
     """Of replica 0: as the last forward pass of a step has left them, by step."""
+    runs: list[_Run] = field(default_factory=list)
+    """Backward passes of the open step, if gaps count."""
 
 
 class StreamRunner:
@@ -63,7 +76,8 @@ class StreamRunner:
     of it is always the newest.
 
     pulled: the tensors that pulls fill, by name. steps: of the job. predict: a stage's parameters some updates after
-    those that have arrived last; needed if the pipeline predicts.
+    those that have arrived last; needed if the pipeline predicts. gaps: makes what counts them, where the pipeline is
+    empty; needed if they count.
     """
 
     def __init__(
@@ -77,6 +91,7 @@ class StreamRunner:
         pulled: Callable[[], Values],
         steps: int,
         predict: Callable[[int, int], Values] | None = None,
+        gaps: Callable[[], Gaps] | None = None,
     ) -> None:
         self._job = job
         self._pipeline = pipeline
@@ -84,6 +99,8 @@ class StreamRunner:
         self._pulled = pulled
         self._steps = steps
         self._predict = predict if pipeline.predict else None
+        self._make_gaps = gaps if pipeline.gap_aware else None
+        self._gaps: Gaps | None = None
         self._work = StageWork(
             model, job, source, exchange, recompute=pipeline.recompute, overwrites=pipeline.keeps_one
         )
@@ -118,6 +135,7 @@ class StreamRunner:
             self._versions.clear()
             self._counts = StageCounts(self._pipeline, self._layout, step)
             self._predicted.clear()
+            self._gaps = None if self._make_gaps is None else self._make_gaps()
             self._units.clear()
             self._parts.clear()
         elif step != self._step:
@@ -132,6 +150,7 @@ class StreamRunner:
         if not self._parts:
             self._compute()
             self._parts = {replica: self._part(replica) for replica in sorted(self._history[1])}
+            self._forget()
         return self._parts
 
     def _compute(self) -> None:
@@ -149,7 +168,9 @@ class StreamRunner:
         self._arrive()
         for stage in self._own:
             self._exchange.staleness(stage, self._step - self._version(self._layout.first(self._step), stage))
-        # Nothing needs older versions than the first pass of the next step.
+
+    def _forget(self) -> None:
+        """Nothing needs older versions than the first pass of the next step."""
         oldest = {stage: self._version(self._layout.first(self._step + 1), stage) for stage in self._own}
         if not self._pipeline.keeps_one:
             for stage, kept in self._versions.items():
@@ -165,6 +186,9 @@ class StreamRunner:
                 if unit.stage == self._work.last:
                     loss = unit.losses.pop(self._step) / self._job.accumulate
         gradients = self._work.tensors.take(replica, self._history[1][replica])
+        for unit in self._units:
+            if self._gaps is not None and unit.replica == replica:
+                gradients.update(self._mitigated(unit, gradients))
         return StepPart(gradients=gradients, buffers=buffers, loss=loss)
 
     @property
@@ -199,6 +223,8 @@ class StreamRunner:
         together = sum(one.forward - one.backward for one in self._crew(unit)) + (not back)
         self._counts.passed(unit.stage, self._number(at), self._work.version, held, together, back=back)
         if back:
+            if self._gaps is not None:
+                self._count(unit)
             self._work.backward(at)
             unit.backward += 1
             return
@@ -241,6 +267,33 @@ class StreamRunner:
     def _number(self, at: At) -> int:
         return self._layout.number(at.step * self._job.accumulate + at.microbatch, at.replica)
 
+    # Gaps
+
+    def _count(self, unit: _Unit) -> None:
+        """Count a backward pass; one with another version begins with no gradients."""
+        version = self._work.version
+        if not unit.runs or unit.runs[-1].version != version:
+            if unit.runs:
+                unit.runs[-1].gradients = self._work.tensors.take(unit.replica, [unit.stage])
+            unit.runs.append(_Run(version))
+        unit.runs[-1].passes += 1
+
+    def _mitigated(self, unit: _Unit, last: Values) -> Values:
+        """A unit's gradients of the open step, now that the parameters which they change are here."""
+        assert self._gaps is not None
+        runs, own = unit.runs, self._work.tensors.parameters[unit.stage]
+        unit.runs = []
+        runs[-1].gradients = {name: gradient for name, gradient in last.items() if name in own}
+        parts = [
+            Part(
+                one.gradients,
+                None if one.version == self._step else self._used(unit.stage, one.version, self._step - one.version),
+                one.passes / self._job.accumulate,
+            )
+            for one in runs
+        ]
+        return self._gaps.mitigated(self._step, parts, self._versions[unit.stage][self._step])
+
     # Versions
 
     def _version(self, number: int, stage: int, *, back: bool = False) -> int:
@@ -249,14 +302,18 @@ class StreamRunner:
 
     def _point(self, stage: int, version: int, *, late: int) -> None:
         """Have the stage's parameters be those of a version, or what is predicted for `late` updates after it."""
+        values = self._used(stage, version, late)
+        self._work.version = version
+        for name, parameter in self._work.tensors.parameters[stage].items():
+            parameter.data = values[name]
+
+    def _used(self, stage: int, version: int, late: int) -> Values:
         values = self._versions[stage].get(version)
         if self._predict is not None and late:
             values = self._predicted.get((version, stage, late))
         if values is None:
             raise InternalError(f"stage {stage} needs version {version}, but has {sorted(self._versions[stage])}")
-        self._work.version = version
-        for name, parameter in self._work.tensors.parameters[stage].items():
-            parameter.data = values[name]
+        return values
 
     @property
     def _has_come(self) -> bool:
@@ -277,6 +334,9 @@ class StreamRunner:
                     one.copy_(pulled[name].detach())
             else:
                 values = {name: pulled[name].detach().clone() for name in self._work.tensors.parameters[stage]}
+            if self._gaps is not None and self._step - 1 in kept:
+                # A stage that has dropped it is never late.
+                self._gaps.moved(self._step - 1, kept[self._step - 1], values)
             kept[self._step] = values
             self._counts.arrived(stage, self._step, kept)
         if self._predict is None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shardline.core.gap import average_step, divided, is_decoupled
 from shardline.core.push_context import PushContext
 from shardline.core.spec import RuleSpec, TensorSpec
 from shardline.errors import JobError
@@ -16,10 +17,6 @@ from shardline.update.base import Need, Site, StateSpec, Update
 from shardline.update.elementwise import Run
 from shardline.update.sent import RemembersPulls, moved, sent_states
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule, require_real
-
-_EPS = 1e-8
-_DECOUPLED = ("AdamW", "Muon", "Adafactor")
-"""Optimizers that decay the weights apart from the gradient; others may have an argument that says so."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class GapAwareBucket(RemembersPulls, WrappingBucketRule):
     def __init__(self, rule: GapAware, site: Site) -> None:
         super().__init__(rule, site)
         self._decay = rule.decay
-        self._decoupled = site.spec.name in _DECOUPLED or bool(site.group.get("decoupled_weight_decay"))
+        self._decoupled = is_decoupled(site.spec.name, site.group)
 
     def carry_out(self, update: Update) -> None:
         """See BucketRule. Also takes the optimizer's step into the mean."""
@@ -95,14 +92,9 @@ class GapAwareBucket(RemembersPulls, WrappingBucketRule):
         steps, since = run.number("steps"), moved(run)
         if since is None or not steps:
             return run.gradient
-        mean = run.state("mean_square_step")
         rate = max(run.number("largest_rate"), arguments["lr"])
-        average = (mean / (1 - self._decay**steps)).sqrt_().add_(_EPS).mul_(rate)
-        penalty = since.abs_().to(mean.dtype).div_(average).add_(1)
-        changed = run.gradient / penalty
+        average = average_step(run.state("mean_square_step"), steps, self._decay, rate)
         decay = 0.0 if self._decoupled else arguments.get("weight_decay", 0.0)
-        if decay:
-            # The optimizer adds decay * theta after it has turned the gradient round for maximize.
-            share = run.values * penalty.reciprocal_().neg_().add_(1)
-            changed.add_(share, alpha=decay if arguments["maximize"] else -decay)
-        return changed.to(run.gradient.dtype)
+        # The optimizer adds decay * theta after it has turned the gradient round for maximize.
+        decay = -decay if decay and arguments["maximize"] else decay
+        return divided(run.gradient, run.values, since, average, weight_decay=decay)

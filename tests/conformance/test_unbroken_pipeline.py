@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
+from shardline.pipeline.gaps import Gaps, Part
 from shardline.pipeline.hosts import Hosts, hosts_of
 from shardline.pipeline.layout import Layout
 from shardline.pipeline.model import Pipeline
@@ -103,6 +105,7 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
         pulled=lambda: server.pulled,
         steps=job.steps,
         predict=server.predict,
+        gaps=lambda: Gaps(job.spec(job.build_model())),
     )
     losses = []
     for step in range(job.steps):
@@ -492,6 +495,7 @@ def assert_bits_of_one_process(schedule: Unbroken, job: Job, hosts: Hosts) -> li
             desk,
             pulled=lambda: desk.pulled,
             steps=job.steps,
+            gaps=lambda: Gaps(job.spec(job.build_model())),
         )
         for step in range(job.steps):
             desk.step = step
@@ -587,6 +591,95 @@ def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedu
             assert schedule.late(7, stage, layout) == {layout.step(number) - 7 for number in own}
     assert Stash().late(7, 1, Layout.straight(4, 1)) == {2}
     assert Stash().late(0, 0, Layout.straight(4, 1)) == {0, 1, 2, 3}
+
+
+GAPS = pytest.mark.parametrize("schedule", [one for one in UNBROKEN if "gap_aware" in settings_of(type(one))], ids=str)
+
+
+@GAPS
+@pytest.mark.parametrize(
+    "fields",
+    [{"accumulate": 1}, MOMENTUM, {**ADAM, "accumulate": 5}, {"optimizer_args": {"lr": 0.02, "maximize": True}}],
+    ids=["m=1", "momentum and decay", "adamw, m=5", "maximize"],
+)
+def test_gap_aware_training_has_the_bits_of_one_process(schedule: Unbroken, fields: dict[str, object]) -> None:
+    if schedule == DoubleBuffer():
+        fields = {**fields, "accumulate": 3}
+    aware = replace(schedule, gap_aware=True)
+    plain, job = (job_of(plain_layers, [1, 4], steps=9, pipeline=one, **fields) for one in (schedule, aware))
+    expected = reference(job)
+    server, losses = run(aware, job, lambda step: 0)
+    assert losses == list(expected.losses)
+    for name, values in expected.params.items():
+        assert torch.equal(server.pulled[name], values), name
+    assert expected.sha256 != reference(plain).sha256
+    # Where the pipeline is empty, the mean of the steps begins anew.
+    server, _ = run(aware, job, lambda step: step // 5)
+    again = reference(job, start=reference(job, 5))
+    for name, values in again.params.items():
+        assert torch.equal(server.pulled[name], values), name
+
+
+@pytest.mark.parametrize("schedule", [Stash(gap_aware=True), VerticalSync(gap_aware=True)], ids=str)
+@pytest.mark.parametrize(("workers", "replicas"), [([2, 1, 1], 2), ([1, 1, 1], 2), ([1, 2, 1], 4)])
+def test_gaps_of_several_replicas_count_before_they_are_added(
+    schedule: Unbroken, workers: list[int], replicas: int
+) -> None:
+    hosts = hosts_of(workers, 3)
+    job = job_on(hosts, plain_layers, [1, 4], replicas=replicas, steps=6, pipeline=schedule, **MOMENTUM)
+    assert_bits_of_one_process(schedule, job, hosts)
+
+
+@pytest.mark.parametrize("others", [{"predict": True}, {"recompute": True}, {"predict": True, "recompute": True}])
+def test_mitigations_can_be_combined(others: dict[str, bool]) -> None:
+    schedule = Stash(gap_aware=True, **others)
+    fields = {**MOMENTUM, "apply": "worker", "accumulate": 2}
+    job = job_of(plain_layers, [1, 4, 5], steps=9, pipeline=schedule, **fields)
+    server, _ = run(schedule, job)
+    expected = reference(job)
+    for name, values in expected.params.items():
+        assert torch.equal(server.pulled[name], values), name
+    for name in others:
+        if name == "predict":
+            assert expected.sha256 != reference(replace(job, pipeline=replace(schedule, predict=False))).sha256
+
+
+def test_a_gradient_is_divided_by_its_own_gap_in_average_steps() -> None:
+    """By hand: three steps, of which the mean takes 1 - 0.999 each; weight decay is divided too."""
+    job = job_of(plain_layers, [1, 4], pipeline="stash:gap_aware=true", optimizer_args={"lr": 0.1, "weight_decay": 0.5})
+    gaps, name = Gaps(job.spec(job.build_model())), "5.bias"
+    history = [torch.tensor(values) for values in ([1.0, 2.0], [0.8, 2.1], [0.5, 2.1])]
+    old, new = {name: torch.tensor([2.0, -3.0])}, {name: torch.tensor([0.5, 0.25])}
+    parts = [Part(old, {name: history[0]}, 0.75), Part(new, None, 0.25)]
+    assert torch.equal(gaps.mitigated(0, parts, {name: history[0]})[name], torch.tensor([2.5, -2.75]))
+    for step in range(2):
+        gaps.moved(step, {name: history[step]}, {name: history[step + 1]})
+    squares = [(((a - b) / 0.1) ** 2).double() for a, b in itertools.pairwise(history)]
+    mean = (0.001 * squares[1] + 0.999 * 0.001 * squares[0]) / (1 - 0.999**2)
+    penalty = 1 + (history[2] - history[0]).abs().double() / (0.1 * (mean.sqrt() + 1e-8))
+    expected = (old[name] + 0.75 * 0.5 * history[2]) / penalty - 0.75 * 0.5 * history[2] + new[name]
+    found = gaps.mitigated(2, parts, {name: history[2]})[name]
+    assert torch.allclose(found.double(), expected.double(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("pipeline", ["ftpipe:gap_aware=true", "no-stash:gap_aware=true"])
+def test_a_schedule_that_keeps_one_version_has_no_gap(pipeline: str) -> None:
+    with pytest.raises(JobError, match="has no setting 'gap_aware'"):
+        PIPELINES.parse(pipeline)
+
+
+def test_parameters_that_others_move_meanwhile_have_no_gap() -> None:
+    job = job_of(plain_layers, [1, 4], replicas=2, pipeline="stash:gap_aware=true", consistency="async")
+    with pytest.raises(JobError, match="other replicas move them meanwhile; choose consistency='sync'"):
+        job.spec(job.build_model())
+
+
+def test_gradients_of_which_only_the_sign_counts_have_no_gap() -> None:
+    job = job_of(plain_layers, [1, 4], pipeline="stash:gap_aware=true", optimizer="Rprop", optimizer_args={"lr": 0.01})
+    with pytest.raises(
+        JobError, match="but Rprop takes only their signs; use another optimizer, or leave gap_aware out"
+    ):
+        job.spec(job.build_model())
 
 
 def test_predictions_without_the_optimizer_s_state_are_refused() -> None:

@@ -170,7 +170,7 @@ def test_an_exchange_that_fails_is_made_again_and_no_stage_computes_anything_twi
     assert_seen(out, "flush", stages=3, replicas=1)
 
 
-@pytest.mark.parametrize("pipeline", ["flush", "stash", "ftpipe"])
+@pytest.mark.parametrize("pipeline", ["flush", "stash:gap_aware=true", "ftpipe"])
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
     job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
     out = tmp_path / "run"

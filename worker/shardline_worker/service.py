@@ -21,6 +21,7 @@ from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
+from shardline.pipeline.gaps import Gaps
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.staged import StagedModel
@@ -153,6 +154,7 @@ def train_stream(
         pulled=pulled,
         steps=session.job.steps,
         predict=predict,
+        gaps=lambda: Gaps(session.job),
     )
     room = Room(session, model)
     for step in session.steps():

@@ -128,7 +128,12 @@ class Stashing(Unbroken, abc.ABC):
     far as the optimizer's state tells: those after as many of its steps without a gradient. For SGD with momentum this
     is w - lr * (m - m^(s+1)) / (1 - m) * v (Eliad et al.: FTPipe, 2021, weight prediction); schedules, weight decay and
     Adam's moments are the optimizer's own.
+
+    gap_aware: divide each microbatch's gradient, before it is added to the others of its step, by 1 + the distance of
+    the parameters that it changes from those that its passes used, in average steps (FTPipe; see
+    shardline.pipeline.gaps).
     """
 
     predict: bool = False
+    gap_aware: bool = False
     recompute: bool = False
