@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from shardline.client.step.layout import tensor_piece
 from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
+from shardline.core.pieces import tensor_piece
 from shardline.core.plan import BucketSpec, Plan, Slice
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.errors import ProtocolError, UnreachableError

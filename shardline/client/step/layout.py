@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.core.plan import BucketSpec, Plan, Slice
+from shardline.core.pieces import span_of
+from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
@@ -131,23 +132,6 @@ class ModelLayout:
     def _saved_views(self, shard: int, bucket: int) -> list[torch.Tensor]:
         spec = self.plan.shards[shard].buckets[bucket]
         return [self._saved[piece.tensor].reshape(-1)[span_of(self.plan, piece)] for piece in spec.slices]
-
-
-def span_of(plan: Plan, piece: Slice) -> slice:
-    """The range of a slice within its flattened tensor."""
-    start = piece.first_row * plan.tensors[piece.tensor].row_elements
-    return slice(start, start + piece.elements)
-
-
-def tensor_piece(plan: Plan, bucket: BucketSpec, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The slice of one contiguous tensor that is the whole bucket, flat, not copied; None if there is none."""
-    piece = bucket.slices[0]
-    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
-        return None
-    tensor = tensors.get(piece.tensor)
-    if tensor is None or not tensor.is_contiguous():
-        return None
-    return tensor.detach().reshape(-1)[span_of(plan, piece)]
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

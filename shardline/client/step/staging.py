@@ -11,7 +11,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.step.layout import copy_and_look, copy_each, span_of, tensor_piece
+from shardline.client.step.layout import copy_and_look, copy_each
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -19,6 +19,7 @@ from shardline.codecs.push import PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
+from shardline.core.pieces import span_of, tensor_piece
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
