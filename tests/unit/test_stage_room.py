@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +13,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline.client import room
+from shardline.client.api.session import Session
+from shardline.client.overlap.watching import StepAgain
+from shardline.core.orders import Orders
+from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline_worker.service import Room
 
 WEIGHTS = 4 * 64 * 64
 
@@ -97,3 +104,37 @@ def test_stages_that_a_worker_had_need_no_more_and_those_that_go_make_room(monke
         room.check_room(model, spec, stages, cpu, had=had)
     with pytest.raises(JobError, match=r"stage 1, .* need 16,384 bytes, and 16,383 are left"):
         room.check_room(model, spec, {0: (1, 2), 1: (1,)}, cpu, had={0: (1, 2)})
+
+
+def test_a_worker_that_had_stages_waits_for_the_lost_one_after_a_rollback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(replicas=2)
+    model, waited = job.build_model(), []
+    assert isinstance(model, Pipeline)
+    held: dict[int, tuple[int, ...]] = {0: (1,)}
+
+    def wait(changed: Callable[[Orders], bool], *, timeout_s: float) -> None:
+        waited.append(timeout_s)
+
+    # Replicas that don't wait for each other have done fewer steps each than there were updates; without a flush the
+    # step is the checkpoint's.
+    link = SimpleNamespace(orders=Orders(first_step=20), wait=wait, timeouts=Timeouts(total_s=30.0))
+    parcels = SimpleNamespace(all_stages=lambda: dict(held), still_ordered=lambda: not waited)
+    session = SimpleNamespace(
+        parcels=parcels,
+        job=job.spec(model),
+        device=torch.device("cpu"),
+        step=10,
+        link=link,
+        config=SimpleNamespace(timeouts=link.timeouts),
+    )
+    here = Room(cast(Session, session), model)
+    monkeypatch.setattr(room, "free_memory", lambda: 0)
+    with pytest.raises(JobError, match="does not fit"):
+        here.check()
+    assert not waited, "where the job begins there is nobody to wait for"
+    monkeypatch.setattr(room, "free_memory", lambda: WEIGHTS)
+    here.check()
+    held[0] = (1, 2)
+    with pytest.raises(StepAgain):
+        here.check()
+    assert waited

@@ -101,7 +101,8 @@ class Room:
         try:
             check_room(self._model, session.job, stages, session.device, had=self._had)
         except JobError as error:
-            if session.step > session.link.orders.first_step:
+            # A job that has gone back to a checkpoint begins at its first step again.
+            if self._had or session.step > session.link.orders.first_step:
                 self._await_others(error)
             raise
         self._had = stages
