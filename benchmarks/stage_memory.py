@@ -17,7 +17,7 @@ from shardline.pipeline import PIPELINES, Unbroken
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.runner import StageRunner
-from shardline.pipeline.stream import StreamRunner
+from shardline.pipeline.stream import ParameterSource, StreamRunner
 
 
 class Neighbours:
@@ -89,7 +89,9 @@ def _run(job: Job, model: Pipeline, stage: int, neighbours: Neighbours, steps: i
     """Some steps of one stage."""
     schedule, source = PIPELINES.parse(job.pipeline), BatchSource(job)
     if isinstance(schedule, Unbroken):
-        stream = StreamRunner(model, job, source, schedule, neighbours, pulled=lambda: neighbours.pulled, steps=steps)
+        stream = StreamRunner(
+            model, job, source, schedule, neighbours, ParameterSource(pulled=lambda: neighbours.pulled), steps=steps
+        )
         for step in range(steps):
             stream.begin(step, 0, {0: [stage]})
             stream.run()

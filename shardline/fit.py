@@ -11,10 +11,10 @@ from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT, SERVER, WORKER
 from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec, TensorKind
 from shardline.errors import JobError
-from shardline.pipeline.gaps import check_gaps
+from shardline.pipeline.schedules.gaps import check_gaps
 from shardline.update import Torch, check_rule, check_tensors, chosen, rule
 from shardline.update.arguments import momentum
-from shardline.update.base import Need, Takes
+from shardline.update.base import Need, Takes, UpdateRule
 
 
 def divide(job: JobSpec) -> JobSpec:
@@ -154,21 +154,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
     mode.needed(job.replicas)  # Raises if too few are left to make a step.
     if mode.drops_late:
         _check_dropping(job, mode)
-    needs = sorted(need.value for need in rule.needs)
-    if mode.by_stage and (needs or rule.looks_ahead):
-        raise JobError(
-            f"update rule {rule} needs {', '.join(needs) or 'to answer pulls with values ahead of the parameters'} of "
-            f"a push, but in a pipeline consistency {mode} counts what a replica brings to each bucket of a stage; "
-            "choose rule='torch', or pipeline='whole-model'"
-        )
-    single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
-    if (needs or rule.looks_ahead) and not single:
-        # Updates are sums of several workers' pushes, so there is no single push for the rule.
-        wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
-        raise JobError(
-            f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
-            "one update; choose consistency='async', or another rule"
-        )
+    _check_needs(job, rule, mode)
     if pace.overlap and mode.clock is Clock.VERSION:
         raise JobError(
             f"cadence {pace} merges what an exchange returns {pace.overlap} passes later, but in consistency {mode} "
@@ -210,6 +196,25 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
         raise JobError(
             f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or "
             "choose another rule"
+        )
+
+
+def _check_needs(job: JobSpec, rule: UpdateRule, mode: Consistency) -> None:
+    """Refuse a rule that needs to know a push, where updates are not single pushes."""
+    needs = sorted(need.value for need in rule.needs)
+    if mode.by_stage and (needs or rule.looks_ahead):
+        raise JobError(
+            f"update rule {rule} needs {', '.join(needs) or 'to answer pulls with values ahead of the parameters'} of "
+            f"a push, but in a pipeline consistency {mode} counts what a replica brings to each bucket of a stage; "
+            "choose rule='torch', or pipeline='whole-model'"
+        )
+    single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
+    if (needs or rule.looks_ahead) and not single:
+        # Updates are sums of several workers' pushes, so there is no single push for the rule.
+        wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
+        raise JobError(
+            f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
+            "one update; choose consistency='async', or another rule"
         )
 
 
@@ -260,6 +265,20 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
         raise JobError(
             f"codec {job.codec} measures workers that have the whole model; with {how} choose a codec, such as bf16"
         )
+    _check_ranks(job, how, workers=workers)
+    pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=workers)
+    chosen_pipeline.check(pipeline.layout(job))
+    if not chosen_pipeline.flushes:
+        if pipeline.ranks(job) > 1:
+            raise JobError(
+                f"pipeline {chosen_pipeline} has no flush, and workers that share layers begin a step together; choose "
+                "pipeline='flush', or leave tensor_parallel out"
+            )
+        _check_unbroken(job, standbys=standbys)
+
+
+def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
+    """Refuse what workers that share layers can't do."""
     ranks = pipeline.ranks(job)
     if workers is not None and workers < ranks:
         raise JobError(
@@ -276,15 +295,6 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             f"with apply 'worker' every worker runs the optimizer on whole tensors, but those of {how} have a "
             "part; leave `apply` out, or tensor_parallel"
         )
-    pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=workers)
-    chosen_pipeline.check(pipeline.layout(job))
-    if not chosen_pipeline.flushes:
-        if ranks > 1:
-            raise JobError(
-                f"pipeline {chosen_pipeline} has no flush, and workers that share layers begin a step together; choose "
-                "pipeline='flush', or leave tensor_parallel out"
-            )
-        _check_unbroken(job, standbys=standbys)
 
 
 def _check_by_stage(job: JobSpec, mode: Consistency, *, standbys: int) -> None:

@@ -34,7 +34,7 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
 from shardline.pipeline.alone import CodedModel, Delayed
-from shardline.pipeline.gaps import Gaps
+from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen

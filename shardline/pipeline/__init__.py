@@ -15,7 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.pipeline.across import parts
 from shardline.pipeline.base import Pass, PipelineSchedule, bubble
 from shardline.pipeline.hosts import assign_hosts, check_hosts, planned_hosts
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.schedules.double_buffer import DoubleBuffer
 from shardline.pipeline.schedules.flush import Flush
 from shardline.pipeline.schedules.ftpipe import FTPipe
@@ -99,9 +99,9 @@ def planned(job: JobSpec) -> dict[int, str]:
     return planned_hosts(job.hosts, job.replicas) if of(job).staged else {}
 
 
-def layout(job: JobSpec) -> Layout:
+def layout(job: JobSpec) -> StageLayout:
     """The size of a job's pipeline."""
-    return Layout.of(job.hosts, stages(job), job.replicas, job.accumulate)
+    return StageLayout.of(job.hosts, stages(job), job.replicas, job.accumulate)
 
 
 def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -> dict[int, str]:
@@ -166,11 +166,11 @@ __all__ = [
     "FTPipe",
     "Flush",
     "GPipe",
-    "Layout",
     "NoStash",
     "Pass",
     "PipelineSchedule",
     "Share",
+    "StageLayout",
     "Stash",
     "Unbroken",
     "VerticalSync",

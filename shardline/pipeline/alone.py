@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.gaps import Gaps, Part
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.parcel import ParcelKey, flat, memory_order, unflat
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
+from shardline.pipeline.schedules.gaps import Gaps, GradientRun
 from shardline.pipeline.staged import StagedModel
 
 Values = dict[str, torch.Tensor]
@@ -132,7 +132,7 @@ class Delayed:
         self._model = model
         self._staged = CodedModel(job, model, run=self._run, copies=True)
         self._schedule = schedule
-        self._layout = Layout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
+        self._layout = StageLayout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
         self._first = first
         self._source = BatchSource(job)
         self._history: dict[int, Values] = {}
@@ -140,7 +140,7 @@ class Delayed:
         self._buffers: dict[int, Values] = {}
         """By replica."""
         self._number = 0
-        """The microbatch that is computed, see Layout."""
+        """The microbatch that is computed, see StageLayout."""
 
     def gradients(self, step: int, replica: int) -> float:
         """Compute a replica's gradients of a step into the parameters' .grad; returns the mean loss.
@@ -208,7 +208,7 @@ class Delayed:
             late = step - one.version
             used = self._history[one.version] if self._predict is None or not late else None
             used = self._predicted[one.version][late - 1] if used is None else used
-            found.append(Part(one.gradients, used if late else None, one.microbatches / self._job.accumulate))
+            found.append(GradientRun(one.gradients, used if late else None, one.microbatches / self._job.accumulate))
         named = dict(self._model.named_parameters())
         for name, gradient in gaps.mitigated(step, found, self._history[step]).items():
             named[name].grad = gradient

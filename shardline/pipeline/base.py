@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.seams import Resident
 
 
@@ -19,7 +19,7 @@ class Pass:
     back: bool = False
 
 
-class Progress(Protocol):
+class UnitProgress(Protocol):
     """How far a replica is in a stage: its next forward and backward pass, counted from the job's first microbatch."""
 
     replica: int
@@ -72,15 +72,15 @@ class PipelineSchedule(Resident, abc.ABC):
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """The passes of one step in one stage, 0 <= stage < stages, in order, if the pipeline is empty before it."""
 
-    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """Version of the parameters with which a stage computes a microbatch, forward, and mostly backward too.
 
-        A version is the number of updates that the stage has had. number: see Layout. first: the step at which the
+        A version is the number of updates that the stage has had. number: see StageLayout. first: the step at which the
         pipeline was empty last.
         """
         return layout.step(number)
 
-    def back_version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def back_version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """The same of the backward pass: the very parameters of the forward pass, unless the schedule keeps none."""
         return self.version(number, stage, layout, first=first)
 
@@ -94,10 +94,10 @@ class PipelineSchedule(Resident, abc.ABC):
 
     def follows(
         self,
-        unit: Progress,
-        crew: Iterable[Progress],
+        unit: UnitProgress,
+        crew: Iterable[UnitProgress],
         stage: int,
-        layout: Layout,
+        layout: StageLayout,
         *,
         step: int,
         steps: int,
@@ -113,11 +113,11 @@ class PipelineSchedule(Resident, abc.ABC):
         if done < len(order):
             yield order[done].back
 
-    def late(self, version: int, stage: int, layout: Layout, *, first: int = 0) -> set[int]:
+    def late(self, version: int, stage: int, layout: StageLayout, *, first: int = 0) -> set[int]:
         """How many updates after a version the gradients of its passes are applied, 0 included."""
         return {0}
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: StageLayout) -> None:
         """Raise JobError if so many microbatches can't go through so many stages."""
 
 

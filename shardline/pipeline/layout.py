@@ -8,7 +8,7 @@ from shardline.pipeline.hosts import Hosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StageLayout:
     """The size of a job's pipeline, as the job declares it: who computes a stage in the end changes no count.
 
     Microbatches are numbered over all replicas: the k-th of replica r has number k * replicas + r. The workers of a
@@ -23,13 +23,13 @@ class Layout:
     replicas: int = 1
 
     @classmethod
-    def of(cls, hosts: Hosts, stages: int, replicas: int, microbatches: int) -> Layout:
+    def of(cls, hosts: Hosts, stages: int, replicas: int, microbatches: int) -> StageLayout:
         """That of a job. Where it doesn't name the workers, every replica is a pipeline of its own."""
         workers = tuple(len(one) for one in hosts) or (replicas,) * stages
         return cls(workers=workers, replicas=replicas, microbatches=microbatches)
 
     @classmethod
-    def straight(cls, stages: int, microbatches: int) -> Layout:
+    def straight(cls, stages: int, microbatches: int) -> StageLayout:
         """One worker for each stage, and one replica."""
         return cls(workers=(1,) * stages, microbatches=microbatches)
 

@@ -15,11 +15,11 @@ import torch
 from shardline.data import BatchSource, DataSource
 from shardline.errors import InternalError
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.gaps import Gaps, Part
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.parcel import ParcelKey
 from shardline.pipeline.replica_tensors import StepPart, Values
 from shardline.pipeline.schedules.counts import StageCounts
+from shardline.pipeline.schedules.gaps import Gaps, GradientRun
 from shardline.pipeline.stage_work import At, Parcels, StageWork
 from shardline.pipeline.staged import StagedModel
 
@@ -38,6 +38,19 @@ class StageExchange(Parcels, Protocol):
     def staleness(self, stage: int, steps: int) -> None:
         """Note how many updates the parameters of a finished step had missed at most."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSource:
+    """Where a worker's versions of the parameters come from."""
+
+    pulled: Callable[[], Values]
+    """The tensors that pulls fill, by name."""
+    predict: Callable[[int, int], Values] | None = None
+    """(stage, how many): its parameters so many updates after those that have arrived last; for pipelines that
+    predict."""
+    gaps: Callable[[], Gaps] | None = None
+    """What measures gaps from where the pipeline is empty; for pipelines that divide gradients by them."""
 
 
 @dataclass
@@ -75,9 +88,7 @@ class StreamRunner:
     it needs. A schedule that keeps one version has it in the same memory all the time, so that what autograd has kept
     of it is always the newest.
 
-    pulled: the tensors that pulls fill, by name. steps: of the job. predict: a stage's parameters some updates after
-    those that have arrived last; needed if the pipeline predicts. gaps: makes what counts them, where the pipeline is
-    empty; needed if they count.
+    steps: of the job.
     """
 
     def __init__(
@@ -87,24 +98,22 @@ class StreamRunner:
         source: BatchSource,
         pipeline: PipelineSchedule,
         exchange: StageExchange,
+        parameters: ParameterSource,
         *,
-        pulled: Callable[[], Values],
         steps: int,
-        predict: Callable[[int, int], Values] | None = None,
-        gaps: Callable[[], Gaps] | None = None,
     ) -> None:
         self._job = job
         self._pipeline = pipeline
         self._exchange = exchange
-        self._pulled = pulled
+        self._pulled = parameters.pulled
         self._steps = steps
-        self._predict = predict if pipeline.predict else None
-        self._make_gaps = gaps if pipeline.gap_aware else None
+        self._predict = parameters.predict if pipeline.predict else None
+        self._make_gaps = parameters.gaps if pipeline.gap_aware else None
         self._gaps: Gaps | None = None
         self._work = StageWork(
             model, job, source, exchange, recompute=pipeline.recompute, overwrites=pipeline.keeps_one
         )
-        self._layout = Layout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
+        self._layout = StageLayout.of(model.hosts, model.num_stages, job.contributors, job.accumulate)
         self._step = self._first = 0
         self._history: tuple[int, Mapping[int, Sequence[int]]] = (-1, {})
         """Timeline, and stages by replica."""
@@ -285,7 +294,7 @@ class StreamRunner:
         unit.runs = []
         runs[-1].gradients = {name: gradient for name, gradient in last.items() if name in own}
         parts = [
-            Part(
+            GradientRun(
                 one.gradients,
                 None if one.version == self._step else self._used(unit.stage, one.version, self._step - one.version),
                 one.passes / self._job.accumulate,

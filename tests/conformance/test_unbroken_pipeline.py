@@ -20,16 +20,16 @@ from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
-from shardline.pipeline.gaps import Gaps, Part
 from shardline.pipeline.hosts import Hosts, hosts_of
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import AtHome
 from shardline.pipeline.schedules.counts import StageCounts
+from shardline.pipeline.schedules.gaps import Gaps, GradientRun
 from shardline.pipeline.staged import StagedModel
-from shardline.pipeline.stream import StreamRunner
+from shardline.pipeline.stream import ParameterSource, StreamRunner
 from shardline.pipeline.timeline import Timeline
 from shardline.seams import settings_of
 from shardline.testing import reference
@@ -102,10 +102,12 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
         BatchSource(job),
         schedule,
         server,
-        pulled=lambda: server.pulled,
+        ParameterSource(
+            pulled=lambda: server.pulled,
+            predict=server.predict,
+            gaps=lambda: Gaps(job.spec(job.build_model())),
+        ),
         steps=job.steps,
-        predict=server.predict,
-        gaps=lambda: Gaps(job.spec(job.build_model())),
     )
     losses = []
     for step in range(job.steps):
@@ -120,7 +122,7 @@ def run(schedule: Unbroken, job: Job, history: Callable[[int], int] = lambda ste
     return server, losses
 
 
-def table(layout: Layout, steps: int) -> dict[tuple[int, int], int]:
+def table(layout: StageLayout, steps: int) -> dict[tuple[int, int], int]:
     """Updates that a stage's worker has had when each microbatch goes forward, by stage and number.
 
     Every worker has PipeDream's order, with floor((W - 1 - workers of earlier stages) / workers of its own) forward
@@ -165,26 +167,26 @@ def table(layout: Layout, steps: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def layouts(*microbatches: int) -> list[Layout]:
+def layouts(*microbatches: int) -> list[StageLayout]:
     """Straight ones, and stages with several workers, or workers with several replicas."""
     shapes = [(1, (1,) * stages) for stages in (1, 2, 3, 4, 5)]
     shapes += [(2, (2, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 1)), (15, (15, 1)), (6, (1, 3, 2, 6)), (4, (2, 2, 4, 1, 1))]
     return [
-        Layout(workers=workers, microbatches=count, replicas=replicas)
+        StageLayout(workers=workers, microbatches=count, replicas=replicas)
         for replicas, workers in shapes
         for count in microbatches
     ]
 
 
 @pytest.mark.parametrize("layout", layouts(1, 2, 5), ids=str)
-def test_stashed_versions_are_those_that_the_passes_order_leads_to(layout: Layout) -> None:
+def test_stashed_versions_are_those_that_the_passes_order_leads_to(layout: StageLayout) -> None:
     for (stage, number), updates in table(layout, 8).items():
         assert Stash().version(number, stage, layout) == updates
 
 
 @EACH
 @pytest.mark.parametrize("layout", layouts(4, 5), ids=str)
-def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Unbroken, layout: Layout) -> None:
+def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Unbroken, layout: StageLayout) -> None:
     for (stage, number), updates in table(layout, 4).items():
         assert schedule.version(number, stage, layout) <= updates
 
@@ -193,7 +195,7 @@ def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Unbr
 def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> None:
     """PipeDream, section 3.3; minibatches counted from 1 there."""
     stash, vertical, double = Stash(), VerticalSync(), DoubleBuffer()
-    straight, eight = Layout.straight(stages, 1), Layout.straight(stages, 8)
+    straight, eight = StageLayout.straight(stages, 1), StageLayout.straight(stages, 8)
     for stage in range(stages):
         for minibatch in range(1, 41):
             version = stash.version(minibatch - 1, stage, straight)
@@ -206,7 +208,7 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
                 assert one.back_version(minibatch - 1, stage, straight) == minibatch - 1
         assert stash.versions(stage, straight) == straight.held(stage) == stages - stage
         assert NoStash().versions(stage, straight) == FTPipe().versions(stage, straight) == 1
-        assert double.versions(stage, Layout.straight(stages, max(1, stages - 1))) <= 2
+        assert double.versions(stage, StageLayout.straight(stages, max(1, stages - 1))) <= 2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_versions_staleness_and_stashes_are_those_of_the_paper(stages: int) -> N
 def test_workers_of_replicated_stages_are_ahead_as_in_pipedream_s_runtime(
     workers: tuple[int, ...], replicas: int, ahead: list[int], held: list[int]
 ) -> None:
-    layout, stages = Layout(workers=workers, microbatches=1, replicas=replicas), range(len(workers))
+    layout, stages = StageLayout(workers=workers, microbatches=1, replicas=replicas), range(len(workers))
     assert [layout.ahead(stage) for stage in stages] == ahead
     assert [layout.held(stage) for stage in stages] == held
     # NOAM, the minibatches in flight for each of the first stage's workers.
@@ -255,7 +257,7 @@ def test_training_has_the_bits_of_one_process_with_that_delay(
     server, losses = run(schedule, job)
     stages = server.model.num_stages
     assert isinstance(stages, int)
-    layout = Layout.straight(stages, job.accumulate)
+    layout = StageLayout.straight(stages, job.accumulate)
     assert losses == list(expected.losses)
     for name, values in {**expected.params, **expected.buffers}.items():
         assert torch.equal(server.pulled[name], values), name
@@ -304,7 +306,9 @@ def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Unbroke
     server, model = Interrupting(job), job.build_model()
     server.left = after
     assert isinstance(model, Pipeline)
-    runner = StreamRunner(model, job, BatchSource(job), schedule, server, pulled=lambda: server.pulled, steps=job.steps)
+    runner = StreamRunner(
+        model, job, BatchSource(job), schedule, server, ParameterSource(pulled=lambda: server.pulled), steps=job.steps
+    )
     runner.begin(0, 0, {0: (0, 1, 2)})
 
     def some_steps() -> None:
@@ -493,9 +497,8 @@ def assert_bits_of_one_process(schedule: Unbroken, job: Job, hosts: Hosts) -> li
             BatchSource(job),
             schedule,
             desk,
-            pulled=lambda: desk.pulled,
+            ParameterSource(pulled=lambda: desk.pulled, gaps=lambda: Gaps(job.spec(job.build_model()))),
             steps=job.steps,
-            gaps=lambda: Gaps(job.spec(job.build_model())),
         )
         for step in range(job.steps):
             desk.step = step
@@ -541,10 +544,8 @@ def test_a_stage_computes_what_it_can_while_its_parameters_are_on_their_way(sche
         shapes.append(given.shape)
         given = model.run(stage, given).detach()
     late = Late(shapes, {name: one.detach().clone() for name, one in model.state_dict().items()})
-    runner = StreamRunner(
-        model, job, BatchSource(job), schedule, late, pulled=lambda: late.pulled, steps=steps,
-        predict=lambda stage, steps_late: late.pulled,
-    )  # fmt: skip
+    parameters = ParameterSource(pulled=lambda: late.pulled, predict=lambda stage, steps_late: late.pulled)
+    runner = StreamRunner(model, job, BatchSource(job), schedule, late, parameters, steps=steps)
     done = []
     for step in range(steps - 1):
         runner.begin(step, 0, {0: [0]})
@@ -589,8 +590,8 @@ def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedu
             numbers = range(layout.first(7), layout.first(20))
             own = [number for number in numbers if schedule.version(number, stage, layout) == 7]
             assert schedule.late(7, stage, layout) == {layout.step(number) - 7 for number in own}
-    assert Stash().late(7, 1, Layout.straight(4, 1)) == {2}
-    assert Stash().late(0, 0, Layout.straight(4, 1)) == {0, 1, 2, 3}
+    assert Stash().late(7, 1, StageLayout.straight(4, 1)) == {2}
+    assert Stash().late(0, 0, StageLayout.straight(4, 1)) == {0, 1, 2, 3}
 
 
 GAPS = pytest.mark.parametrize("schedule", [one for one in UNBROKEN if "gap_aware" in settings_of(type(one))], ids=str)
@@ -650,7 +651,7 @@ def test_a_gradient_is_divided_by_its_own_gap_in_average_steps() -> None:
     gaps, name = Gaps(job.spec(job.build_model())), "5.bias"
     history = [torch.tensor(values) for values in ([1.0, 2.0], [0.8, 2.1], [0.5, 2.1])]
     old, new = {name: torch.tensor([2.0, -3.0])}, {name: torch.tensor([0.5, 0.25])}
-    parts = [Part(old, {name: history[0]}, 0.75), Part(new, None, 0.25)]
+    parts = [GradientRun(old, {name: history[0]}, 0.75), GradientRun(new, None, 0.25)]
     assert torch.equal(gaps.mitigated(0, parts, {name: history[0]})[name], torch.tensor([2.5, -2.75]))
     for step in range(2):
         gaps.moved(step, {name: history[step]}, {name: history[step + 1]})
@@ -768,7 +769,7 @@ def test_what_a_run_counts_is_what_the_paper_says(schedule: Unbroken, microbatch
 def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(schedule: Unbroken, stages: int) -> None:
     """One microbatch per step: minibatch m from 1 on, stage s of n."""
     for stage in range(stages):
-        counts, kept = StageCounts(schedule, Layout.straight(stages, 1), 0), set[int]()
+        counts, kept = StageCounts(schedule, StageLayout.straight(stages, 1), 0), set[int]()
         ahead_by = stages - 1 - stage
         for step in range(12):
             late = stages - 1 if schedule == VerticalSync() else ahead_by

@@ -11,7 +11,7 @@ import pytest
 
 from shardline.job import load_job
 from shardline.pipeline import PIPELINES
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.testing import reference
 from tests.e2e.support import (
     DEATH_TIMEOUT_S,
@@ -113,7 +113,7 @@ def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None
         assert (one["held"], one["behind"]) == (schedule.held(one["stage"], stages, 4), 0)
 
 
-def assert_counted(out: Path, pipeline: str, layout: Layout) -> None:
+def assert_counted(out: Path, pipeline: str, layout: StageLayout) -> None:
     """The summary has the staleness, versions and stashes of the schedule."""
     schedule, full = PIPELINES.parse(pipeline), range(layout.first(3), layout.first(12))
     for one in summary_of(out)["stages"]:
@@ -178,7 +178,7 @@ def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path
     assert finished.code == 0, finished
     assert same_bits(out, job)
     if pipeline != "flush":
-        assert_counted(out, pipeline, Layout(workers=(2, 1, 1), replicas=2, microbatches=4))
+        assert_counted(out, pipeline, StageLayout(workers=(2, 1, 1), replicas=2, microbatches=4))
     who = {one["stage"]: one["tasks"] for one in summary_of(out)["stages"]}
     assert who == {0: ["worker/0", "worker/1"], 1: ["worker/2"], 2: ["worker/3"]}
     assert_refused(train(job, tmp_path / "few", "--workers", "3"), 2, "stage 2 of the pipeline is for worker/3")
@@ -286,7 +286,7 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
         told for told in events(out, "pipeline") if "is a negative example: its backward passes use other" in told
     ]
     assert len(warned) == (pipeline == "no-stash")
-    assert_counted(out, pipeline, Layout(workers=(2, 2, 2), replicas=2, microbatches=4))
+    assert_counted(out, pipeline, StageLayout(workers=(2, 2, 2), replicas=2, microbatches=4))
     # Going on begins with an empty pipeline, with other cuts too.
     first = reference(load_job(job))
     job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
@@ -330,7 +330,7 @@ def test_with_one_replica_asynchronous_stages_have_the_bits_of_synchronous_ones(
     finished = train(job, out, "--ps", "2", "--workers", "3")
     assert finished.code == 0, finished
     assert same_bits(out, write_job(tmp_path, pipeline=pipeline, steps=12))
-    assert_counted(out, pipeline, Layout.straight(3, 4))
+    assert_counted(out, pipeline, StageLayout.straight(3, 4))
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,10 @@ def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_th
             assert found.trainer.locate(units, cluster.timeline) == own
             assert found.trainer.step == 0
         waits = SimpleNamespace(trainer=found.trainer, _still_ordered=lambda: True)
-        assert StepLoop._still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
+        assert StepLoop.still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
         found.step([0])
         quick.settle()
-        assert not StepLoop._still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
+        assert not StepLoop.still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
 
 
 def test_a_late_push_of_a_fenced_life_changes_nothing() -> None:

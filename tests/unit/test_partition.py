@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardline.errors import UsageError
 from shardline.pipeline import PIPELINES, PipelineSchedule
 from shardline.pipeline.balance import balanced
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.partition import (
     ALL_REDUCE,
     SERVERS,
@@ -375,7 +375,7 @@ def test_only_pipelines_that_the_schedule_takes_are_chosen(schedule: PipelineSch
     assert found is not None
     workers = tuple(len(stage.workers) for stage in found.plan)
     accumulate = costs.microbatches // found.replicas
-    schedule.check(Layout(workers=workers, microbatches=accumulate, replicas=found.replicas))
+    schedule.check(StageLayout(workers=workers, microbatches=accumulate, replicas=found.replicas))
 
 
 # Memory

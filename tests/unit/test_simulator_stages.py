@@ -20,7 +20,7 @@ from shardline.data import BatchSource
 from shardline.errors import JobError, UsageError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, bubble
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
 from shardline.pipeline.runner import AtHome, StageRunner
@@ -88,7 +88,7 @@ def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages
     each_s = 1.5 * (1.5 if PIPELINES.parse(pipeline).recompute else 1.0)
     assert found.steps_per_s == pytest.approx(1 / (each_s * microbatches), rel=0.02)
     version = PIPELINES.parse(pipeline).version
-    full, layout = range(stages * microbatches, 2 * stages * microbatches), Layout.straight(stages, microbatches)
+    full, layout = range(stages * microbatches, 2 * stages * microbatches), StageLayout.straight(stages, microbatches)
     for stage, one in enumerate(found.stages):
         expected = max(number // microbatches - version(number, stage, layout) for number in full)
         assert (one.held, one.behind) == (stages - stage, expected)

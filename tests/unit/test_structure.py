@@ -21,7 +21,7 @@ MEDIAN_LINES = 7
 
 TEXTS = (".md", ".py", ".pyi", ".proto", ".toml", ".yml", ".yaml", ".json", ".html", ".js", ".css", ".txt")
 CROWDED = {
-    "shardline/core": (23, "values of the domain, each small and without a helper; all others import them"),
+    "shardline/core": (24, "values of the domain, each small and without a helper; all others import them"),
 }
 """Folders of more modules than MODULES, with how many, and why."""
 ALLOWED: dict[str, tuple[int, int, str]] = {

@@ -21,11 +21,11 @@ from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
-from shardline.pipeline.gaps import Gaps
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import StageRunner
+from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
-from shardline.pipeline.stream import StreamRunner
+from shardline.pipeline.stream import ParameterSource, StreamRunner
 
 log = logging.getLogger("shardline.worker")
 
@@ -152,10 +152,8 @@ def train_stream(
         BatchSource(job),
         schedule,
         session.parcels,
-        pulled=pulled,
+        ParameterSource(pulled=pulled, predict=predict, gaps=lambda: Gaps(session.job)),
         steps=session.job.steps,
-        predict=predict,
-        gaps=lambda: Gaps(session.job),
     )
     room = Room(session, model)
     for step in session.steps():

@@ -48,7 +48,7 @@ class StepLoop:
             metrics,
             wait_for=self.in_flight.wait_for,
             still_ordered=self._still_ordered,
-            still_open=self._still_open,
+            still_open=self.still_open,
             settle=self.in_flight.settle_stages,
         )
         self.in_flight.place = self.place
@@ -289,7 +289,7 @@ class StepLoop:
     def _still_ordered(self) -> bool:
         return self.finder.still_ordered()
 
-    def _still_open(self, key: ParcelKey) -> bool:
+    def still_open(self, key: ParcelKey) -> bool:
         """Whether a step still has to be computed, by the orders that it began with."""
         if not self._still_ordered() or self.trainer.methods.unbroken:
             # Without a flush stages are at different steps, and whatever ends one of them changes the orders.

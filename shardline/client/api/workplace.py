@@ -91,7 +91,7 @@ class Workplace:
             metrics,
             still_open=still_open,
             settle=settle,
-            settled=lambda: self.current is None or not self.current.exchanging,
+            settled=lambda: self.current is None or not self.current.open.exchanging,
         )
         """The ties to other workers, where these compute parts of a replica's step."""
         self.office.still_ordered = still_ordered
@@ -172,7 +172,7 @@ class Workplace:
             self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._methods, ties, self._wishes)
-        trainer.on_exchanged = self.office.mailbox.look
+        trainer.weights.arrivals.on_end = self.office.mailbox.look
         self._open_gate(trainer)
         self.current = trainer
 

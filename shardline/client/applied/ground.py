@@ -12,8 +12,7 @@ import torch
 from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
-from shardline.core.pieces import tensor_piece
-from shardline.core.plan import BucketSpec, Plan, Slice
+from shardline.core.plan import BucketSpec, Plan, Slice, tensor_piece
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.update import BucketRule, bucket_rule

@@ -27,6 +27,8 @@ class Arrivals:
         self._held: dict[Key, Callable[[], None]] = {}
         self._missing: set[Key] = set()
         self._over = True
+        self.on_end: Callable[[], None] = lambda: None
+        """Called after end(), on the thread that ended the waits."""
 
     def begin(self, *, hold: bool) -> None:
         """Begin a pull of all keys. hold: keep arriving buckets aside until release()."""
@@ -75,6 +77,7 @@ class Arrivals:
         with self._changed:
             self._over = True
             self._changed.notify_all()
+        self.on_end()
 
     # The computing thread
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.core.pieces import span_of
-from shardline.core.plan import Plan
+from shardline.core.plan import Plan, span_of
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError

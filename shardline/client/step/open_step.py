@@ -98,6 +98,11 @@ class OpenStep:
         return self.sent and self.running is not None and self.running.failed
 
     @property
+    def exchanging(self) -> bool:
+        """Whether its exchange is running."""
+        return self.running is not None and self.running.busy
+
+    @property
     def leaves_early(self) -> bool:
         """Whether gradients are expected to leave, or have left, during the backward pass."""
         return self._sending.early

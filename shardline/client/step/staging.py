@@ -19,8 +19,7 @@ from shardline.codecs.push import PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
-from shardline.core.pieces import span_of, tensor_piece
-from shardline.core.plan import BucketSpec, Plan
+from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes

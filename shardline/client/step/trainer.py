@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,8 +70,6 @@ class Trainer:
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
         self.open = OpenStep(methods, tools, sending)
         self._start_s = self._computed_s = self._began_s = 0.0
-        self.on_exchanged: Callable[[], None] = lambda: None
-        """Called when the exchange of a step has ended, on another thread."""
         self._longest_s = 0.0
         """Longest computation of a step so far, in seconds."""
 
@@ -135,8 +133,7 @@ class Trainer:
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
         tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in self.open.share.asks(want).items()}
         self.weights.begin_pull(hold=False)
-        weights = self.weights
-        running = self.exchange.start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling)
+        running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end, self.weights.residence.pulling)
         outcomes = running.wait()
         self.methods.versions = self.weights.settle(step)
         self.half.arrived(self.methods.versions)
@@ -155,11 +152,6 @@ class Trainer:
         self.open.close()
 
     # State of the open step
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether the exchange of the open step is running."""
-        return self.open.running is not None and self.open.running.busy
 
     @property
     def waiting(self) -> bool:
@@ -245,8 +237,7 @@ class Trainer:
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
         """Hand over a replica's part of the open step, as made by the cadence. Raises like contribute()."""
-        offered = self._route.offer(self.step, replica, outgoing)
-        if offered is not None:
+        if (offered := self._route.offer(self.step, replica, outgoing)) is not None:
             self._add(replica, offered)
 
     def _add(self, replica: int, outgoing: Outgoing) -> None:
@@ -294,7 +285,6 @@ class Trainer:
         timeouts = self.exchange.timeouts
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
-        by_step = self.methods.mode.pulls_by_step
         tasks = {}
         for shard, pushes in self.open.pushes.items():
             for push in pushes:
@@ -303,7 +293,7 @@ class Trainer:
             want = Want(
                 step=self.open.target,
                 ahead=self.half.ahead,
-                have_step=self.weights.have if by_step else self.weights.sinks[shard].base_step,
+                have_step=self.weights.have if self.methods.mode.pulls_by_step else self.weights.sinks[shard].base_step,
                 buckets=self._sending.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,
             )
@@ -311,12 +301,7 @@ class Trainer:
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
         weights, start = self.weights, self.exchange.start
-
-        def ended() -> None:
-            weights.arrivals.end()
-            self.on_exchanged()
-
-        self.open.running = start(self.sender, tasks, ended, weights.residence.pulling, here=here)
+        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling, here=here)
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
@@ -326,7 +311,6 @@ class Trainer:
         assert running is not None
         try:
             outcomes = running.wait()
-            seconds = running.ended_s - self._start_s
             self.weights.await_all(running)
         finally:
             self.open.running = None
@@ -340,7 +324,7 @@ class Trainer:
         self.open.first = False
         self.encoders.settle(skipped=skipped)
         self.methods.next_step(outcomes)
-        gap = self.weights.gap.last
+        seconds, gap = running.ended_s - self._start_s, self.weights.gap.last
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped, gap=gap)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shardline.errors import JobError
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages, kept
 from shardline.pipeline.partition.dynamic import candidates
 from shardline.pipeline.partition.mixed import mixed
@@ -101,7 +101,7 @@ def _runs(costs: Costs, plan: Stages) -> bool:
     replicas, workers = replicas_of(plan), tuple(len(stage.workers) for stage in plan)
     accumulate, rest = divmod(costs.microbatches, replicas)
     try:
-        costs.schedule.check(Layout(workers=workers, microbatches=max(1, accumulate), replicas=replicas))
+        costs.schedule.check(StageLayout(workers=workers, microbatches=max(1, accumulate), replicas=replicas))
     except JobError:
         return False
     return not rest

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from shardline.errors import UsageError
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.partition import flushed, unbroken
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.profile import Profile
@@ -255,7 +255,7 @@ class Costs:
         share, flushes = self.share(copies), self.schedule.flushes
         count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
         # Of its own microbatches: a worker that is as far ahead, in a straight pipeline.
-        passes, arrival = versions(self.schedule, most - ahead, Layout.straight(most + 1, share))
+        passes, arrival = versions(self.schedule, most - ahead, StageLayout.straight(most + 1, share))
         busiest = self.activations.busiest_bytes(first, end, held=count, share=share, flushes=flushes)
         kept = count * self.activations.held_bytes(first, end)
         moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + kept)
@@ -310,7 +310,7 @@ def kept(costs: Costs, plan: Sequence[PlannedStage]) -> Costs:
     return replace(costs, exchange=[replace(one, push_bytes=0.0, pull_bytes=0.0) for one in costs.exchanges])
 
 
-def versions(schedule: PipelineSchedule, stage: int, layout: Layout) -> tuple[int, int]:
+def versions(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> tuple[int, int]:
     """Copies of its parameters that a worker of a stage has: at most during passes, and when new ones have come.
 
     With a flush there is one. Without, there is what pulls fill, and those that passes of a step need, from the oldest

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.partition import flushed, groups
 from shardline.pipeline.schedules.unbroken import Unbroken
 
@@ -70,7 +70,7 @@ def offset(schedule: PipelineSchedule, ahead: int, most: int, share: int) -> int
     """
     update = 2 * (most + 2)
     number = update * share
-    while schedule.version(number, most - ahead, Layout.straight(most + 1, share)) < update:
+    while schedule.version(number, most - ahead, StageLayout.straight(most + 1, share)) < update:
         number += 1
     return number - update * share
 

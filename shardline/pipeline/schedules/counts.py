@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from shardline.errors import InternalError
 from shardline.pipeline.base import PipelineSchedule
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 
 
 class StageCounts:
@@ -14,10 +14,10 @@ class StageCounts:
 
     With one microbatch per step, and one worker for each stage, stage s of n under weight stashing computes step t with
     version max(0, t - (n - 1 - s)), keeps n - s versions, and holds n - s microbatches (Narayanan et al.: PipeDream,
-    2019, section 3.3); other schedules, layouts, and more microbatches: see their version() and Layout.ahead().
+    2019, section 3.3); other schedules, layouts, and more microbatches: see their version() and StageLayout.ahead().
     """
 
-    def __init__(self, schedule: PipelineSchedule, layout: Layout, first: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, layout: StageLayout, first: int) -> None:
         """first: the step at which the pipeline is empty."""
         self._schedule = schedule
         self._layout = layout
@@ -45,8 +45,8 @@ class StageCounts:
     def passed(self, stage: int, number: int, version: int, held: int, together: int, *, back: bool) -> None:
         """A stage has computed a pass with a version. Raises InternalError.
 
-        number: see Layout. held: microbatches of the pass's replica that the stage holds; together: of all those that
-        the layout's same worker has.
+        number: see StageLayout. held: microbatches of the pass's replica that the stage holds; together: of all those
+        that the layout's same worker has.
         """
         layout = self._layout
         expected, most, all_ = self._version(number, stage, back=back), layout.held(stage), layout.ahead(stage) + 1

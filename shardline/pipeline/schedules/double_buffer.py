@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.errors import JobError
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.schedules.unbroken import Stashing
 
 
@@ -22,11 +22,11 @@ class DoubleBuffer(Stashing):
 
     name: ClassVar[str] = "double-buffer"
 
-    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
         return max(first, layout.step(number) - 1)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: StageLayout) -> None:
         """See PipelineSchedule.check."""
         each = [layout.replicas // workers for workers in layout.workers]
         least = max(math.ceil(layout.ahead(stage) / replicas) for stage, replicas in enumerate(each))

@@ -6,12 +6,12 @@ import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline.pipeline.base import Pass, PipelineSchedule, Progress
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.base import Pass, PipelineSchedule, UnitProgress
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.schedules.flush import Flush
 
 
-def newest(number: int, stage: int, layout: Layout, first: int) -> int:
+def newest(number: int, stage: int, layout: StageLayout, first: int) -> int:
     """The newest version that a stage has when it computes a microbatch forward: PipeDream (2019), section 3.3.
 
     Its worker has then gone back with all its microbatches but those that it is ahead.
@@ -47,15 +47,15 @@ class Unbroken(PipelineSchedule, abc.ABC):
         return Flush().passes(stage, stages, microbatches)
 
     @abc.abstractmethod
-    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
 
     def follows(
         self,
-        unit: Progress,
-        crew: Iterable[Progress],
+        unit: UnitProgress,
+        crew: Iterable[UnitProgress],
         stage: int,
-        layout: Layout,
+        layout: StageLayout,
         *,
         step: int,
         steps: int,
@@ -85,13 +85,13 @@ class Unbroken(PipelineSchedule, abc.ABC):
             ):
                 yield True
 
-    def late(self, version: int, stage: int, layout: Layout, *, first: int = 0) -> set[int]:
+    def late(self, version: int, stage: int, layout: StageLayout, *, first: int = 0) -> set[int]:
         """How many updates after a version the gradients of its passes are applied, 0 included."""
         span = range(layout.first(version), layout.first(version + 2) + 2 * sum(layout.workers))
         own = [number for number in span if self.version(number, stage, layout, first=first) == version]
         return {layout.step(number) - version for number in own}
 
-    def versions(self, stage: int, layout: Layout) -> int:
+    def versions(self, stage: int, layout: StageLayout) -> int:
         """Largest number of versions of its parameters that a worker uses at a time, in a full pipeline."""
         if self.keeps_one:
             return 1
@@ -111,11 +111,11 @@ class OneVersion(Unbroken, abc.ABC):
         """See Unbroken.keeps_one."""
         return True
 
-    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
         return newest(number, stage, layout, first)
 
-    def back_version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def back_version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """See PipelineSchedule.back_version: that of the step."""
         return layout.step(number)
 
@@ -131,7 +131,7 @@ class Stashing(Unbroken, abc.ABC):
 
     gap_aware: divide each microbatch's gradient, before it is added to the others of its step, by 1 + the distance of
     the parameters that it changes from those that its passes used, in average steps (FTPipe; see
-    shardline.pipeline.gaps).
+    shardline.pipeline.schedules.gaps).
     """
 
     predict: bool = False

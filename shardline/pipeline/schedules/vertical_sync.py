@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.pipeline.layout import Layout
+from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.schedules.unbroken import Stashing, newest
 
 
@@ -21,6 +21,6 @@ class VerticalSync(Stashing):
 
     name: ClassVar[str] = "vertical-sync"
 
-    def version(self, number: int, stage: int, layout: Layout, *, first: int = 0) -> int:
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         """See PipelineSchedule.version."""
         return newest(number, 0, layout, first)

@@ -19,7 +19,7 @@ Values = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class GradientRun:
     """Gradients of some microbatches of a step, all computed with the same parameters."""
 
     gradients: Values
@@ -65,7 +65,7 @@ class Gaps:
             self._largest[name] = max(self._largest.get(name, 0.0), rate)
 
     @torch.no_grad()
-    def mitigated(self, step: int, parts: Sequence[Part], newest: Values) -> dict[str, torch.Tensor]:
+    def mitigated(self, step: int, parts: Sequence[GradientRun], newest: Values) -> dict[str, torch.Tensor]:
         """The gradients of a step: the sum of its parts, each by its gap. newest: the parameters that they change."""
         found: dict[str, torch.Tensor] = {}
         for part in parts:
@@ -74,7 +74,7 @@ class Gaps:
                 found[name] = found[name].add_(own) if name in found else own.clone()
         return found
 
-    def _divided(self, step: int, name: str, gradient: torch.Tensor, part: Part, newest: Values) -> torch.Tensor:
+    def _divided(self, step: int, name: str, gradient: torch.Tensor, part: GradientRun, newest: Values) -> torch.Tensor:
         if name not in self._means:
             return gradient
         assert part.used is not None
