@@ -228,3 +228,20 @@ def test_where_workers_run_the_optimizer_one_that_has_other_stages_lacks_the_sta
     # A worker that has given a replica away does not follow any more.
     give(work, {owners[2]: lives[owners[2]], owners[3]: lives[owners[3]]}, job)
     assert {0, 1} <= work.unready
+
+
+@pytest.mark.parametrize("mode", ["sync", "async:in_stages=true"])
+def test_a_stop_that_is_not_reached_since_stages_have_moved_says_so(mode: str) -> None:
+    weights = tuple(
+        TensorSpec(name=f"w{number}", shape=(64, 4), dtype="float32", fragment=number % 2) for number in range(4)
+    )
+    pipeline = "stash" if mode == "sync" else "flush"
+    cluster = running(tensors=weights, mode=mode, pipeline=pipeline, replicas=2)
+    cluster.advance(5)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.join("worker", 1)
+    for _ in range(8):
+        cluster.tick(T / 20)
+    assert cluster.finish is not None
+    assert "was not reached (shards are at 5 to 5; stage 1 of replicas 0, 1 moved, and" in (cluster.finish.reason)

@@ -6,6 +6,7 @@ Past the deadline the last committed checkpoint stands (PROTOCOL 1.6).
 
 from __future__ import annotations
 
+from shardline import fit, pipeline
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry
 from shardline_chief.rules.continuations import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
@@ -209,7 +210,14 @@ class Ending:
             self._stop_where_equal()
         if state.stage is Stage.REACHING and now_s >= self._deadline_s:
             at = f"{progress.step} to {progress.step_max}"
-            self._give_up(f"stop step {progress.stop_step} was not reached (shards are at {at})", now_s)
+            self._give_up(f"stop step {progress.stop_step} was not reached (shards are at {at}{self._lost()})", now_s)
+
+    def _lost(self) -> str:
+        """What others wait for in vain: an ending job does not go back to a checkpoint."""
+        state = self.state
+        if state.job is None or not state.work.moved or not fit.goes_back(state.job):
+            return ""
+        return f"; {pipeline.named(state.job, sorted(state.work.moved))} moved, and what was in the pipeline is lost"
 
     def told(self, after: StatusThenFinalCut, result: CommandResult, now_s: float) -> None:
         """The shards' progress is known."""
