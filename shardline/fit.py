@@ -202,16 +202,15 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 def _check_needs(job: JobSpec, rule: UpdateRule, mode: Consistency) -> None:
     """Refuse a rule that needs to know a push, where updates are not single pushes."""
     needs = sorted(need.value for need in rule.needs)
+    wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
     if mode.by_stage and (needs or rule.looks_ahead):
         raise JobError(
-            f"update rule {rule} needs {', '.join(needs) or 'to answer pulls with values ahead of the parameters'} of "
-            f"a push, but in a pipeline consistency {mode} counts what a replica brings to each bucket of a stage; "
-            "choose rule='torch', or pipeline='whole-model'"
+            f"update rule {rule} needs {wanted}, but in a pipeline consistency {mode} counts what a replica brings to "
+            "each bucket of a stage; choose rule='torch', or pipeline='whole-model'"
         )
     single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
     if (needs or rule.looks_ahead) and not single:
         # Updates are sums of several workers' pushes, so there is no single push for the rule.
-        wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
         raise JobError(
             f"update rule {rule} needs {wanted}, but consistency {mode} combines the pushes of several workers into "
             "one update; choose consistency='async', or another rule"
@@ -310,6 +309,11 @@ def _check_by_stage(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
         raise JobError(
             f"{how}, but clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages; "
             "leave it out, or choose consistency='sync' and pipeline='flush'"
+        )
+    if isinstance(found, pipeline.Unbroken) and found.gap_aware:
+        raise JobError(
+            f"{how}, but gap_aware measures how far parameters have moved when a gradient is applied, and other "
+            "replicas move them meanwhile; choose consistency='sync', or leave gap_aware out"
         )
     if standbys:
         raise JobError(

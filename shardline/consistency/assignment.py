@@ -40,7 +40,9 @@ def assign(
         if replica not in placed:
             held[min(active, key=load)].append(replica)
     while True:
-        most, least = max(active, key=lambda w: (len(held[w]), -active.index(w))), min(active, key=load)
+        least = min(active, key=load)
+        homing = {worker for worker in active if any(homes.get(replica) == least for replica in held[worker])}
+        most = max(active, key=lambda w: (len(held[w]), w in homing, -active.index(w)))
         if len(held[most]) - len(held[least]) <= 1:
             break
         # From the end, so that both what stays and what moves are contiguous.

@@ -673,6 +673,8 @@ def test_parameters_that_others_move_meanwhile_have_no_gap() -> None:
     job = job_of(plain_layers, [1, 4], replicas=2, pipeline="stash:gap_aware=true", consistency="async")
     with pytest.raises(JobError, match="other replicas move them meanwhile; choose consistency='sync'"):
         job.spec(job.build_model())
+    # Without slack it is synchronous.
+    replace(job, consistency="ssp:slack=0").spec(job.build_model())
 
 
 def test_gradients_of_which_only_the_sign_counts_have_no_gap() -> None:

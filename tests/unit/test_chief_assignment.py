@@ -59,6 +59,11 @@ def test_a_worker_that_returns_gets_back_what_it_had() -> None:
     without = assign(homes, WORKERS[1:3], 3, homes)
     assert without == {0: "worker/1", 1: "worker/1", 2: "worker/2"}
     assert assign(without, WORKERS[:3], 3, homes) == homes
+    # Two are lost, and return in another order than those that stand in for them.
+    homes = assign({}, WORKERS[:4], 4)
+    without = assign(homes, WORKERS[2:4], 4, homes)
+    assert without == {0: "worker/2", 1: "worker/3", 2: "worker/2", 3: "worker/3"}
+    assert assign(assign(without, WORKERS[1:4], 4, homes), WORKERS[:4], 4, homes) == homes
 
 
 def test_nobody_living_means_nothing_assigned() -> None:

@@ -90,12 +90,6 @@ class Gaps:
 
 def check_gaps(job: JobSpec) -> None:
     """Raise JobError for what no gap can be used with."""
-    if job.consistency.mode != "sync":
-        raise JobError(
-            f"pipeline {job.pipeline} measures how far its parameters have moved when a gradient is applied, but with "
-            f"consistency {job.consistency.mode} other replicas move them meanwhile; choose consistency='sync', or "
-            "leave gap_aware out"
-        )
     if job.rule.name == "Rprop":
         raise JobError(
             f"pipeline {job.pipeline} divides gradients, but Rprop takes only their signs; use another optimizer, or "
