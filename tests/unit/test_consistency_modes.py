@@ -498,3 +498,6 @@ def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
     half.closed(5, [0, 1], {0: 9, 1: 8}, dropped=False)
     half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
     assert (half.step, half.job_step) == (5, 8)
+    # Whoever has rested at the job's end computes again when it has gone back.
+    half.located({0: standing(0, [4, 4], 2), 1: standing(1, [4, 4], 2)}, [0, 1])
+    assert (half.step, half.job_step) == (4, 4)

@@ -35,6 +35,8 @@ class StageSteps(SharedSteps):
         timeline = max(standing.timeline for standing in standings.values())
         if timeline != self._timeline:
             self._open = max(min(one.replicas[replica] for replica in owned) for one in standings.values())
+            # The job may have gone back behind what it had.
+            self._updates = 0
         self._timeline = timeline
         self.step = self._open
         return set(owned)
