@@ -71,15 +71,18 @@ def activation_bytes(model: StagedModel, job: JobSpec, stages: Stages) -> dict[i
     """By stage: the most that its passes need at a time, besides its parameters; {} where that is not known."""
     if not isinstance(model, Pipeline) or model.profile is None:
         return {}
-    schedule, last = pipeline.of(job), model.num_stages - 1
+    schedule, layout = pipeline.of(job), pipeline.layout(job)
     activations = Activations(model.profile, recompute=schedule.recompute)
     found = {}
     for stage in sorted({stage for own in stages.values() for stage in own}):
-        span, replicas = model.span(stage), sum(stage in own for own in stages.values())
-        held = schedule.held(stage, last + 1, job.accumulate) if schedule.flushes else last - stage + 1
-        count, share = held * replicas, job.accumulate * replicas
+        span, replicas = model.span(stage), [replica for replica, own in stages.items() if stage in own]
+        if schedule.flushes:
+            count = schedule.held(stage, layout.stages, job.accumulate) * len(replicas)
+        else:
+            # Replicas of the same worker of the layout share what it is ahead.
+            count = (layout.ahead(stage) + 1) * len({layout.crew(replica, stage) for replica in replicas})
         found[stage] = activations.busiest_bytes(
-            span.start, span.stop, held=count, share=share, flushes=schedule.flushes
+            span.start, span.stop, held=count, share=job.accumulate * len(replicas), flushes=schedule.flushes
         )
     return found
 

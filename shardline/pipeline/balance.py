@@ -10,6 +10,9 @@ from dataclasses import dataclass
 Size = Callable[[int, int, int], tuple[float, float]]
 """size(stage, first, end) of layers first to end - 1: what is compared, and what is added up among equals. The first is
 infinite for layers that can't be that stage."""
+MOST_WAYS = 100
+"""Ways to the same layer that are followed, those whose busiest worker has least: of workers that all get more stages,
+each split of the layers leaves less to one of them, so that otherwise nearly all would be."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,14 @@ def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Seq
     """The first layers of stages 1, 2, ...; None if there are no such stages.
 
     points: layers at which a stage may begin, ascending, from 0 to the number of layers. homes: the workers of each
-    stage; () = each has its own. The largest sum of the sizes of a worker's stages is as small as it can be; of equals,
-    the sum of the second sizes, and then the start of the last run.
+    stage; () = each has its own. The largest sum of the sizes of a worker's stages is as small as it can be, as far as
+    MOST_WAYS show; of equals, the sum of the second sizes, and then the start of the last run.
     """
     homes = homes or [(stage,) for stage in range(stages)]
     shared = len({worker for own in homes for worker in own}) < sum(map(len, homes))
     # So large it is with the cuts that are best where each stage has a worker of its own.
-    most = _largest(points, balanced(points, stages, size), size, homes) if shared else math.inf
+    apart = balanced(points, stages, size) if shared else None
+    most = _largest(points, apart, size, homes)
     # By the layer at which the stages so far end.
     best: dict[int, Sequence[_Way]] = {0: [_Way(0.0, 0.0, (), ())]}
     known: list[int] = []
@@ -59,7 +63,7 @@ def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Seq
                 row[end] = _undominated(ways)
         best, known = row, later
     found = best.get(points[-1])
-    return [*found[0].cuts[1:]] if found else None
+    return [*found[0].cuts[1:]] if found else apart
 
 
 def _largest(points: Sequence[int], cuts: Sequence[int] | None, size: Size, homes: Sequence[Sequence[int]]) -> float:
@@ -74,9 +78,11 @@ def _largest(points: Sequence[int], cuts: Sequence[int] | None, size: Size, home
 
 
 def _undominated(ways: Iterable[_Way]) -> Sequence[_Way]:
-    """Those than which none leaves less to every worker; the best of equals."""
+    """Those than which none leaves less to every worker, at most MOST_WAYS; the best of equals."""
     kept: list[_Way] = []
     for one in sorted(ways, key=lambda way: (way.largest, way.total, way.cuts[-1])):
         if not any(all(map(operator.le, other.open, one.open)) for other in kept):
             kept.append(one)
+            if len(kept) == MOST_WAYS:
+                break
     return kept

@@ -316,6 +316,17 @@ def test_cuts_for_given_workers_equal_looking_at_all_of_them() -> None:
     assert sum(map(several_are_balanced, range(400))) > 100
 
 
+def test_workers_with_many_stages_are_balanced_before_the_test_s_time_is_up() -> None:
+    """All splits of these layers would take hours."""
+    rng, layers, homes = random.Random(3), 48, [(0,), (1,)] * 4
+    ends = [0.0, *itertools.accumulate(rng.uniform(0.1, 1.0) for _ in range(layers))]
+    cuts = balanced(range(layers + 1), len(homes), lambda stage, first, end: (ends[end] - ends[first], 0.0), homes)
+    assert cuts is not None
+    runs = list(itertools.pairwise([0, *cuts, layers]))
+    has = [sum(ends[end] - ends[first] for first, end in runs[worker::2]) for worker in range(2)]
+    assert max(has) < 1.01 * ends[-1] / 2
+
+
 def costs_of(
     *sizes: tuple[float, int, int, int], workers: int = 4, link: float = math.inf, schedule: PipelineSchedule = STASH,
     sync: str = SERVERS, memory: float = math.inf, microbatches: int = 12,

@@ -16,10 +16,12 @@ from shardline.client import room
 from shardline.client.api.session import Session
 from shardline.client.overlap.watching import StepAgain
 from shardline.core.orders import Orders
+from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.partition.activations import Activations
 from shardline_worker.service import Room
 
 WEIGHTS = 4 * 64 * 64
@@ -77,6 +79,28 @@ def test_with_automatic_stages_activations_are_counted(monkeypatch: pytest.Monke
     monkeypatch.setattr(room, "free_memory", lambda: 0)
     with pytest.raises(JobError, match="activations are not in it"):
         room.check_room(plain, job_of().spec(plain), {0: (0,)}, cpu)
+
+
+def test_replicas_of_one_worker_share_the_microbatches_that_it_is_ahead() -> None:
+    def built(workers: list[int]) -> tuple[Pipeline, JobSpec]:
+        layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())]
+        job = job_of(pipeline="stash", replicas=4)
+        job = replace(
+            job,
+            dataset=TensorDataset(torch.zeros(16, 64)),
+            model=lambda: Pipeline(layers, stages="auto:3", workers=workers),
+        )
+        model = job.build_model()
+        assert isinstance(model, Pipeline)
+        return model, job.spec(model)
+
+    model, spec = built([])
+    assert model.profile is not None
+    activations, stages = Activations(model.profile, recompute=False), dict.fromkeys(range(4), (0, 1, 2))
+    apart, together = room.activation_bytes(model, spec, stages), room.activation_bytes(*built([1, 1, 1]), stages)
+    for stage in range(3):
+        span, held = model.span(stage), 3 - stage
+        assert apart[stage] - together[stage] == 3 * held * activations.held_bytes(span.start, span.stop)
 
 
 def test_it_is_refused_with_the_stage_its_layers_the_bytes_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
