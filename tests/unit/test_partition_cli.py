@@ -241,6 +241,22 @@ def test_a_model_that_is_traced_is_cut_between_its_modules(linear: Path, capsys:
     assert planned(linear, "--link", "10Mbit", "--profile", str(linear.parent / "profile"))["staged"]["stages"]
 
 
+def test_what_a_job_says_of_modules_is_for_the_traced_model_itself(linear: Path) -> None:
+    text = linear.read_text().replace(
+        "linear, loss=loss", "split, param_groups=groups, codec_tensors=codecs, loss=loss"
+    )
+    settings = """
+def groups(model):
+    others = [one for name, one in model.named_parameters() if name != "out.bias"]
+    return [{"params": others}, {"params": [model.out.bias], "lr": 0.5}]
+
+
+codecs = {"blocks.*.weight": "bf16"}
+"""
+    linear.write_text(text.replace("\njob = ", settings + SPLIT, 1))
+    assert len(planned(linear, "--link", "10Mbit")["staged"]["stages"]) > 1
+
+
 class Pair(nn.Module):
     """Takes a tuple of tensors."""
 

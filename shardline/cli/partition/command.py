@@ -89,7 +89,7 @@ def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Cost
     from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
 
-    spec = replace(job, pipeline="whole-model", tensor_ranks=1).spec(model)
+    spec = spec_of(replace(job, pipeline="whole-model", tensor_ranks=1), model)
     profile = read_profile(job, model, flags["profile"])
     return Costs(
         profile=profile,
@@ -102,6 +102,17 @@ def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Cost
         optimizer_bytes=optimizer_bytes(spec) if job.apply == WORKER else 0.0,
         keeps=job.apply == WORKER and not spec.consistency.clip_norm,
     )
+
+
+def spec_of(job: Job, model: nn.Sequential) -> JobSpec:
+    """The job's identity, with each tensor's layer in front of its name."""
+    from shardline.pipeline.split.units import Units
+
+    if not isinstance(model, Units):
+        return job.spec(model)
+    # The job's param_groups and codec_tensors are for the model's own modules and names.
+    spec, place = job.spec(model.whole), model.whole.stage_of_tensor
+    return replace(spec, tensors=tuple(replace(one, name=f"{place(one.name)}.{one.name}") for one in spec.tensors))
 
 
 def optimizer_bytes(job: JobSpec) -> float:

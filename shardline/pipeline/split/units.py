@@ -58,8 +58,15 @@ class Units(nn.Sequential):
         finest = split.cut_at(starts)
         names = ("its beginning", *finest.traced.starts)
         super().__init__(*(Unit(finest, number, name) for number, name in enumerate(names)))
+        self.__dict__["split"] = finest
         self.hosts = split.hosts
         self._cuts = split.cuts
+
+    @property
+    def whole(self) -> Split:
+        """The model with its own names, cut at every part."""
+        found: Split = self.__dict__["split"]
+        return found
 
     def spans(self) -> list[range]:
         """The parts of each stage that the model has; [] where one begins with another module."""
