@@ -81,7 +81,7 @@ def test_a_step_that_replica_0_repeats_is_computed_with_the_parameters_of_that_s
         pytest.param("alike", "flush", "server", range(129, 130), id="all workers computing all they have of a step"),
         pytest.param("ends", "no-stash", "server", range(1, 2), id="one version until no forward pass needs it"),
         pytest.param("looks", "flush", "server", range(1), id="asking whether the step is closed"),
-        pytest.param("waits", "flush", "server", range(35, 36), id="parcels of newer orders waiting"),
+        pytest.param("waits", "flush", "server", range(115, 116), id="parcels of newer orders waiting"),
         pytest.param("fences", "double-buffer", "server", range(3), id="telling timelines apart"),
     ],
 )
