@@ -439,7 +439,7 @@ def _collected() -> tuple[int, set[str]]:
 
 def test_what_was_counted_and_given_up_is_not_overwritten_by_the_step_that_is_made_again() -> None:
     job = make_job("adam", model=Wide, steps=2)
-    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane="shm", timeouts=Timeouts(total_s=12.0)) as cluster:
         worker = cluster.worker(0)
         trainer = worker.trainer
         trainer.exchange.arm()
