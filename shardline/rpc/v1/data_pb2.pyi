@@ -620,6 +620,9 @@ class PullRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     exact_step: _builtins.int
     at_least_step: _builtins.int
+    """In a pipeline whose replicas don't wait for each other: the steps that the puller has done. If that is too far
+    ahead of the slowest replica of its stage, it waits; then it gets the latest.
+    """
     latest: _builtins.bool
     min_valid_clock: _builtins.int
     """reserved: bounded staleness"""
