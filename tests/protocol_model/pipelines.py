@@ -201,6 +201,11 @@ class PipelineModel(PipelineChief):
             decision = self.shards[shard].contribute(bucket.number, step, Block(replica, 1), given)
             require(decision.outcome is not Outcome.REFUSED, decision.reason)
             self.counts.duplicates += decision.outcome is Outcome.DUPLICATE
+            if decision.outcome is Outcome.COUNTED:
+                self.counted(shard, bucket.number, replica, step, gradients)
+
+    def counted(self, shard: int, bucket: int, replica: int, step: int, gradients: Values) -> None:
+        """A contribution has counted."""
 
     def units_of(self, process: Process) -> Sequence[int]:
         return process.begun.units(process.who.task)

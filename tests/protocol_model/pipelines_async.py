@@ -215,22 +215,12 @@ class AsyncPipelineModel(PipelineModel):
         if self.random.random() < 0.3:
             super().decide()
 
-    def arrive(self, process: Process, timeline: int, step: int, replica: int, shard: int, gradients: Values) -> None:
-        if timeline != self.timeline or self.members.get(process.who.task) is not process:
-            return
-        for bucket in self.shards[shard].buckets:
-            name = tensor(self.plan.tensors[bucket.spec.slices[0].tensor].fragment)
-            if name not in gradients:
-                continue
-            given = contribution(self.plan, shard, bucket.number, dict(gradients))
-            decision = self.shards[shard].contribute(bucket.number, step, Block(replica, 1), given)
-            require(decision.outcome is not Outcome.REFUSED, decision.reason)
-            self.counts.duplicates += decision.outcome is Outcome.DUPLICATE
-            if decision.outcome is Outcome.COUNTED:
-                lead = bucket.counted[replica] - min(bucket.counted)
-                require(self.slack < 0 or lead <= self.slack + 1, f"replica {replica} is {lead} steps ahead")
-                made = {tensor_name: values.clone() for tensor_name, values in gradients.items()}
-                self.updates[shard, bucket.number].append(Update(timeline, replica, step, made))
+    def counted(self, shard: int, bucket: int, replica: int, step: int, gradients: Values) -> None:
+        steps = self.shards[shard].buckets[bucket].counted
+        lead = steps[replica] - min(steps)
+        require(self.slack < 0 or lead <= self.slack + 1, f"replica {replica} is {lead} steps ahead")
+        made = {name: values.clone() for name, values in gradients.items()}
+        self.updates[shard, bucket].append(Update(self.timeline, replica, step, made))
 
     def roll_back(self) -> None:
         self.counts.rollbacks += 1
