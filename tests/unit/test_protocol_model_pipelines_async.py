@@ -11,6 +11,7 @@ from shardline.pipeline import PIPELINES
 from tests.protocol_model.pipelines_async import AsyncPipelineModel
 from tests.protocol_model.pipelines_chief import PipelineSetup
 
+PACED = "ssp:slack=1,in_stages=true"
 STAGED = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
 
 
@@ -39,7 +40,7 @@ def test_no_schedule_of_deaths_changes_a_gradient_or_stops_the_job(pipeline: str
 @pytest.mark.parametrize("pipeline", ["flush", "stash"])
 def test_replicas_that_may_be_a_step_ahead_never_wait_for_each_other_for_ever(pipeline: str) -> None:
     # Each with workers of its own: those that have stages of several replicas bind these to each other.
-    counts = played(range(6), pipeline, consistency="ssp:slack=1,in_stages=true", replicas=2, workers=6)
+    counts = played(range(6), pipeline, consistency=PACED, replicas=2, workers=6)
     assert counts["held"] > 20 and counts["kills"] > 12 and counts["checked"] > 400
 
 
@@ -50,7 +51,24 @@ def test_no_schedule_of_hundreds_changes_a_gradient_or_stops_the_job(pipeline: s
     assert counts["late"] > 30 and counts["kills"] > 500
 
 
-def test_going_back_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", STAGED)
+def test_no_schedule_of_hundreds_holds_a_replica_up_that_may_be_a_step_ahead(pipeline: str) -> None:
+    shape = {"consistency": PACED, "replicas": 2, "workers": 6}
+    counts = played(range(1000, 1100), pipeline, steps=16, every=1, kills=8, losses=2, chiefs=2, **shape)
+    assert counts["held"] > 300 and counts["late"] > 30 and counts["kills"] > 500
+
+
+@pytest.mark.parametrize(
+    ("rule", "pipeline", "seeds", "found"),
+    [
+        pytest.param("decides", "flush", range(12), "stuck", id="going back when a stage moves"),
+        pytest.param("withholds", "stash", range(1), "has another gradient", id="telling nobody who has it until then"),
+    ],
+)
+def test_each_rule_is_needed(
+    monkeypatch: pytest.MonkeyPatch, rule: str, pipeline: str, seeds: range, found: str
+) -> None:
     monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
-    with pytest.raises(AssertionError, match="stuck"):
-        played(range(12), "flush", decides=False)
+    with pytest.raises(AssertionError, match=found):
+        played(seeds, pipeline, **{rule: False})
