@@ -2,8 +2,11 @@
 
 Synchronous: the job ends well, at its last step, with the bits of one undisturbed process. Asynchronous: it ends well;
 each update of a shard is in its parameters exactly once, and as many as its version says; every batch of every epoch
-was trained on, less what was counted as lost, and no more often than was counted as repeated. Always: no contribution
-came twice with other bits, no two chiefs acted at once, no task ended by a defect, and no process is left.
+was trained on, less what was counted as lost, and no more often than was counted as repeated. Asynchronous pipelines:
+each stage ends with as many updates as the job has steps; the job went back to its newest checkpoint whatever stage was
+lost, with what that cost counted; in each checkpoint no replica of bounded staleness is further ahead than it may be,
+and the last one has learned. Always: no contribution came twice with other bits, no two chiefs acted at once, no task
+ended by a defect, and no process is left.
 """
 
 from __future__ import annotations
@@ -24,23 +27,27 @@ from typing import Any
 
 import torch
 
+from shardline import consistency
 from shardline.checkpoint import CheckpointStore
 from shardline.core.choices import members
 from shardline.core.digest import params_sha256
 from shardline.core.plan import make_plan
+from shardline.core.spec import ConsistencySpec
 from shardline.job import load_job
 from shardline.testing import reference
 from shardline_chief.io.replayed import run_to_replay
 from tests.chaos.field import Field
 from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, write_job
 from tests.chaos.nursery import Starter
-from tests.chaos.schedules import EPOCH, TIMEOUT_S, Event, Schedule
+from tests.chaos.schedules import EPOCH, NO_STASH, TIMEOUT_S, Event, Schedule
 from tests.e2e.support import RUN_ID, end_processes, events, processes, summary_of
 from tests.support.cluster import Cluster
 
 LIMIT_S = 120.0
 """What a schedule may take in all, on a machine with two busy cores."""
 POLL_S = 0.01
+LEARNED = 0.4
+"""Accuracy that a few dozen updates reach, among four classes."""
 DEFECT = 1
 """Exit code of an error that nobody foresaw."""
 USAGE = 2
@@ -84,6 +91,8 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
     sync: dict[str, Any] = {}
     if schedule.synchronous:
         sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm, "apply": schedule.apply}
+    if schedule.apart:
+        sync = {"replicas": schedule.replicas}
     if schedule.pipeline != "whole-model":
         sync |= {"pipeline": schedule.pipeline, "accumulate": schedule.accumulate}
     if schedule.codec_parcels:
@@ -196,7 +205,7 @@ class _Player:
     def _await(self, event: Event) -> bool:
         """Until the event is due; False where the job has ended before."""
         deadline_s = time.monotonic() + self.limit_s
-        batches = self.schedule.steps * self.schedule.replicas * self.schedule.accumulate
+        batches = self.schedule.batches
         path = self.folder / "marks"
         while event.at and not self.field.finished():
             if path.exists() and path.stat().st_size >= 8 * event.at * batches:
@@ -288,6 +297,8 @@ def verify(played: Played) -> None:
         else:
             wanted = _chosen(played)
         check(found["sha256"] == wanted, "other bits than one undisturbed process")
+    elif schedule.apart:
+        _every_update_counts(played)
     else:
         _every_batch_counts(played)
 
@@ -325,9 +336,36 @@ def _went_back(played: Played) -> list[int]:
     for one in recoveries:
         check(one["lost"] == one["at_step"] - one["from_step"] >= 0, f"{one} counts other steps than were repeated")
     schedule, repeated = played.schedule, sum(one["lost"] for one in recoveries)
-    least = (schedule.steps + repeated) * schedule.replicas * schedule.accumulate
+    least = schedule.batches // schedule.steps * (schedule.steps + repeated)
     check(len(played.marks) >= least, f"{len(played.marks)} microbatches, but {repeated} steps are counted as repeated")
     return begun
+
+
+def _every_update_counts(played: Played) -> None:
+    """Replicas of stages that don't wait for each other: no bits to compare with, but all updates, and what they do."""
+    schedule, found = played.schedule, played.summary
+    check(found["steps"] == schedule.steps, f"{found['steps']} updates of {schedule.steps}")
+    check(set(found["versions"]) == {schedule.steps}, f"versions {found['versions']}")
+    _went_back(played)
+    mode = consistency.of(ConsistencySpec(mode=schedule.mode))
+    store = CheckpointStore(played.out / "checkpoints", 3)
+    for step in store.list():
+        kept = store.open(step)
+        for shard in range(len(kept.plan.shards)):
+            counts = [one.last_seq for one in kept.sequences(kept.plan, shard).values()]
+            ahead = max(counts) - min(counts)
+            allowed = mode.slack + 1 if isinstance(mode, consistency.SSP) else schedule.steps
+            check(ahead <= allowed, f"checkpoint {step}, shard {shard}: replicas have made {counts} steps")
+    newest = store.newest_valid()
+    check(newest.step == schedule.steps, f"the last checkpoint that is whole has {newest.step} updates")
+    job = load_job(job_of(schedule, played.out))
+    model = job.build_model()
+    model.load_state_dict({name: newest.tensor(name) for name in model.state_dict()})
+    check(all(values.isfinite().all() for values in model.state_dict().values()), "NaN or infinity in the parameters")
+    assert job.evaluate is not None
+    accuracy = job.evaluate(model.eval())["accuracy"]
+    bar = 0.0 if schedule.pipeline == NO_STASH else LEARNED
+    check(accuracy >= bar, f"accuracy {accuracy:.2f}, less than {bar}")
 
 
 def _no_defects(played: Played) -> None:

@@ -21,6 +21,9 @@ NEGATIVE = 150
 """Seeds from this one on draw NO_STASH like other pipelines."""
 NO_STASH = "no-stash"
 """The pipeline that trains nothing, which has to be exact all the same."""
+APART = 200
+"""Seeds from this one on draw, beside other pipelines, some whose replicas don't wait for each other."""
+PACED = "ssp:slack=1"
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
 """Pipelines without a flush that train."""
 STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", *UNBROKEN[2:])
@@ -93,9 +96,19 @@ class Schedule:
         """Whether every step is one of the whole job."""
         return self.mode in ("sync", SPARE)
 
+    @property
+    def apart(self) -> bool:
+        """Whether it is a pipeline whose replicas don't wait for each other: steps count the updates of a stage."""
+        return self.pipeline != "whole-model" and not self.synchronous
+
+    @property
+    def batches(self) -> int:
+        """Microbatches that are computed in all, if nothing happens."""
+        return self.steps * self.accumulate * (1 if self.apart else self.replicas)
+
     def __str__(self) -> str:
         about = f"seed {self.seed}: {self.mode}, {self.ps} ps, {self.workers} workers"
-        about += f", {self.replicas} replicas" if self.synchronous else ""
+        about += f", {self.replicas} replicas" if self.synchronous or self.apart else ""
         about += f", {self.steps} steps, a checkpoint every {self.every}"
         about += f", clip {self.clip_norm}" if self.clip_norm else ""
         about += f", codec {self.codec}" if self.codec != "raw" else ""
@@ -114,7 +127,8 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     """The schedule of a seed: two of five asynchronous, one of three with links that fail, one of four with standbys.
 
     From PLAIN on, four of ten are cut into stages, two of the three asynchronous ones have bounded staleness, one has a
-    spare, one a lossy codec, and in one workers run the optimizer.
+    spare, one a lossy codec, and in one workers run the optimizer. From APART on, replicas of two of the four cut into
+    stages don't wait for each other, or not much.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -130,7 +144,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     networks = networks and seed % 3 == 1
     apply = cut.apply if cut else "worker" if seed >= PLAIN and seed % 10 == 7 else "server"
     # What no standby has: versions of parameters, and the state of an optimizer that workers run.
-    lone = apply == "worker" or (cut is not None and cut.unbroken)
+    lone = apply == "worker" or (cut is not None and (cut.unbroken or cut.mode != "sync"))
     standbys = standbys and seed % 4 == 2 and not lone
     synchronous = mode in ("sync", SPARE)
     clip = 0.5 if synchronous and dice.random() < 0.25 else 0.0
@@ -169,17 +183,25 @@ class _Cut:
     accumulate: int
     codec_parcels: str
 
+    mode: str = "sync"
+    workers: int = 0
+    """0 = as many as are drawn."""
+
     def applied(self, drawn: Schedule) -> Schedule:
         """The schedule of a job that is cut so."""
+        apart = self.mode != "sync"
         return replace(
             drawn,
+            mode=self.mode,
+            workers=self.workers or drawn.workers,
             pipeline=self.name,
             replicas=self.replicas,
             accumulate=self.accumulate,
             codec_parcels=self.codec_parcels,
-            clip_norm=0.0 if self.unbroken else drawn.clip_norm,
+            clip_norm=0.0 if self.unbroken or apart else drawn.clip_norm,
             # Passes of several microbatches take longer.
-            steps=60,
+            steps=60 * (self.replicas if apart else 1),
+            every=drawn.every * (self.replicas if apart else 1),
         )
 
 
@@ -188,6 +210,8 @@ def _pipeline(seed: int) -> _Cut | None:
     if seed < PLAIN or seed % 10 not in CUT:
         return None
     dice = random.Random(f"pipeline of {seed}")
+    if seed >= APART and seed % 10 in CUT[2:]:
+        return _apart(seed, dice)
     number = (seed - PLAIN) // 10 * len(CUT) + CUT.index(seed % 10)
     names = STAGED if seed < NEGATIVE else (*STAGED, NO_STASH)
     name, apply = names[number % len(names)], ("server", "worker")[number // len(names) % 2]
@@ -199,6 +223,24 @@ def _pipeline(seed: int) -> _Cut | None:
         replicas=dice.choice([1, 2]),
         accumulate=dice.choice([2, 3, 4]),
         codec_parcels=dice.choice(["", "", "bf16", "int8"]),
+    )
+
+
+def _apart(seed: int, dice: random.Random) -> _Cut:
+    """Every schedule in turn, alternating whether replicas may be as far ahead as they like."""
+    names = (*STAGED, NO_STASH)
+    number = (seed - APART) // 10 * 2 + (seed % 10 == CUT[3])
+    name, paced = names[number % len(names)], number % 2 == 1
+    return _Cut(
+        name=name,
+        unbroken=name in (*UNBROKEN, NO_STASH),
+        apply="server",
+        replicas=2 if paced else dice.choice([2, 3]),
+        accumulate=dice.choice([2, 3, 4]),
+        codec_parcels=dice.choice(["", "", "bf16", "int8"]),
+        mode=PACED if paced else "async",
+        # Who has stages of several replicas binds these to each other anyway.
+        workers=6 if paced else 0,
     )
 
 

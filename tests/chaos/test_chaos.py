@@ -11,7 +11,7 @@ from shardline.pipeline import PIPELINES
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
-from tests.chaos.schedules import EPOCH, LINKS, LONG_S, NEGATIVE, PLAIN, SPARE, Event, Schedule, draw
+from tests.chaos.schedules import APART, EPOCH, LINKS, LONG_S, NEGATIVE, PACED, PLAIN, SPARE, Event, Schedule, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
 
@@ -100,6 +100,14 @@ def test_a_pipeline_without_a_flush_goes_back_to_its_newest_checkpoint_whatever_
     assert len(found.summary["recoveries"]) >= 2
 
 
+def test_stages_whose_replicas_do_not_wait_go_back_to_their_newest_checkpoint_whatever_dies(
+    tmp_path: Path, starter: Starter
+) -> None:
+    found = play(draw(239), tmp_path, starter)
+    assert found.schedule.apart
+    assert len(found.summary["recoveries"]) >= 2
+
+
 def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen() -> None:
     drawn = [draw(seed) for seed in range(60)]
     assert drawn == [draw(seed) for seed in range(60)]
@@ -125,6 +133,15 @@ def test_every_schedule_of_a_pipeline_is_drawn_with_either_owner_of_the_optimize
     assert all(one.seed >= PLAIN and one.mode == "sync" for one in drawn)
     assert {one.replicas for one in drawn} == {1, 2} and any(one.codec_parcels for one in drawn)
     assert {one.unbroken for one in drawn if one.standbys} == {False}
+
+
+def test_every_schedule_of_a_pipeline_is_drawn_with_replicas_that_do_not_wait_and_earlier_seeds_draw_none() -> None:
+    assert not any(draw(seed).apart for seed in range(APART))
+    drawn = [one for one in map(draw, range(APART, APART + 70)) if one.apart]
+    names = {one.name for one in PIPELINES if PIPELINES.parse(one.name).staged}
+    assert {(one.pipeline, one.mode) for one in drawn} == {(name, mode) for name in names for mode in ("async", PACED)}
+    assert all(one.apply == "server" and not one.standbys and not one.clip_norm for one in drawn)
+    assert {one.workers for one in drawn if one.mode == PACED} == {6}
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
