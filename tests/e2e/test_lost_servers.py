@@ -87,7 +87,7 @@ def test_a_killed_ps_of_an_asynchronous_job_costs_updates_of_its_shard_only(tmp_
     assert 300 <= kept <= 300 + found["repeated_batches"] <= 302
     assert recovery["lost"] <= found["lost_updates"]
     assert 300 <= restored + found["lost_updates"] <= 302
-    assert any("ps/1 at" in text and "rolling it back to step" in text for text in events(out))
+    assert any("ps/1 at" in text and "rolling it back to the newest checkpoint (step " in text for text in events(out))
 
 
 SCRIPT = """

@@ -52,8 +52,8 @@ def test_lost_server_that_comes_back_is_filled_and_the_job_goes_on_from_its_chec
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 10, 7)
     assert (
-        "ps/1 was restarted and is empty; ps/1 at h:1 held shard 1; rolling back all shards to step "
-        "10" in cluster.text()
+        "ps/1 was restarted and is empty; ps/1 at h:1 held shard 1; rolling back all shards to the newest "
+        "checkpoint (step 10 or later)" in cluster.text()
     )
     assert "training continues from step 10, 7 steps are repeated" in cluster.text()
     cluster.advance(100)

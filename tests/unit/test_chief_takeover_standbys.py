@@ -100,7 +100,7 @@ def test_a_standby_that_is_not_whole_leaves_the_way_back() -> None:
     cluster.join("ps", 1)
     hear_twice(cluster)
     assert cluster.kinds(Promote) == []
-    assert "rolling back all shards to step 10" in cluster.text()
+    assert "rolling back all shards to the newest checkpoint (step 10 or later)" in cluster.text()
     assert [ps.step for ps in cluster.ps] == [10, 10, 10]
 
 

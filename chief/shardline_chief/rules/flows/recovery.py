@@ -142,7 +142,8 @@ class Recovery:
                 return "the first checkpoint is still being written"
             return "there is no checkpoint yet, so the job starts over"
         what = "rolling back all shards" if state.mode.consistent_cuts else "rolling it back"
-        return f"{what} to step {state.saves.checkpoint_step}"
+        # One that is being written may be there when it is looked for.
+        return f"{what} to the newest checkpoint (step {state.saves.checkpoint_step} or later)"
 
     # The checkpoint
 
