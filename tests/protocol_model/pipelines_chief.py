@@ -344,7 +344,7 @@ class PipelineChief:
             remembers=False,
             saves=SimpleNamespace(checkpoint_step=self.committed[0]),
         )
-        self.memory = ErrorMemory(cast(Any, self.chief), cast(Any, recovery))
+        self.memory = ErrorMemory(cast(Any, self.chief), cast(Any, recovery), cast(Any, None))
         if self.term > 1 and goes_back(cast(Any, self.chief)) and self.setup.decides:
             # See Takeover: it does not know who had which state.
             self.roll_back()

@@ -8,9 +8,10 @@ import pytest
 
 from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec, TensorSpec
-from shardline.errors import JobError
+from shardline.errors import JobError, UsageError
 from shardline.fit import check_fit
 from shardline_chief.rules.actions import Cut, Restore
+from shardline_chief.rules.events import EndAsked
 from shardline_chief.rules.state.work import Work
 from tests.support.chief_cluster import Cluster, T, make_job, phase, running
 from tests.support.mortal_chief import Mortal, cut, mortal
@@ -230,18 +231,48 @@ def test_where_workers_run_the_optimizer_one_that_has_other_stages_lacks_the_sta
     assert {0, 1} <= work.unready
 
 
-@pytest.mark.parametrize("mode", ["sync", "async:in_stages=true"])
-def test_a_stop_that_is_not_reached_since_stages_have_moved_says_so(mode: str) -> None:
+def staged(mode: str) -> Cluster:
+    """Pipelines of two stages that can't begin a step again, in step 17, with a checkpoint of step 10."""
     weights = tuple(
         TensorSpec(name=f"w{number}", shape=(64, 4), dtype="float32", fragment=number % 2) for number in range(4)
     )
     pipeline = "stash" if mode == "sync" else "flush"
-    cluster = running(tensors=weights, mode=mode, pipeline=pipeline, replicas=2)
-    cluster.advance(5)
-    cluster.program.stop("SIGTERM", cluster.now_s)
+    return at_checkpoint_and_beyond(tensors=weights, mode=mode, pipeline=pipeline, replicas=2)
+
+
+def lose(cluster: Cluster) -> None:
     cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
     cluster.join("worker", 1)
+    cluster.tick()
+
+
+EITHER = pytest.mark.parametrize("mode", ["sync", "async:in_stages=true"])
+
+
+@EITHER
+def test_a_job_that_loses_a_stage_while_it_goes_to_an_early_end_goes_back_first_and_ends_well(mode: str) -> None:
+    cluster = staged(mode)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    lose(cluster)
+    cluster.tick()
+    assert "stage 1 of replicas 0, 1 moved, and what was in the pipeline is lost; rolling back all" in cluster.text()
+    (recovered,) = cluster.program.state.losses.recoveries
+    assert (recovered.at_step, recovered.from_step) == (17, 10)
+    stop = cluster.program.state.progress.stop_step
+    assert phase(cluster) is Phase.STOPPING and 10 < stop < 100
+    cluster.advance(stop)
+    assert cluster.finish is not None and (cluster.finish.exit_code, cluster.finish.reason) == (0, "stopped: SIGTERM")
+    assert cluster.saves[-1].step == stop
+
+
+@EITHER
+def test_a_job_that_fails_does_not_go_back_and_a_stop_that_is_not_reached_says_what_has_moved(mode: str) -> None:
+    cluster = staged(mode)
+    cluster.ps[0].step += 1
+    cluster.program.machine.handle(EndAsked("worker/0 has failed", UsageError.exit_code), cluster.now_s)
+    lose(cluster)
     for _ in range(8):
         cluster.tick(T / 20)
-    assert cluster.finish is not None
-    assert "was not reached (shards are at 5 to 5; stage 1 of replicas 0, 1 moved, and" in (cluster.finish.reason)
+    assert not cluster.program.state.losses.recoveries
+    assert "was not reached (shards are at 17 to 18; stage 1 of replicas 0, 1 moved, and" in cluster.text()
+    assert cluster.finish is not None and cluster.finish.exit_code == UsageError.exit_code

@@ -87,7 +87,7 @@ class Flows:
             servers=Servers(state),
             failover=failover,
             recovery=recovery,
-            memory=ErrorMemory(state, recovery),
+            memory=ErrorMemory(state, recovery, ending),
             codec_choice=CodecChoice(state, recovery),
             takeover=takeover,
             ending=ending,
@@ -129,6 +129,7 @@ def _of_time(flows: Flows) -> Rows:
         ),
         on.Progressed: (
             (TRAINING, flows.memory.moved),
+            (at(Stage.CHOOSING, Stage.REACHING), flows.memory.moved_at_end),
             (TRAINING, flows.codec_choice.look),
             (TRAINING, flows.leasing.end_if_complete),
             (TRAINING, ending.end_as_remembered),

@@ -11,8 +11,10 @@ from __future__ import annotations
 from shardline import fit, pipeline
 from shardline.core.settings import WORKER
 from shardline.errors import TaskLostError
-from shardline_chief.rules.events import Progressed, TrainerLost
+from shardline_chief.rules.events import EndAsked, Progressed, TrainerLost
+from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.flows.recovery import Recovery
+from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.state import State
 
 
@@ -38,9 +40,10 @@ def _named(replicas: list[int]) -> str:
 class ErrorMemory:
     """Rules for lost error memory."""
 
-    def __init__(self, state: State, recovery: Recovery) -> None:
+    def __init__(self, state: State, recovery: Recovery, ending: Ending) -> None:
         self.state = state
         self.recovery = recovery
+        self.ending = ending
 
     def worker_lost(self, event: TrainerLost, now_s: float) -> None:
         """Where workers push for themselves, a worker's memory goes with it."""
@@ -73,6 +76,20 @@ class ErrorMemory:
             return False
         self._again_or_end(why, now_s)
         return True
+
+    def moved_at_end(self, event: Progressed, now_s: float) -> bool:
+        """The same while the job goes to its last step, which it would never reach: it ends once it trains again.
+
+        A job that fails ends where it is.
+        """
+        state, work, ending = self.state, self.state.work, self.ending
+        lacking = (unbroken(state) and work.moved) or (applied(state) and work.unready)
+        if not lacking or ending.scoring.exit_code or state.saves.checkpoint_step < 0:
+            return False
+        again = EndAsked(state.reason)
+        ending.reopen()
+        ending.early, state.stage = again, Stage.TRAINING
+        return self.moved(event, now_s)
 
     def _again_or_end(self, why: str, now_s: float) -> None:
         """Go back; where that is not possible, end the job: the others would wait for ever."""
