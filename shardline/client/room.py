@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
+from torch import nn
 
 from shardline import pipeline, update
 from shardline.core.plan import Plan, make_plan
@@ -12,6 +14,7 @@ from shardline.core.settings import WORKER
 from shardline.core.spec import JobSpec, TensorKind, itemsize
 from shardline.errors import JobError
 from shardline.host.process import free_memory
+from shardline.pipeline.across import parts
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.costs import versions
@@ -22,44 +25,55 @@ Stages = Mapping[int, Sequence[int]]
 
 
 def check_room(
-    model: StagedModel, job: JobSpec, stages: Stages, device: torch.device, *, had: Stages | None = None
+    model: nn.Module,
+    job: JobSpec,
+    stages: Stages,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    had: Stages | None = None,
 ) -> None:
     """Refuse stages that don't fit into the memory that is left, the model being in it already.
 
-    had: stages of this worker until now, whose memory is in use, and free once they are gone. Counted is what is known
-    before the first pass: see needed_bytes() and activation_bytes(). Raises JobError, naming the stage that needs most,
-    its layers, the bytes and the limit.
+    rank: of this worker, in layers that several share. had: stages of this worker until now, whose memory is in use,
+    and free once they are gone. Counted is what is known before the first pass: see needed_bytes() and
+    activation_bytes(). Raises JobError, naming the stage that needs most, its layers, the bytes and the limit.
     """
-    in_use, passing = needed_bytes(job, had or {}), activation_bytes(model, job, stages)
+    in_use, passing = needed_bytes(job, had or {}, rank), activation_bytes(model, job, stages)
     needed = {
         # Between two steps activations are in nobody's memory.
         stage: count + passing.get(stage, 0) - in_use.get(stage, 0)
-        for stage, count in needed_bytes(job, stages).items()
+        for stage, count in needed_bytes(job, stages, rank).items()
     }
     more = sum(needed.values()) - sum(in_use[stage] for stage in in_use.keys() - needed.keys())
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if more > free:
         largest = max(needed, key=lambda stage: needed[stage])
         others = f", with this worker's other stages {more:,}" if more != needed[largest] else ""
-        parts = "its gradients, versions of its parameters"
-        what = f"{parts}, optimizer state and activations" if passing else f"{parts} and optimizer state"
+        first = "its gradients, versions of its parameters"
+        what = f"{first}, optimizer state and activations" if passing else f"{first} and optimizer state"
         left_out = "" if passing else "; activations are not in it"
+        staged = isinstance(model, StagedModel) and pipeline.of(job).staged
+        where = f"{cast(StagedModel, model).where(largest)}," if staged else "the model"
+        advice = "Cut the model into more stages: `shardline partition --memory` finds some that fit"
+        if pipeline.ranks(job) > 1:
+            where, advice = f"rank {rank} of {where}", "Choose more tensor_ranks, or cut the model into more stages"
         raise JobError(
-            f"{model.where(largest)}, does not fit: besides the model, {what} need {needed[largest]:,} bytes{others}, "
-            f"and {free:,} are left on {device}{left_out}. Cut the model into more stages: `shardline partition "
-            "--memory` finds some that fit"
+            f"{where} does not fit: besides the model, {what} need {needed[largest]:,} bytes{others}, "
+            f"and {free:,} are left on {device}{left_out}. {advice}"
         )
 
 
-def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
+def needed_bytes(job: JobSpec, stages: Stages, rank: int = 0) -> dict[int, int]:
     """By stage: bytes of gradients, of the versions of its parameters but one, and of optimizer state that is here."""
-    schedule, layout = pipeline.of(job), pipeline.layout(job)
+    schedule, layout, ranks = pipeline.of(job), pipeline.layout(job), pipeline.ranks(job)
     states = state_bytes(job, make_plan(job.tensors, 1)) if job.apply == WORKER else {}
     found = {}
     for stage in sorted({stage for own in stages.values() for stage in own}):
         sizes = dict.fromkeys(TensorKind, 0)
+        own = {parts.fragment(stage, ranks, None), parts.fragment(stage, ranks, rank)} if ranks > 1 else {stage}
         for one in job.tensors:
-            if one.fragment == stage:
+            if one.fragment in own:
                 sizes[one.kind] += one.elements * itemsize(one.dtype)
         replicas = sum(stage in own for own in stages.values())
         more = max(versions(schedule, stage, layout)) - 1
@@ -67,9 +81,9 @@ def needed_bytes(job: JobSpec, stages: Stages) -> dict[int, int]:
     return found
 
 
-def activation_bytes(model: StagedModel, job: JobSpec, stages: Stages) -> dict[int, int]:
+def activation_bytes(model: nn.Module, job: JobSpec, stages: Stages) -> dict[int, int]:
     """By stage: the most that its passes need at a time, besides its parameters; {} where that is not known."""
-    if not isinstance(model, Pipeline) or model.profile is None:
+    if not isinstance(model, Pipeline) or model.profile is None or pipeline.ranks(job) > 1:
         return {}
     schedule, layout = pipeline.of(job), pipeline.layout(job)
     activations = Activations(model.profile, recompute=schedule.recompute)

@@ -75,12 +75,18 @@ class Orders:
     posts: tuple[Post, ...] = ()
     """In a pipeline: who computes each unit, by unit; see shardline.pipeline."""
     posting: int = 0
-    """Higher with every change of posts, so that two orders with the same posts are told apart."""
+    """Higher with every change of posts, so that two orders with the same posts are told apart: the chief's term << 32,
+    and the number of changes, of which the first is that the job begins."""
 
     @property
     def work(self) -> tuple[tuple[int, ...], tuple[Post, ...], int]:
         """What this task computes, and with whom."""
         return self.replicas, self.posts, self.posting
+
+    @property
+    def moved(self) -> bool:
+        """In a pipeline: whether any unit has moved from one worker to another under the present chief."""
+        return self.posting & 0xFFFFFFFF > 1
 
     def units(self, task: str) -> Sequence[int]:
         """What this task computes: its replicas, or in a pipeline its units."""

@@ -22,7 +22,7 @@ from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.partition.activations import Activations
-from shardline_worker.service import Room
+from shardline_worker.room import Room
 
 WEIGHTS = 4 * 64 * 64
 
@@ -130,7 +130,7 @@ def test_stages_that_a_worker_had_need_no_more_and_those_that_go_make_room(monke
         room.check_room(model, spec, {0: (1, 2), 1: (1,)}, cpu, had={0: (1, 2)})
 
 
-def test_a_worker_that_had_stages_waits_for_the_lost_one_after_a_rollback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_has_no_room_for_stages_of_a_lost_worker_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(replicas=2)
     model, waited = job.build_model(), []
     assert isinstance(model, Pipeline)
@@ -139,15 +139,12 @@ def test_a_worker_that_had_stages_waits_for_the_lost_one_after_a_rollback_too(mo
     def wait(changed: Callable[[Orders], bool], *, timeout_s: float) -> None:
         waited.append(timeout_s)
 
-    # Replicas that don't wait for each other have done fewer steps each than there were updates; without a flush the
-    # step is the checkpoint's.
-    link = SimpleNamespace(orders=Orders(first_step=20), wait=wait, timeouts=Timeouts(total_s=30.0))
-    parcels = SimpleNamespace(all_stages=lambda: dict(held), still_ordered=lambda: not waited)
+    link = SimpleNamespace(orders=Orders(posting=(1 << 32) + 1), wait=wait, timeouts=Timeouts(total_s=30.0))
+    parcels = SimpleNamespace(all_stages=lambda: dict(held), still_ordered=lambda: not waited, rank=0)
     session = SimpleNamespace(
         parcels=parcels,
         job=job.spec(model),
         device=torch.device("cpu"),
-        step=10,
         link=link,
         config=SimpleNamespace(timeouts=link.timeouts),
     )
@@ -162,3 +159,37 @@ def test_a_worker_that_had_stages_waits_for_the_lost_one_after_a_rollback_too(mo
     with pytest.raises(StepAgain):
         here.check()
     assert waited
+    # One that had none of the job's stages, and takes some over.
+    waited.clear()
+    link.orders = Orders(posting=(1 << 32) + 2)
+    with pytest.raises(StepAgain):
+        Room(cast(Session, session), model).check()
+    assert waited
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_rank_needs_gradients_of_its_own_parts_and_of_what_all_ranks_have(
+    monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    def made() -> nn.Module:
+        layers = [
+            nn.Linear(64, 64, bias=False),
+            nn.ReLU(),
+            nn.Linear(64, 64, bias=False),
+            nn.Linear(64, 64, bias=False),
+        ]
+        return Pipeline(layers, stages=[3]) if staged else nn.Sequential(*layers)
+
+    shared = {"tensor_parallel": {"0": "colwise", "2": "rowwise"}, "tensor_ranks": 2}
+    job = replace(job_of(pipeline="flush" if staged else "whole-model", replicas=2, **shared), model=made)
+    model, cpu = job.build_model(), torch.device("cpu")
+    spec = job.spec(model)
+    # Half of two layers, and where there is one stage the third layer, of two replicas.
+    needed = 2 * (WEIGHTS if staged else 2 * WEIGHTS)
+    assert [room.needed_bytes(spec, {0: (0,), 1: (0,)}, rank) for rank in range(2)] == [{0: needed}] * 2
+    monkeypatch.setattr(room, "free_memory", lambda: needed - 1)
+    where = "stage 0, layer 0 (Linear) to layer 2 (Linear)," if staged else "the model"
+    with pytest.raises(JobError) as refused:
+        room.check_room(model, spec, {0: (0,), 1: (0,)}, cpu, rank=1)
+    assert str(refused.value).startswith(f"rank 1 of {where} does not fit: besides the model")
+    assert "Choose more tensor_ranks" in str(refused.value)

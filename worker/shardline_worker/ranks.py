@@ -16,6 +16,7 @@ from shardline.errors import JobError
 from shardline.host.process import tell_ready
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline_worker.room import Room
 
 
 class RankWorker:
@@ -39,6 +40,7 @@ class RankWorker:
         self._team = Team(session.config.timeouts, session.parcels.still_ordered)
         self._module = model
         """Of the present team."""
+        self._room = Room(session, model)
         self._runner: TeamRunner | None = None
         """Set if the model has stages."""
 
@@ -62,6 +64,7 @@ class RankWorker:
     def _gather(self, step: int) -> None:
         """Have a team for this step. Where a worker has looked for its step again, all of its team do."""
         session, office, team = self._session, self._session.parcels, self._team
+        self._room.check()
         if team.mesh is not None and not session.trainer.open.first:
             return
         about = f"timeline {office.timeline}, step {step} of replicas {session.replicas}, stages {office.all_stages()}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
-import time
 from collections.abc import Mapping
 
 import torch
@@ -13,11 +10,9 @@ import torch
 from shardline import pipeline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
-from shardline.client.overlap.watching import StepAgain
-from shardline.client.room import Stages, check_room
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import JobError, ShardlineError, UsageError
+from shardline.errors import ShardlineError, UsageError
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
@@ -26,6 +21,7 @@ from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
 from shardline.pipeline.stream import ParameterSource, StreamRunner
+from shardline_worker.room import Room
 
 log = logging.getLogger("shardline.worker")
 
@@ -79,44 +75,6 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
                 session.contribute(replica, loss=loss, samples=samples, keep=True)
             optimizer.step()
     _log_end(session)
-
-
-class Room:
-    """Checks that the stages which are assigned fit into memory, when they change."""
-
-    def __init__(self, session: Session, model: StagedModel) -> None:
-        self._session = session
-        self._model = model
-        self._had: Stages = {}
-
-    def check(self) -> None:
-        """Raise JobError, see check_room(), if the job begins.
-
-        Later, stages come from a worker that was lost. Those that don't fit wait for it as long as the cluster waits
-        for a lost task: raises StepAgain when the orders change, JobError when the time is up.
-        """
-        session, stages = self._session, self._session.parcels.all_stages()
-        if stages == self._had:
-            return
-        try:
-            check_room(self._model, session.job, stages, session.device, had=self._had)
-        except JobError as error:
-            # A job that has gone back to a checkpoint begins at its first step again.
-            if self._had or session.step > session.link.orders.first_step:
-                self._await_others(error)
-            raise
-        self._had = stages
-
-    def _await_others(self, error: JobError) -> None:
-        link, lost_s = self._session.link, self._session.config.timeouts.lost_s
-        log.warning("%s; waiting %.0f s for the worker that had it, or another", error, lost_s)
-        end_s = time.monotonic() + lost_s
-        while self._session.parcels.still_ordered():
-            left_s = end_s - time.monotonic()
-            if left_s <= 0.0:
-                raise JobError(f"{error}; the worker that had it has not returned within {lost_s:.0f} s") from error
-            link.wait(functools.partial(operator.ne, link.orders), timeout_s=min(left_s, link.timeouts.heartbeat_s))
-        raise StepAgain
 
 
 def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedModel, runner: StageRunner) -> None:

@@ -1,0 +1,54 @@
+"""Waits for the worker that had them, where stages of a lost one don't fit into memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import time
+
+from torch import nn
+
+from shardline.client.api.session import Session
+from shardline.client.overlap.watching import StepAgain
+from shardline.client.room import Stages, check_room
+from shardline.errors import JobError
+
+log = logging.getLogger("shardline.worker")
+
+
+class Room:
+    """Checks that what is assigned fits into memory, when it changes."""
+
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._session = session
+        self._model = model
+        self._had: Stages = {}
+
+    def check(self) -> None:
+        """Raise JobError, see check_room(), if the job begins.
+
+        Later, stages come from a worker that was lost. Those that don't fit wait for it as long as the cluster waits
+        for a lost task: raises StepAgain when the orders change, JobError when the time is up.
+        """
+        session, stages = self._session, self._session.parcels.all_stages()
+        if stages == self._had:
+            return
+        try:
+            check_room(self._model, session.job, stages, session.device, rank=session.parcels.rank, had=self._had)
+        except JobError as error:
+            if self._had or session.link.orders.moved:
+                self._await_others(error)
+            raise
+        self._had = stages
+
+    def _await_others(self, error: JobError) -> None:
+        link, lost_s = self._session.link, self._session.config.timeouts.lost_s
+        log.warning("%s; waiting %.0f s for the worker that had it, or another", error, lost_s)
+        end_s = time.monotonic() + lost_s
+        while self._session.parcels.still_ordered():
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0:
+                raise JobError(f"{error}; the worker that had it has not returned within {lost_s:.0f} s") from error
+            link.wait(functools.partial(operator.ne, link.orders), timeout_s=min(left_s, link.timeouts.heartbeat_s))
+        raise StepAgain
