@@ -181,7 +181,7 @@ class StepLoop:
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         if not self.finder.iterating and added:
             self.finder.retained = RetainedContribution(mark, added)
-        number = self.finder.leases.batch if self.finder.leases.held else trainer.step
+        number = self.finder.leases.batch if self.finder.leases.held else trainer.half.reported_step
         report = StepReport(
             step=number,
             replica=replica,

@@ -64,6 +64,11 @@ class WorkerHalf(abc.ABC):
     def job_step(self) -> int:
         """Steps that the job has done, as far as this worker knows."""
 
+    @property
+    def reported_step(self) -> int:
+        """Number of the open step in reports, unless the chief has numbered it: what curves are drawn over."""
+        return self.step
+
     @abc.abstractmethod
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
         """Replicas to ask every shard about to find the step."""

@@ -26,6 +26,11 @@ class StageSteps(SharedSteps):
         """The fewest updates that the stages of this worker have had, as far as it knows: its own, or more."""
         return max(self.step, self._updates)
 
+    @property
+    def reported_step(self) -> int:
+        """See WorkerHalf.reported_step: checkpoints, and so rollbacks, count updates."""
+        return self.job_step
+
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """See WorkerHalf.located.
 
