@@ -114,10 +114,11 @@ class _Run:
         self.spec: JobSpec = job.spec(self.model)
         if cadence.of(self.spec).ticks != 1 or self.spec.inner is not None:
             raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
-        if consistency.of(self.spec.consistency).by_stage and self.spec.replicas > 1:
+        mode = consistency.of(self.spec.consistency)
+        if mode.by_stage and self.spec.replicas > 1:
             raise JobError(
                 "reference() repeats what does not depend on who was first, but the replicas of a pipeline with "
-                f"consistency {self.spec.consistency.mode} don't wait for each other; compare with replicas=1"
+                f"consistency {mode} don't wait for each other; compare with replicas=1"
             )
         if pipeline.ranks(self.spec) > 1:
             raise JobError(

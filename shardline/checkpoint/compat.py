@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardline import consistency
+from shardline.consistency import named
 from shardline.core.spec import JobSpec, TensorSpec, joined
 from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, JobError
@@ -36,13 +37,19 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
 
 def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
     """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
-    before, after = (_flat(job_to_json(replace(one, tensors=joined(one.tensors)))) for one in (stored, job))
+    before, after = (_flat(job_to_json(_whole(one))) for one in (stored, job))
     return {
         path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
         # Fragments follow from the cadence, and from who computes what.
         if before.get(path, "absent") != after.get(path, "absent") and not path.endswith(".fragment")
     }
+
+
+def _whole(job: JobSpec) -> JobSpec:
+    """The job as it is without a pipeline or workers that share layers."""
+    mode = replace(job.consistency, mode=named(job.consistency))
+    return replace(job, tensors=joined(job.tensors), consistency=mode)
 
 
 def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
@@ -69,7 +76,7 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
 
 def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
     ours, theirs = chosen(job.rule), chosen(stored.rule)
-    pairs: list[tuple[str, Any, Any]] = [("consistency", job.consistency.mode, stored.consistency.mode)]
+    pairs: list[tuple[str, Any, Any]] = [("consistency", named(job.consistency), named(stored.consistency))]
     if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
         pairs.insert(0, ("the update rule", ours.label(job.rule), theirs.label(stored.rule)))
     else:

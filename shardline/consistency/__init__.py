@@ -13,7 +13,18 @@ from shardline.consistency.voted import Voted
 from shardline.core.spec import ConsistencySpec
 from shardline.seams import Table
 
-__all__ = ["CONSISTENCIES", "RESIDENTS", "SSP", "Asynchronous", "Clock", "Consistency", "Eager", "SoftSync", "of"]
+__all__ = [
+    "CONSISTENCIES",
+    "RESIDENTS",
+    "SSP",
+    "Asynchronous",
+    "Clock",
+    "Consistency",
+    "Eager",
+    "SoftSync",
+    "named",
+    "of",
+]
 
 CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous, SoftSync, SSP)
 RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous, SoftSync, SSP)
@@ -24,3 +35,8 @@ RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous, SoftSync
 def of(spec: ConsistencySpec) -> Consistency:
     """The mode of a job. Raises JobError for one that does not exist."""
     return CONSISTENCIES.parse(spec.mode).under(spec)
+
+
+def named(spec: ConsistencySpec) -> str:
+    """A job's choice as its user has made it, for messages; the same with a pipeline and without."""
+    return str(CONSISTENCIES.parse(spec.mode).plain())

@@ -33,6 +33,10 @@ class Asynchronous(Consistency):
         """See Consistency."""
         return Asynchronous(in_stages=True)
 
+    def plain(self) -> Consistency:
+        """See Consistency."""
+        return Asynchronous()
+
     def under(self, spec: ConsistencySpec) -> Consistency:
         """In a pipeline no worker has a whole push."""
         return ByStage() if self.in_stages else self

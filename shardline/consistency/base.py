@@ -100,6 +100,10 @@ class Consistency(Resident):
         """The choice for a job with a pipeline."""
         return self
 
+    def plain(self) -> Consistency:
+        """The choice as users make it: the inverse of staged()."""
+        return self
+
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """A worker's half for a job of this mode, at the job's beginning."""
         return OwnPushes(job) if self.whole_pushes else SharedSteps(job)

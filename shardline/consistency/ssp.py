@@ -58,6 +58,10 @@ class SSP(Consistency):
         """See Consistency."""
         return SSP(self.slack, in_stages=True)
 
+    def plain(self) -> Consistency:
+        """See Consistency."""
+        return SSP(self.slack)
+
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """See Consistency."""
         return PacedPushes(job)

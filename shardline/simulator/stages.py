@@ -229,9 +229,10 @@ class PipelineSimulation:
                 f"deaths in pipeline {job.pipeline} can't be simulated; --set pipeline=whole-model simulates them with "
                 "workers that have the whole model"
             )
-        if consistency.of(job.consistency).by_stage:
+        mode = consistency.of(job.consistency)
+        if mode.by_stage:
             raise UsageError(
-                f"consistency {job.consistency.mode} in pipeline {job.pipeline} can't be simulated; simulate it with "
+                f"consistency {mode} in pipeline {job.pipeline} can't be simulated; simulate it with "
                 "--set consistency=sync, in which replicas wait for each other"
             )
         self.setup = setup

@@ -332,6 +332,21 @@ def test_with_one_replica_asynchronous_stages_have_the_bits_of_synchronous_ones(
     assert_counted(out, pipeline, StageLayout.straight(3, 4))
 
 
+def test_an_asynchronous_job_goes_on_without_its_pipeline_and_with_it_again(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"pipeline": "flush", "consistency": "async"}
+    job, out = write_job(tmp_path, steps=12, replicas=2, **fields), tmp_path / "run"
+    assert train(job, out, "--ps", "2", "--workers", "3").code == 0
+    whole = ("--set", "pipeline=whole-model", "--set", "replicas=1", "--steps", "24")
+    finished = train(job, out, "--ps", "2", "--workers", "2", "--resume", *whole)
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert (found["first_step"], found["steps"], found["versions"], found["consistency"]) == (12, 24, [24, 24], "async")
+    finished = train(job, out, "--ps", "1", "--workers", "3", "--resume", "--steps", "36")
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert (found["first_step"], found["steps"], found["versions"], found["consistency"]) == (24, 36, [36], "async")
+
+
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline", "replicas", "mode"),
     [
@@ -353,7 +368,8 @@ def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoi
         wait_for_step(out, 13)
         cluster.kill(dying, **options)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
-    assert any(re.search(r"rolling back all shards to step \d+", told) for told in events(out)), events(out)
+    went_back = r"rolling back all shards to the newest checkpoint \(step \d+ or later\)"
+    assert any(re.search(went_back, told) for told in events(out)), events(out)
     assert summary_of(out)["steps"] == 80
     manifest = json.loads((out / "checkpoints" / "step-00000080" / "manifest.json").read_text(encoding="utf-8"))
     for held in manifest["extra"]["sequences"]:

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore, export, find_checkpoint
 from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
+from shardline.consistency import CONSISTENCIES
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
 from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec, parts_of
 from shardline.errors import CheckpointError, UsageError
 from shardline.update import BucketRule, bucket_rule, chosen, rule, wants_whole
+from shardline_chief.io.checkpointer import ResumePoint
 from tests.support.checkpoints import (
     BUFFER,
     EVERY_KIND,
@@ -441,6 +443,7 @@ def changed(name: str, **changes: Any) -> tuple[TensorSpec, ...]:
         (job_of(seed=9), "seed is 9"),
         (job_of(accumulate=2), "accumulate is 2"),
         (job_of(consistency=ConsistencySpec(mode="async")), "consistency is async in the job, sync"),
+        (job_of(consistency=ConsistencySpec(mode="async:in_stages=true")), "consistency is async in the job, sync"),
     ],
 )
 def test_foreign_checkpoint_is_refused_with_the_difference_named(tmp_path: Path, other: JobSpec, sentence: str) -> None:
@@ -467,6 +470,19 @@ def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_pat
     asynchronous = job_of(consistency=ConsistencySpec(mode="async"))
     store.commit(cut_of(asynchronous, step=1))
     assert store.open(1).compatible(dataclasses.replace(asynchronous, seed=3, batch_size=8)) != []
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:slack=2"])
+def test_stages_go_on_from_a_checkpoint_without_them_and_the_other_way(tmp_path: Path, mode: str) -> None:
+    store, plain = CheckpointStore(tmp_path, keep=2), job_of(consistency=ConsistencySpec(mode=mode))
+    inner = str(CONSISTENCIES.parse(mode).staged())
+    staged = dataclasses.replace(plain, consistency=ConsistencySpec(mode=inner), pipeline="flush")
+    for step, (before, after) in enumerate(((plain, staged), (staged, plain))):
+        store.commit(cut_of(before, step=step))
+        (note,) = store.open(step).compatible(after)
+        assert note.startswith("pipeline: ")
+    # Every update counts as a batch that is done.
+    assert ResumePoint(store.open(1)).cursor == {"done": [[0, 1]]} and ResumePoint(store.open(0)).cursor == {}
 
 
 # Export.

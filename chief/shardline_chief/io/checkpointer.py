@@ -52,9 +52,11 @@ class ResumePoint:
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """Finished leases, if the chief hands out batches; else {}."""
-        leases = self.checkpoint.manifest.extra.get("leases", {})
-        return leases if isinstance(leases, dict) else {}
+        """Finished leases, as the chief has handed out batches; those of as many updates where it has not."""
+        leases = self.checkpoint.manifest.extra.get("leases")
+        if isinstance(leases, dict):
+            return leases
+        return {"done": [[0, self.step]]} if self.step else {}
 
     @property
     def versions(self) -> tuple[int, ...]:

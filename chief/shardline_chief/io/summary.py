@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardline import codecs, methods, pipeline
+from shardline import codecs, consistency, methods, pipeline
 from shardline.core.orders import LOST, REPEATED
 from shardline.core.spec import JobSpec
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
@@ -89,7 +89,7 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
         "checkpoint": state.saves.checkpoint_path or None,
         "checkpoint_step": state.saves.checkpoint_step,
         "methods": methods.chosen(state.job) if state.job is not None else {},
-        "consistency": state.job.consistency.mode if state.job is not None else "",
+        "consistency": consistency.named(state.job.consistency) if state.job is not None else "",
         "replicas": state.job.replicas if state.job is not None else 0,
         "workers": state.work.most_trainers,
         "ps": len(state.settings.ps),
@@ -163,7 +163,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         exit_code=state.exit_code,
         reason=state.reason,
         out_dir=str(out),
-        consistency=state.job.consistency.mode if state.job is not None else "",
+        consistency=consistency.named(state.job.consistency) if state.job is not None else "",
         rule=state.job.rule.name if state.job is not None else "",
         codec_up=str(codecs.of(state.job).ups[0]) if state.job is not None else "",
         codec_down=str(codecs.of(state.job).downs[0]) if state.job is not None else "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline import pipeline
+from shardline import consistency, pipeline
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.plan import balance, make_plan
@@ -190,7 +190,8 @@ class Start:
             replicas += f" in {pipeline.stages(job)} stages"
         if pipeline.ranks(job) > 1:
             replicas += f", layers shared by {pipeline.ranks(job)} ranks"
-        sentence = f"training from step {state.progress.base_step} {until}: {job.consistency.mode}, {there} workers"
+        mode = consistency.named(job.consistency)
+        sentence = f"training from step {state.progress.base_step} {until}: {mode}, {there} workers"
         state.say("running", sentence + replicas)
         if pipeline.of(job).warning:
             state.say("pipeline", pipeline.of(job).warning, "warning")
