@@ -201,13 +201,16 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 
 def _check_needs(job: JobSpec, rule: UpdateRule, mode: Consistency) -> None:
     """Refuse a rule that needs to know a push, where updates are not single pushes."""
+    if mode.by_stage:
+        if lacking := sorted(need.value for need in rule.needs - {Need.WORKER}):
+            raise JobError(
+                f"update rule {rule} needs {', '.join(lacking)}, but with consistency {mode} the passes of a pipeline "
+                "have several versions, and no server knows which; choose a rule that needs none of it, or "
+                "pipeline='whole-model'"
+            )
+        return
     needs = sorted(need.value for need in rule.needs)
     wanted = ", ".join(needs) or "to answer pulls with values ahead of the parameters"
-    if mode.by_stage and (needs or rule.looks_ahead):
-        raise JobError(
-            f"update rule {rule} needs {wanted}, but in a pipeline consistency {mode} counts what a replica brings to "
-            "each bucket of a stage; choose rule='torch', or pipeline='whole-model'"
-        )
     single = mode.whole_pushes and (not mode.sums_pushes or rule.share(job.rule, 0) is not None)
     if (needs or rule.looks_ahead) and not single:
         # Updates are sums of several workers' pushes, so there is no single push for the rule.

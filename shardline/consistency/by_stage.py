@@ -6,7 +6,7 @@ by bucket and replica instead of being numbered by worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +15,9 @@ from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import BucketView, ServerHalf, StepWanted, Storage, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.stage_steps import StageSteps
-from shardline.core.image import WorkerSequence
+from shardline.core.image import WorkerSequence, origin
 from shardline.core.outcome import Decision, Outcome
+from shardline.core.push_context import PushContext
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
 
@@ -107,7 +108,8 @@ class StageUpdates(ReplicaSteps):
         try:
             # Before the update, which may copy the bucket for a cut.
             bucket.counted[replica] += 1
-            self.storage.apply_bucket(bucket, bucket.contributions.take_of([replica]))
+            context = PushContext(task=origin(replica), clock=bucket.counted[replica])
+            self.storage.apply_bucket(bucket, bucket.contributions.take_of([replica]), context)
         except Exception:
             # Nothing was published: it can be sent again.
             bucket.counted[replica] -= 1
@@ -118,6 +120,10 @@ class StageUpdates(ReplicaSteps):
     def completed(self, bucket: BucketView, step: int) -> None:
         """Report the new values."""
         self.storage.observers.on_publish(bucket.number)
+
+    def origins(self, workers: Collection[str]) -> Collection[str]:
+        """See ServerHalf: a replica goes on with what is its own, whichever worker has it."""
+        return [origin(replica) for replica in range(self.terms.contributors)]
 
     # Queries
 
@@ -159,7 +165,9 @@ class StageUpdates(ReplicaSteps):
         updates.
         """
         versions = [bucket.step for bucket in self.storage.buckets]
-        self._begin(max((one.last_seq for one in sequences.values()), default=max(versions, default=0)))
+        own = self.origins(())
+        steps = [one.last_seq for task, one in sequences.items() if task in own]
+        self._begin(max(steps, default=max(versions, default=0)))
 
     def _begin(self, step: int) -> None:
         for bucket in self.storage.buckets:

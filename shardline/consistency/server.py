@@ -154,7 +154,7 @@ class Storage(Protocol):
     def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
         """Raise JobError or ProtocolError if the rule does not take these hyper-parameters."""
 
-    def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
+    def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
         """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
 
     def apply_together(self, update: ShardUpdate) -> None:
@@ -327,6 +327,10 @@ class ServerHalf:
 
     def members_changed(self, tasks: Collection[str]) -> None:
         """Set the admitted workers. Returns at once."""
+
+    def origins(self, workers: Collection[str]) -> Collection[str]:
+        """Whose updates may come from now on, by PushContext.task: what the rule keeps for others is dropped."""
+        return workers
 
     def sequences(self) -> dict[str, WorkerSequence]:
         """What a cut stores besides the buckets: the last push of each worker that they contain. `order` held."""

@@ -11,9 +11,14 @@ VALUE = "value"
 """Name of the parameters themselves among a bucket's tensors; the others are optimizer states."""
 
 
+def origin(replica: int) -> str:
+    """Who makes updates in a pipeline whose replicas don't wait for each other: by this, not by worker, they count."""
+    return f"replica/{replica}"
+
+
 @dataclass(frozen=True)
 class WorkerSequence:
-    """Asynchronous mode: the last push of an incarnation of a worker that a shard has applied."""
+    """Asynchronous mode: the last push of an incarnation of a worker that a shard has applied. See also origin()."""
 
     incarnation: int
     last_seq: int

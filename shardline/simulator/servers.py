@@ -184,9 +184,9 @@ class VirtualStorage:
     def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
         """See Storage. Workers of a simulation send none."""
 
-    def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
+    def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
         """See Storage."""
-        bucket.apply(total)
+        bucket.apply(total, context=context)
 
     def apply_together(self, update: ShardUpdate) -> None:
         """See Storage."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.image import BucketImage, WorkerSequence, origin
 from shardline.errors import ProtocolError
 
 HELD_CUTS = 2
@@ -31,8 +31,8 @@ class CutImages:
         self.images[image.bucket] = image
         found = dict(self.sequences)
         for replica, steps in enumerate(image.counted):
-            known = found.get(f"replica/{replica}", WorkerSequence(0, 0))
-            found[f"replica/{replica}"] = WorkerSequence(0, max(known.last_seq, steps))
+            known = found.get(origin(replica), WorkerSequence(0, 0))
+            found[origin(replica)] = WorkerSequence(0, max(known.last_seq, steps))
         self.sequences = found
 
     def in_order(self) -> list[BucketImage]:

@@ -115,14 +115,14 @@ class ShardStorage:
 
     # Updates
 
-    def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
+    def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
         """See Storage."""
         to, made = self.buckets[bucket.number], WaitingUpdate()
         log, number = self.log, None
         if log is not None:
             number = log.record([part_of(to, total)], lambda: self._release(to, made))
         # With a standby, both sides compute the step at the same time; the release waits for the bucket's lock.
-        changed = self._compute(to, total)
+        changed = self._compute(to, total, context=context)
         if log is None or number is None:
             to.publish(changed)
             self._cut_if_wanted(to)
