@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -203,33 +204,45 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
                 raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
             seen[name] = tensor.name
 
-    # Pieces small enough for balanced greedy placement: at most a bucket, and at most 1/12 of a shard's fair share of a
-    # fragment (without the padding, 1/10 would be enough for a balance of 1.1).
+    # Pieces small enough for balanced greedy placement: at most a bucket, and, where there are several shards, at most
+    # 1/12 of a shard's fair share of a fragment (without the padding, 1/10 would be enough for a balance of 1.1).
     total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
     if bucket_bytes is None:
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
-    parts = {tensor.fragment: [0] * num_shards for tensor in tensors}
-    target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, total // (12 * num_shards * len(parts))))
+    fragments = len({tensor.fragment for tensor in tensors})
+    finest = total // (12 * num_shards * fragments) if num_shards > 1 else bucket_bytes
+    target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, finest))
     pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
 
-    # Largest first onto the shard that has the least of its fragment, then the least of all; ties by plan order, so the
-    # result is a function of the inputs alone.
-    loads = [0] * num_shards
-    placed: list[list[_Piece]] = [[] for _ in range(num_shards)]
-    for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.tensor, p.first_row)):
-        part = parts[tensors[piece.tensor].fragment]
-        _, _, shard = min(zip(part, loads, range(num_shards), strict=True))
-        room = padded(piece.elements) * itemsize(tensors[piece.tensor].dtype)
-        part[shard] += room
-        loads[shard] += room
-        placed[shard].append(piece)
-
     shards = []
-    for held in placed:
+    for held in _place(pieces, tensors, num_shards):
         held.sort(key=lambda p: (p.tensor, p.first_row))
         if held:
             shards.append(ShardSpec(buckets=tuple(_pack(held, tensors, bucket_bytes))))
     return Plan(tuple(tensors), tuple(shards))
+
+
+def _place(pieces: Sequence[_Piece], tensors: Sequence[TensorSpec], num_shards: int) -> list[list[_Piece]]:
+    """The pieces of each shard: largest first onto the one that has the least of its fragment, then the least of all.
+
+    Ties by plan order, so the result is a function of the inputs alone. Equally large pieces of a tensor then change
+    places, so that neighbours are on one shard, where they become one slice.
+    """
+    parts = {tensor.fragment: [0] * num_shards for tensor in tensors}
+    loads = [0] * num_shards
+    placed: list[list[_Piece]] = [[] for _ in range(num_shards)]
+    ordered = sorted(pieces, key=lambda p: (-p.nbytes, p.tensor, p.first_row))
+    for (_, number), group in itertools.groupby(ordered, key=lambda p: (p.nbytes, p.tensor)):
+        part, size = parts[tensors[number].fragment], itemsize(tensors[number].dtype)
+        alike, chosen = list(group), []
+        for piece in alike:
+            _, _, shard = min(zip(part, loads, range(num_shards), strict=True))
+            part[shard] += padded(piece.elements) * size
+            loads[shard] += padded(piece.elements) * size
+            chosen.append(shard)
+        for piece, shard in zip(alike, sorted(chosen), strict=True):
+            placed[shard].append(piece)
+    return placed
 
 
 def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[BucketSpec]:
@@ -252,17 +265,22 @@ def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: i
         room = padded(piece.elements)
         if open_.get(key) and (sizes[key] + room) * itemsize(tensor.dtype) > bucket_bytes:
             close(key)
-        offset = sizes.setdefault(key, 0)
-        open_.setdefault(key, []).append(
-            Slice(
-                tensor=piece.tensor,
-                first_row=piece.first_row,
-                rows=piece.rows,
-                offset=offset,
-                elements=piece.elements,
+        slices = open_.setdefault(key, [])
+        last = slices[-1] if slices else None
+        if last and (last.tensor, last.first_row + last.rows) == (piece.tensor, piece.first_row):
+            # One slice: each costs the workers and the server time.
+            slices[-1] = replace(last, rows=last.rows + piece.rows, elements=last.elements + piece.elements)
+        else:
+            slices.append(
+                Slice(
+                    tensor=piece.tensor,
+                    first_row=piece.first_row,
+                    rows=piece.rows,
+                    offset=sizes.get(key, 0),
+                    elements=piece.elements,
+                )
             )
-        )
-        sizes[key] = offset + room
+        sizes[key] = padded(slices[-1].end)
     for key in list(open_):
         close(key)
     return iter([spec for _, spec in sorted(done, key=lambda item: item[0])])

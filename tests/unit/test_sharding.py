@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -114,6 +115,24 @@ def test_buckets_are_uniform_and_of_the_size_asked_for_and_cuts_are_at_quanta(
         assert slices <= max(1, num_quanta(tensor))
         if tensor.whole or tensor.elements * itemsize(tensor.dtype) < SPLIT_FLOOR_BYTES:
             assert slices == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), shard_counts, bucket_sizes)
+def test_rows_that_follow_one_another_in_a_bucket_are_one_slice(
+    tensors: list[TensorSpec], shards: int, bucket_bytes: int
+) -> None:
+    plan = make_plan(tensors, shards, bucket_bytes=bucket_bytes)
+    for bucket in (bucket for shard in plan.shards for bucket in shard.buckets):
+        for last, piece in itertools.pairwise(bucket.slices):
+            assert (last.tensor, last.first_row + last.rows) != (piece.tensor, piece.first_row)
+
+
+def test_a_shard_has_neighbouring_rows_of_a_tensor() -> None:
+    plan = make_plan(specs([(4096, 1024)]), 2)
+    assert {len(bucket.slices) for shard in plan.shards for bucket in shard.buckets} == {1}
+    upper, lower = ([piece for bucket in shard.buckets for piece in bucket.slices] for shard in plan.shards)
+    assert max(piece.first_row + piece.rows for piece in upper) == min(piece.first_row for piece in lower)
 
 
 @settings(max_examples=50, deadline=None)
