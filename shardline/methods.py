@@ -49,7 +49,11 @@ def canonical(field: str, choice: str | Resident) -> str:
     """The canonical text of a job's choice. Raises JobError for one that does not exist."""
     if field in PARTS and choice == "":
         return ""
-    return table(PARTS.get(field, field)).canonical(choice)
+    if field not in PARTS:
+        return table(field).canonical(choice)
+    seam = PARTS[field]
+    fitting: list[str] = importlib.import_module(SEAMS[seam][0]).fitting(field)
+    return table(seam).canonical(choice, field, fitting)
 
 
 def chosen(job: JobSpec) -> dict[str, str]:

@@ -26,7 +26,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from shardline import plugins
@@ -71,13 +71,16 @@ class Table(Generic[R]):
 
     def __getitem__(self, name: str) -> type[R]:
         """The class with this name. Raises JobError listing the existing names."""
+        return self._named(name, self.seam, ())
+
+    def _named(self, name: str, field: str, fitting: Sequence[str]) -> type[R]:
         names = self.names
-        try:
+        if name in names:
             return self._classes[name]
-        except KeyError:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise JobError(f"{self.seam} {name!r} does not exist; choose from {', '.join(names)}{hint}") from None
+        offered = fitting or names
+        close = difflib.get_close_matches(name, offered, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise JobError(f"{field} {name!r} does not exist; choose from {', '.join(offered)}{hint}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,36 +101,39 @@ class Table(Generic[R]):
             raise UsageError(f"{self.seam} {resident.name!r} already exists: {there.__module__}.{there.__qualname__}")
         return resident
 
-    def parse(self, choice: str | Resident) -> R:
+    def parse(self, choice: str | Resident, field: str = "", fitting: Sequence[str] = ()) -> R:
         """The resident for a text; a resident is returned unchanged.
 
-        Raises JobError naming the seam, the unknown or invalid name or setting, and the valid ones.
+        field: the job's, where it is not the seam's own. fitting: the names that it may have, where not all. Raises
+        JobError naming the field, the unknown or invalid name or setting, and the valid ones. Whether what exists fits
+        is not looked at.
         """
+        what = field or self.seam
         if not isinstance(choice, str):
             if isinstance(choice, type) and issubclass(choice, Resident):
-                raise JobError(f"{self.seam} is the class {choice.__name__}; give an instance: {choice.__name__}()")
+                raise JobError(f"{what} is the class {choice.__name__}; give an instance: {choice.__name__}()")
             if type(choice) not in self._classes.values():
-                raise JobError(f"{self.seam} is {choice!r}; choose from {', '.join(self.names)}")
+                raise JobError(f"{what} is {choice!r}; choose from {', '.join(fitting or self.names)}")
             return cast(R, choice)
         name, colon, rest = choice.partition(":")
-        resident = self[name]
+        resident = self._named(name, what, fitting)
         given: dict[str, Any] = {}
         for item in rest.split(",") if colon else ():
             key, equals, value = item.partition("=")
             types = settings_of(resident)
             if not equals or key not in types or key in given:
-                what = "is given twice" if key in given else f"has no setting {key!r}" if equals else "reads KEY=VALUE"
+                why = "is given twice" if key in given else f"has no setting {key!r}" if equals else "reads KEY=VALUE"
                 known = ", ".join(f"{known}={kind.__name__}" for known, kind in types.items()) or "none"
-                raise JobError(f"{self.seam} {choice!r}: {name} {what}; its settings: {known}")
-            given[key] = _value(self.seam, choice, key, types[key], value)
+                raise JobError(f"{what} {choice!r}: {name} {why}; its settings: {known}")
+            given[key] = _value(what, choice, key, types[key], value)
         try:
             return resident(**given)
         except TypeError as error:
-            raise JobError(f"{self.seam} {choice!r}: {error}; settings: {', '.join(settings_of(resident))}") from None
+            raise JobError(f"{what} {choice!r}: {error}; settings: {', '.join(settings_of(resident))}") from None
 
-    def canonical(self, choice: str | Resident) -> str:
-        """The canonical text of a choice. Raises JobError."""
-        return str(self.parse(choice))
+    def canonical(self, choice: str | Resident, field: str = "", fitting: Sequence[str] = ()) -> str:
+        """The canonical text of a choice. Raises JobError, see parse()."""
+        return str(self.parse(choice, field, fitting))
 
     def describe(self) -> list[tuple[str, str]]:
         """(usage, description) of each resident, for help texts and docs."""
@@ -178,14 +184,14 @@ def _text(value: Any) -> str:
     return text
 
 
-def _value(seam: str, choice: str, key: str, kind: type, text: str) -> Any:
+def _value(field: str, choice: str, key: str, kind: type, text: str) -> Any:
     try:
         if kind is bool:
             return {"true": True, "false": False}[text]
         value = kind(text)
     except (KeyError, ValueError):
         what = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
-        raise JobError(f"{seam} {choice!r}: {key} is {text!r}; give {what}") from None
+        raise JobError(f"{field} {choice!r}: {key} is {text!r}; give {what}") from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise JobError(f"{seam} {choice!r}: {key} is {text}; give a finite number")
+        raise JobError(f"{field} {choice!r}: {key} is {text}; give a finite number")
     return value

@@ -56,6 +56,20 @@ CODECS: Table[Codec] = Table(
 )
 
 
+def fitting(field: str) -> list[str]:
+    """Names of the codecs that a field of a job may have: codec_up, codec_down, codec_parcels."""
+    other = {"codec_up": Direction.PULL, "codec_down": Direction.PUSH}.get(field)
+    return [kind.name for kind in CODECS if (_for_parcels(kind) if other is None else kind.direction is not other)]
+
+
+def _for_parcels(kind: type[Codec]) -> bool:
+    try:
+        return not _needs(kind())
+    except (TypeError, JobError):
+        # It has a setting without a default value: nobody knows before it is chosen.
+        return True
+
+
 def of(job: Settings) -> JobCodec:
     """A job's codecs, with those of its tensors if it has any.
 
@@ -66,9 +80,10 @@ def of(job: Settings) -> JobCodec:
         text = getattr(job, field)
         codec = CODECS.parse(text or job.codec)
         if text and codec.direction is other:
-            fitting = ", ".join(kind.name for kind in CODECS if kind.direction is not other)
             what = {"codec_up": "gradients", "codec_down": "parameters"}[field]
-            raise JobError(f"{field} is {text!r}, which does not encode {what}; choose from {fitting}")
+            raise JobError(
+                f"{field} is {text!r}, which does not encode {what}; choose from {', '.join(fitting(field))}"
+            )
         found[field] = codec
     texts = {tensor.codec for tensor in job.tensors} - {""} if isinstance(job, JobSpec) else ()
     others = [CODECS.parse(text) for text in sorted(texts)]
@@ -88,7 +103,7 @@ def of_parcels(job: Settings) -> Codec:
     if needed:
         raise JobError(
             f"codec_parcels is {str(found)!r}, which needs {needed}, but activations and their gradients are encoded "
-            "each by itself; choose a codec without memory, such as bf16 or int8"
+            f"each by itself; choose from {', '.join(fitting('codec_parcels'))}"
         )
     return found
 

@@ -182,6 +182,13 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
         ({"dataset": 3}, r"Job\.dataset is 3; give an object with len\(\) and \[index\]"),
         ({"dataset": iter([1])}, r"can be read only once; give a function that returns it"),
         ({"dataset": DataLoader([1, 2])}, r"Job\.dataset is a DataLoader; give its data set"),
+        (
+            {"codec_parcels": "bf8"},
+            "codec_parcels 'bf8' does not exist; choose from raw, bf16, fp16, lossless, sparse, int8, fp8, qsgd, te",
+        ),
+        ({"codec_down": "top"}, "codec_down 'top' does not exist; choose from raw, auto, bf16, fp16, delta, lossless"),
+        ({"codec_parcels": "int8:x=1"}, "codec_parcels 'int8:x=1': int8 has no setting 'x'"),
+        ({"codec": "bf8"}, "codec 'bf8' does not exist; choose from raw, auto, "),
     ],
 )
 def test_a_field_that_cannot_be_is_named_with_value_and_remedy(changes: dict[str, Any], sentence: str) -> None:
