@@ -46,7 +46,6 @@ from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
 from shardline.pipeline import PIPELINES, across
-from shardline.pipeline.model import Pipeline
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
@@ -121,7 +120,7 @@ class Job(Settings):
     name: str = ""
     """Name in logs and checkpoints; "" = taken from the file."""
     workers: int = 0
-    """Workers of the cluster, for a Pipeline with stages="auto"; 0 = unknown. Set where a job file is run."""
+    """Workers of the cluster, where stages or cuts are "auto"; 0 = unknown. Set where a job file is run."""
 
     def __post_init__(self) -> None:
         # A module is callable too, but needs an input.
@@ -216,7 +215,7 @@ class Job(Settings):
     def build_model(self) -> nn.Module:
         """A new model with the initial values that all processes of this job share: a function of the seed alone."""
         model = self._made()
-        if isinstance(model, Pipeline) and model.automatic and PIPELINES.parse(self.pipeline).staged:
+        if isinstance(model, StagedModel) and model.automatic and PIPELINES.parse(self.pipeline).staged:
             # Only here: most jobs need none of it.
             from shardline.pipeline.partition.automatic import cuts_for
 
@@ -227,9 +226,8 @@ class Job(Settings):
                 # The pass that was looked at may have changed it: statistics, buffers made on the way, weights.
                 del model
                 model = self._made()
-                assert isinstance(model, Pipeline), "model() returned one before"
-                cuts, model.profile = found
-                model.cut(cuts)
+                assert isinstance(model, StagedModel), "model() returned one before"
+                model.begin_with(*found)
         return model
 
     def _made(self) -> nn.Module:

@@ -191,7 +191,6 @@ def load(flags: Mapping[str, Any]) -> Job:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     from shardline import pipeline
-    from shardline.pipeline.model import Pipeline
     from shardline.pipeline.partition.automatic import cuts_for
     from shardline.pipeline.staged import StagedModel
     from shardline.simulator import Setup, quantities
@@ -214,11 +213,11 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
     both = compares and isinstance(model, StagedModel)
-    if compares and isinstance(model, Pipeline) and model.automatic:
+    if compares and isinstance(model, StagedModel) and model.automatic:
         try:
             found = cuts_for(model, job)
             assert found is not None, "the number of workers is given"
-            model.cut(found[0])
+            model.begin_with(*found)
         except JobError as error:
             # A job in stages has been refused already.
             click.echo(f"No pipeline is compared: {error}")

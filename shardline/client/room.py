@@ -15,7 +15,6 @@ from shardline.core.spec import JobSpec, TensorKind, itemsize
 from shardline.errors import JobError
 from shardline.host.process import free_memory
 from shardline.pipeline.across import parts
-from shardline.pipeline.model import Pipeline
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.partition.costs import versions
 from shardline.pipeline.staged import StagedModel
@@ -83,7 +82,7 @@ def needed_bytes(job: JobSpec, stages: Stages, rank: int = 0) -> dict[int, int]:
 
 def activation_bytes(model: nn.Module, job: JobSpec, stages: Stages) -> dict[int, int]:
     """By stage: the most that its passes need at a time, besides its parameters; {} where that is not known."""
-    if not isinstance(model, Pipeline) or model.profile is None or pipeline.ranks(job) > 1:
+    if not isinstance(model, StagedModel) or model.profile is None or pipeline.ranks(job) > 1:
         return {}
     schedule, layout = pipeline.of(job), pipeline.layout(job)
     activations = Activations(model.profile, recompute=schedule.recompute)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from shardline.pipeline.balance import balanced
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.parcel import only_input
 from shardline.pipeline.split.model import Split
-from shardline.pipeline.staged import StagedModel
+from shardline.pipeline.staged import StagedModel, wanted_stages
 
 if TYPE_CHECKING:
     from shardline.pipeline.partition.profile import Profile
@@ -35,6 +34,8 @@ class Pipeline(nn.Sequential, StagedModel):
     and weights that layers of different stages share.
     """
 
+    cuts_option = "Pipeline: stages"
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -46,19 +47,23 @@ class Pipeline(nn.Sequential, StagedModel):
         for number, layer in enumerate(layers):
             if not isinstance(layer, nn.Module):
                 raise JobError(f"Pipeline: layer {number} is a {type(layer).__name__}; it must be a torch.nn.Module")
-        self.automatic = stages if isinstance(stages, str) else ""
-        """"auto" or "auto:4"; "" = the cuts were given, or balanced by parameters."""
-        self.wanted = _number(stages) if isinstance(stages, str) else 0
-        """The 4 of "auto:4", else 0."""
-        self.profile: Profile | None = None
-        """What the layers need, where it is known: stages="auto" has looked at them."""
         self._cuts: tuple[int, ...] | None = None
         if isinstance(stages, str):
-            self.hosts = hosts_of(workers, self.wanted or len(workers))
+            self.automatic = stages
+            self.hosts = hosts_of(workers, wanted_stages(stages, self.cuts_option) or len(workers))
         else:
             cuts = self._balanced(stages) if isinstance(stages, int) else [int(cut) for cut in stages]
             self.hosts = hosts_of(workers, len(cuts) + 1)
             self.cut(cuts)
+
+    def in_layers(self) -> nn.Sequential:
+        """See StagedModel.in_layers()."""
+        return self
+
+    def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
+        """See StagedModel.begin_with()."""
+        self.cut(layers)
+        self.profile = profile
 
     def cut(self, cuts: Sequence[int]) -> None:
         """Begin stages with these layers. Raises JobError, see Pipeline."""
@@ -70,11 +75,7 @@ class Pipeline(nn.Sequential, StagedModel):
     def cuts(self) -> tuple[int, ...]:
         """First layer of each stage but stage 0. Raises JobError for stages="auto" before a job has built the model."""
         if self._cuts is None:
-            raise JobError(
-                f'Pipeline: stages={self.automatic!r} is settled when a job builds the model, and "auto" by the number '
-                'of workers in its cluster, which is not known here; give a number, such as stages="auto:4", or the '
-                "layers that begin a stage, as `shardline partition` finds them"
-            )
+            raise self._unsettled()
         return self._cuts
 
     @staticmethod
@@ -82,7 +83,7 @@ class Pipeline(nn.Sequential, StagedModel):
         model: nn.Module,
         example_inputs: Any,
         *,
-        cuts: Sequence[str],
+        cuts: str | Sequence[str],
         example_kwargs: Mapping[str, Any] | None = None,
         workers: Sequence[int | Sequence[int]] = (),
     ) -> Split:
@@ -97,7 +98,8 @@ class Pipeline(nn.Sequential, StagedModel):
 
         example_inputs: what the job's loss calls the model with, for one microbatch: a tensor or a tuple, with the very
         shapes and dtypes. example_kwargs: inputs by name. Those that are no tensors must have these values. cuts: names
-        of modules, as in named_modules(), each called once per forward pass. workers: see Pipeline.
+        of modules, as in named_modules(), each called once per forward pass; "auto:4" or "auto" finds some, as
+        Pipeline's stages. workers: see Pipeline.
 
         Raises JobError for names that are no modules. A model that can't be traced, and cuts that make no stages, raise
         JobError before training starts, if the job has a pipeline.
@@ -110,7 +112,7 @@ class Pipeline(nn.Sequential, StagedModel):
         return len(self.cuts) + 1
 
     def span(self, stage: int) -> range:
-        """Numbers of a stage's layers."""
+        """See StagedModel.span()."""
         ends = (0, *self.cuts, len(self))
         return range(ends[stage], ends[stage + 1])
 
@@ -189,14 +191,3 @@ class Pipeline(nn.Sequential, StagedModel):
         for stage in range(self.num_stages):
             if not any(True for number in self.span(stage) for _ in self[number].parameters()):
                 raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")
-
-
-def _number(stages: str) -> int:
-    """The number of stages in "auto:4"; 0 in "auto". Raises JobError for any other text."""
-    found = re.fullmatch(r"auto(?::([1-9]\d*))?", stages)
-    if found is None:
-        raise JobError(
-            f'Pipeline: stages is {stages!r}; give "auto:4" for 4 stages, "auto" for as many as there are workers, '
-            "a whole number, or the layers that begin a stage"
-        )
-    return int(found[1] or 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,12 +14,33 @@ from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.pipeline.hosts import Hosts
 
+if TYPE_CHECKING:
+    from shardline.pipeline.partition.profile import Profile
+
 
 class StagedModel(nn.Module, abc.ABC):
     """A model that workers can compute stage by stage. In one process it is a torch.nn.Module like any other."""
 
     hosts: Hosts
     """Numbers of the workers of each stage; () = the chief chooses."""
+    automatic: str = ""
+    """"auto" or "auto:4", where a job's build_model() finds the cuts; "" = they were given."""
+    profile: Profile | None = None
+    """What in_layers() need, where build_model() has looked at them."""
+    cuts_option: str
+    """How the cuts are given, for messages."""
+
+    @abc.abstractmethod
+    def in_layers(self) -> nn.Sequential:
+        """What can be cut between: a layer is called with what the one before has returned."""
+
+    @abc.abstractmethod
+    def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
+        """Begin stages with these of in_layers(), which need what the profile says. Raises JobError."""
+
+    @abc.abstractmethod
+    def span(self, stage: int) -> range:
+        """Numbers of a stage's in_layers(), where these are known: they were given, or profile is set."""
 
     @property
     @abc.abstractmethod
@@ -55,3 +77,22 @@ class StagedModel(nn.Module, abc.ABC):
             if stage not in trained:
                 raise JobError(f"nothing is trained in {self.where(stage)}; cut the model elsewhere")
         return found
+
+    def _unsettled(self) -> JobError:
+        """For who asks for stages that nobody has found yet."""
+        return JobError(
+            f'{self.cuts_option}={self.automatic!r} is settled when a job builds the model, and "auto" by the number '
+            "of workers in its cluster, which is not known here; give a number, such as "
+            f'{self.cuts_option.rpartition(" ")[2]}="auto:4", or what begins a stage, as `shardline partition` finds it'
+        )
+
+
+def wanted_stages(text: str, option: str) -> int:
+    """The number of stages in "auto:4"; 0 in "auto". option: how it was given. Raises JobError for any other text."""
+    found = re.fullmatch(r"auto(?::([1-9]\d*))?", text)
+    if found is None:
+        raise JobError(
+            f'{option} is {text!r}; give "auto:4" for 4 stages, "auto" for as many as there are workers, or a list of '
+            "what begins a stage"
+        )
+    return int(found[1] or 0)

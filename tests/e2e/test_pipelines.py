@@ -45,7 +45,7 @@ def model():
         nn.Linear(16, {width}), nn.BatchNorm1d({width}), nn.ReLU(), nn.Dropout(0.2), nn.Linear({width}, {width}),
         nn.ReLU(), nn.Linear({width}, 4),
     ]
-    return shardline.Pipeline(layers, stages={stages}, workers={workers})
+    return {model}
 
 
 def evaluate(model):
@@ -64,6 +64,10 @@ job = shardline.Job(
 """
 
 
+LAYERS = "shardline.Pipeline(layers, stages={stages}, workers={workers})"
+SPLIT = "shardline.Pipeline.split(nn.Sequential(*layers), torch.zeros(4, 16), cuts={stages}, workers={workers})"
+
+
 def write_job(
     folder: Path,
     *,
@@ -76,9 +80,11 @@ def write_job(
     consistency: str = "sync",
     codec: str = "",
     width: int = 32,
+    model: str = LAYERS,
 ) -> Path:
     path = folder / "job.py"
-    fields = {"pipeline": pipeline, "stages": stages, "workers": workers, "steps": steps, "replicas": replicas}
+    made = model.format(stages=stages, workers=workers)
+    fields = {"pipeline": pipeline, "model": made, "steps": steps, "replicas": replicas}
     text = JOB.format(**fields, accumulate=4, apply=apply, consistency=consistency, codec=codec, width=width)
     path.write_text(text, encoding="utf-8")
     return path
@@ -184,15 +190,16 @@ def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path
     assert_refused(train(job, tmp_path / "few", "--workers", "3"), 2, "stage 2 of the pipeline is for worker/3")
 
 
-def test_automatic_stages_are_found_by_every_process_again(tmp_path: Path) -> None:
-    job, out = write_job(tmp_path, stages='"auto"', steps=12), tmp_path / "run"
+@pytest.mark.parametrize("model", [pytest.param(LAYERS, id="layers"), pytest.param(SPLIT, id="traced")])
+def test_automatic_stages_are_found_by_every_process_again(tmp_path: Path, model: str) -> None:
+    job, out = write_job(tmp_path, stages='"auto"', steps=12, model=model), tmp_path / "run"
     finished = train(job, out, "--ps", "2", "--workers", "3", "--evaluators", "1")
     assert finished.code == 0, finished
     assert summary_of(out)["evaluation"]["last"]["metrics"]["score"] == 1.0
     assert any("3 workers, 1 replicas in 3 stages" in told for told in events(out, "running"))
     cut = write_job(tmp_path, stages="3", steps=12)
     assert same_bits(out, cut)
-    again = write_job(tmp_path, stages='"auto"', steps=18)
+    again = write_job(tmp_path, stages='"auto"', steps=18, model=model)
     finished = train(again, out, "--ps", "1", "--workers", "2", "--resume")
     assert finished.code == 0, finished
     assert same_bits(out, write_job(tmp_path, stages="2", steps=18))

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shardline.client.room import activation_bytes
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
 from tests.conformance.test_pipeline import Skips, Words, skips, words
 
@@ -83,7 +85,7 @@ class Idle(Two):
         return values
 
 
-def job_of(model: nn.Module, cuts: Sequence[str] = ("last",), **fields: object) -> Job:
+def job_of(model: nn.Module, cuts: str | Sequence[str] = ("last",), **fields: object) -> Job:
     return Job(
         model=lambda: Pipeline.split(model, torch.randn(4, 4), cuts=cuts),
         loss=lambda model, batch: model(batch[0]).sum(),
@@ -119,11 +121,24 @@ def tied_head() -> nn.Module:
             ["act"],
             "stage 1, the Overwrites from 'act' to its end, .* raised RuntimeError: a leaf",
         ),
+        (Two, "last", "cuts is 'last'; give \"auto:4\" for 4 stages, .* or a list of what begins a stage"),
+        (
+            Two,
+            "auto",
+            "Pipeline.split: cuts='auto' is settled when .* the number of workers .*, such as cuts=\"auto:4\"",
+        ),
+        (
+            Two,
+            "auto:4",
+            r"Pipeline.split: 4 stages of 3 layers, .* has 3 of them: 0 .*, 1 \(norm\), 2 \(last\); .*:3\"",
+        ),
+        (CallsTwice, "auto:3", r"3 stages of 2 layers, .* give at most cuts=\"auto:2\", or start fewer workers"),
+        (Branches, "auto:2", r"can't trace the Branches at 'if values.sum\(\) > 0:' \(.*test_split.py, line \d+\)"),
         (Picks, ["embed"], "what is before 'embed' returned torch.int64, which has no gradient, at the end of stage 0"),
     ],
 )
 def test_what_can_not_be_split_is_named_before_training(
-    model: type[nn.Module], cuts: Sequence[str], sentence: str
+    model: type[nn.Module], cuts: str | Sequence[str], sentence: str
 ) -> None:
     job = job_of(model(), cuts)
     with pytest.raises(JobError, match=sentence):
@@ -191,3 +206,27 @@ def test_the_rest_of_the_model_is_there_and_changes_mode_with_it() -> None:
     assert not torch.equal(model(values), expected)
     model.double()
     assert model.norm.running_mean.dtype == torch.float64
+
+
+def test_automatic_cuts_are_those_of_the_same_layers_in_a_list() -> None:
+    layers = [layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    listed = job_of(Two(), accumulate=4)
+    listed = replace(listed, model=lambda: Pipeline(layers, stages="auto:3"))
+    traced = job_of(nn.Sequential(*layers), "auto:3", accumulate=4)
+    model, other = traced.build_model(), listed.build_model()
+    assert isinstance(model, Split) and isinstance(other, Pipeline)
+    assert model.cuts == tuple(map(str, other.cuts)) and model.num_stages == 3
+    spec, stages = traced.spec(model), {0: (0, 1, 2)}
+    assert [one.fragment for one in spec.tensors] == [one.fragment for one in listed.spec(other).tensors]
+    # What a worker checks before it computes.
+    assert activation_bytes(model, spec, stages) == activation_bytes(other, listed.spec(other), stages)
+    # Whole, nobody asks for stages.
+    whole = replace(traced, pipeline="whole-model").build_model()
+    assert torch.equal(whole(torch.ones(4, 4)), nn.Sequential(*layers)(torch.ones(4, 4)))
+
+
+def test_plain_automatic_cuts_are_as_many_as_workers_make_and_not_of_shared_layers() -> None:
+    model = job_of(Two(), "auto", workers=2).build_model()
+    assert isinstance(model, Split) and model.cuts in (("norm",), ("last",))
+    with pytest.raises(JobError, match=r"but Pipeline.split traces those of its model"):
+        job_of(Two(), "auto", workers=4, tensor_ranks=2, tensor_parallel={"last": "gathered"}).build_model()

@@ -183,15 +183,12 @@ def in_layers(model: nn.Module) -> nn.Sequential:
     from torch import nn
 
     from shardline.pipeline.model import Pipeline
-    from shardline.pipeline.split.model import Split
-    from shardline.pipeline.split.units import Units
+    from shardline.pipeline.staged import StagedModel
 
-    if isinstance(model, Pipeline):
-        return model
+    if isinstance(model, StagedModel):
+        return model.in_layers()
     if isinstance(model, nn.Sequential):
         return Pipeline(list(model), stages=1)
-    if isinstance(model, Split):
-        return Units(model)
     raise JobError(
         f"model() returned a {type(model).__name__}, which has no layers to cut between; return "
         "shardline.Pipeline([layer, layer, ...], stages=2), or name modules to cut at: shardline.Pipeline.split(...)"

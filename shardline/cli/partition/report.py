@@ -121,9 +121,7 @@ def lines_of(costs: Costs, option: Rated) -> list[str]:
     where = f", workers={workers}" if workers else ""
     made = f"(layers, stages={cuts}{where})"
     if costs.profile.split:
-        # "3 (blocks.1)" is the part that begins with blocks.1.
-        names = [costs.profile.layers[cut].name.partition("(")[2][:-1] for cut in cuts]
-        made = f".split(model, example_inputs, cuts={names}{where})"
+        made = f".split(model, example_inputs, cuts={[*map(costs.profile.module, cuts)]}{where})"
     return [
         f"shardline.Pipeline{made}",
         f'pipeline="{costs.schedule}", replicas={option.replicas}, accumulate={costs.microbatches // option.replicas},',

@@ -1,6 +1,7 @@
-"""stages="auto": cuts that every process finds by itself, from shapes alone, on a machine that is the same for all.
+"""stages="auto", and cuts="auto" of Pipeline.split: every process finds the cuts by itself.
 
-Nothing is measured, since processes would measure different times. `shardline partition` measures.
+From shapes alone, on a machine that is the same for all. Nothing is measured, since processes would measure different
+times. `shardline partition` measures.
 """
 
 from __future__ import annotations
@@ -20,39 +21,42 @@ from shardline.pipeline.partition.costs import Cluster, Costs, LayerTraffic, Lin
 from shardline.pipeline.partition.measure import shapes
 from shardline.pipeline.partition.profile import Layer, Profile
 from shardline.pipeline.schedules.flush import Flush
+from shardline.pipeline.staged import StagedModel, wanted_stages
 
 if TYPE_CHECKING:
     from shardline.job import Job
-    from shardline.pipeline.model import Pipeline
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 50e9, 10e9, 1.25e9
 """Of the machine that all models are cut for: about one core, and 10 Gbit/s."""
 
 
-def cuts_for(model: Pipeline, job: Job) -> tuple[list[int], Profile] | None:
-    """The layers that begin a stage of a model with stages="auto" or "auto:N", for a job, and what layers need.
+def cuts_for(model: StagedModel, job: Job) -> tuple[list[int], Profile] | None:
+    """Those of a model's in_layers() that begin a stage, where its cuts are "auto" or "auto:N", and what layers need.
 
     Computes the job's first microbatch, forward, with all that this changes in the model. "auto" makes as many stages
     as the model names workers for, else as there are workers for each replica, or teams of those that share layers.
     None where neither is known: the model stays uncut, and says so when it is asked for its stages. Raises JobError
-    where the microbatch can't be computed, or the model has too few layers, and what Job.data_order() raises.
+    where the microbatch can't be computed, or the model has too few layers, and what in_layers() and Job.data_order()
+    raise.
     """
-    count = model.wanted or len(model.hosts) or _teams(job)
+    count = wanted_stages(model.automatic, model.cuts_option) or len(model.hosts) or _teams(job)
     if not count:
         return None
     if job.samples:
         # Too few samples are no matter of shapes.
         job.data_order()
+    apart = _within_parts(model, job)
+    layers = model.in_layers()
     try:
-        profile = shapes(model, job)
+        profile = shapes(layers, job)
     except JobExitError:
         raise
     except JobError as error:
         raise JobError(
-            f"Pipeline: stages={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; or "
-            "give the layers that begin a stage, as `shardline partition` finds them"
+            f"{model.cuts_option}={model.automatic!r} looks at the shapes of the job's first microbatch, but {error}; "
+            "or give what begins a stage, as `shardline partition` finds it"
         ) from error
-    parted = replace(profile, joined=tuple(sorted({*profile.joined, *_within_parts(model, job)})))
+    parted = replace(profile, joined=tuple(sorted({*profile.joined, *apart})))
     homes = model.hosts or [(number,) for number in range(count)]
     # With the optimizer on the one worker that has a stage, nothing is exchanged.
     exchanged = job.apply != WORKER or job.replicas > 1
@@ -60,8 +64,11 @@ def cuts_for(model: Pipeline, job: Job) -> tuple[list[int], Profile] | None:
     return cuts(parted, homes, job.accumulate * job.contributors, exchanged=exchanged, codec=codec), profile
 
 
-def _within_parts(model: Pipeline, job: Job) -> set[int]:
-    """Layers that can't begin a stage, since workers that share layers have what comes in in parts."""
+def _within_parts(model: StagedModel, job: Job) -> set[int]:
+    """Layers that can't begin a stage, since workers that share layers have what comes in in parts.
+
+    Raises what shared_layers() does, such as for a model that is traced.
+    """
     shared = across.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
     pairs = [[int(name.partition(".")[0]) for name in pair] for pair in across.handed_in_parts(shared)]
     return {number for left, right in pairs for number in range(left + 1, right + 1)}
@@ -136,8 +143,9 @@ def _too_many(costs: Costs, count: int) -> str:
         if tied
         else ""
     )
+    kind, name = ("Pipeline.split", "cuts") if costs.profile.split else ("Pipeline", "stages")
     return (
-        f"Pipeline: {count} stages of {costs.count} layers, but each needs a layer that is trained, and the model has "
+        f"{kind}: {count} stages of {costs.count} layers, but each needs a layer that is trained, and the model has "
         f"{len(starts)} of them: {names}{', ...' if len(starts) > 8 else ''}{why}; give at most "
-        f'stages="auto:{max(1, len(starts))}", or start fewer workers'
+        f'{name}="auto:{max(1, len(starts))}", or start fewer workers'
     )

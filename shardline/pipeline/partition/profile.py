@@ -92,6 +92,10 @@ class Profile:
     split: bool = False
     """They are parts of a model of Pipeline.split, with the names of the modules that they begin with."""
 
+    def module(self, layer: int) -> str:
+        """The module that a part of a split model begins with: blocks.1 of "3 (blocks.1)"."""
+        return self.layers[layer].name.partition("(")[2][:-1]
+
     def text(self) -> str:
         """As JSON."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,11 @@ from shardline.errors import JobError
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.parcel import pack, unpack
 from shardline.pipeline.split.trace import SHARED, Inputs, Name, Traced, trace
-from shardline.pipeline.staged import StagedModel
+from shardline.pipeline.split.units import Units
+from shardline.pipeline.staged import StagedModel, wanted_stages
+
+if TYPE_CHECKING:
+    from shardline.pipeline.partition.profile import Profile
 
 
 class Split(StagedModel):
@@ -29,12 +33,14 @@ class Split(StagedModel):
     and is repeated after a move to another device, and between training and evaluation.
     """
 
+    cuts_option = "Pipeline.split: cuts"
+
     def __init__(
         self,
         model: nn.Module,
         example_inputs: Any,
         example_kwargs: Mapping[str, Any],
-        cuts: Sequence[str],
+        cuts: str | Sequence[str],
         workers: Sequence[int | Sequence[int]],
     ) -> None:
         super().__init__()
@@ -45,18 +51,48 @@ class Split(StagedModel):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         given = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         self._example = self._bound(given, dict(example_kwargs))
-        self.cuts = tuple(cuts)
-        """Modules with which a stage begins, in any order."""
-        modules = dict(model.named_modules())
-        for cut in self.cuts:
-            if not cut or cut not in modules or self.cuts.count(cut) > 1:
-                raise JobError(
-                    f"Pipeline.split: cuts {list(self.cuts)}: {cut!r} does not begin a stage; give names of the "
-                    f"model's modules, each once, such as {', '.join(map(repr, list(modules)[1:6]))}"
-                )
-        self.hosts = hosts_of(workers, self.num_stages)
         self._traced: Traced | None = None
         self._traced_for: Any = None
+        self._cuts: tuple[str, ...] | None = None
+        self._starts: tuple[int, ...] = ()
+        if isinstance(cuts, str):
+            self.automatic = cuts
+            self.hosts = hosts_of(workers, wanted_stages(cuts, self.cuts_option) or len(workers))
+        else:
+            self._cut(cuts)
+            self.hosts = hosts_of(workers, self.num_stages)
+
+    def _cut(self, cuts: Sequence[str]) -> None:
+        modules = dict(self.whole.named_modules())
+        for cut in cuts:
+            if not cut or cut not in modules or cuts.count(cut) > 1:
+                raise JobError(
+                    f"Pipeline.split: cuts {list(cuts)}: {cut!r} does not begin a stage; give names of the model's "
+                    f"modules, each once, such as {', '.join(map(repr, list(modules)[1:6]))}"
+                )
+        self._cuts, self._traced = tuple(cuts), None
+
+    def in_layers(self) -> nn.Sequential:
+        """See StagedModel.in_layers(). Raises JobError, see Units."""
+        return Units(self)
+
+    def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
+        """See StagedModel.begin_with()."""
+        self._cut([profile.module(number) for number in layers])
+        self._starts, self.profile = tuple(layers), profile
+
+    def span(self, stage: int) -> range:
+        """See StagedModel.span()."""
+        assert self.profile is not None
+        ends = (0, *self._starts, len(self.profile.layers))
+        return range(ends[stage], ends[stage + 1])
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Modules with which a stage begins, in any order. Raises JobError where build_model() has yet to find them."""
+        if self._cuts is None:
+            raise self._unsettled()
+        return self._cuts
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own forward pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.data import calling
 from shardline.errors import JobError
-from shardline.pipeline.split.model import Split
+
+if TYPE_CHECKING:
+    from shardline.pipeline.split.model import Split
 
 
 class Unit(nn.Module):
@@ -60,7 +62,7 @@ class Units(nn.Sequential):
         super().__init__(*(Unit(finest, number, name) for number, name in enumerate(names)))
         self.__dict__["split"] = finest
         self.hosts = split.hosts
-        self._cuts = split.cuts
+        self._cuts = () if split.automatic else split.cuts
 
     @property
     def whole(self) -> Split:
@@ -69,7 +71,7 @@ class Units(nn.Sequential):
         return found
 
     def spans(self) -> list[range]:
-        """The parts of each stage that the model has; [] where one begins with another module."""
+        """The parts of each stage that the model has; [] where one begins with another module, or none is known."""
         starts = {part.start: number for number, part in enumerate(self) if isinstance(part, Unit)}
         if not all(cut in starts for cut in self._cuts):
             return []
