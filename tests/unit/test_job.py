@@ -186,7 +186,10 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
             {"codec_parcels": "bf8"},
             "codec_parcels 'bf8' does not exist; choose from raw, bf16, fp16, lossless, sparse, int8, fp8, qsgd, te",
         ),
-        ({"codec_down": "top"}, "codec_down 'top' does not exist; choose from raw, auto, bf16, fp16, delta, lossless"),
+        (
+            {"codec_down": "tops"},
+            "codec_down 'tops' does not exist; choose from raw, auto, bf16, fp16, delta, lossless",
+        ),
         ({"codec_parcels": "int8:x=1"}, "codec_parcels 'int8:x=1': int8 has no setting 'x'"),
         ({"codec": "bf8"}, "codec 'bf8' does not exist; choose from raw, auto, "),
     ],

@@ -516,7 +516,7 @@ def test_a_profile_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ('"version": 2', '"version": 9', "of another version"),
+        ('"version": 3', '"version": 9', "of another version"),
         ('"samples"', '"sample"', "sample"),
         ('"trained_bytes": 1', '"trained_bytes": -1', "trained_bytes of layer"),
         ("{", "[", "is no profile"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -32,29 +33,52 @@ def layers() -> list[nn.Module]:
     ]  # fmt: skip
 
 
-def make_job(pipeline: str) -> Job:
+class Block(nn.Module):
+    """Makes much that no other layer sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = values + self.second(torch.relu(self.first(self.norm(values))))
+        return made
+
+
+def blocks() -> list[nn.Module]:
+    start = nn.Sequential(nn.Flatten(), nn.Linear(256, 256), nn.ReLU(inplace=True), Block())
+    return [start, Block(), nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.Linear(256, 10))]
+
+
+def make_job(pipeline: str, made: list[nn.Module], cuts: list[int]) -> Job:
     data = TensorDataset(torch.randn(512, 1, 16, 16), torch.randint(0, 10, (512,)))
     return Job(
-        model=lambda: Pipeline(layers(), stages=CUTS),
+        model=lambda: Pipeline(copy.deepcopy(made), stages=cuts),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), dataset=data,
         optimizer="SGD", optimizer_args={"lr": 0.1}, batch_size=SAMPLES, accumulate=MICROBATCHES, steps=STEPS,
         pipeline=pipeline,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES_MEASURED)
-def test_each_stage_needs_the_predicted_memory(pipeline: str) -> None:
-    job = make_job(pipeline)
+@pytest.mark.parametrize(
+    ("pipeline", "made", "cuts", "within"),
+    [(name, layers(), CUTS, 0.03) for name in PIPELINES_MEASURED]
+    + [(name, blocks(), [1, 2, 3], 0.05) for name in ("flush", "stash", "gpipe:recompute=true")],
+)
+def test_each_stage_needs_the_predicted_memory(
+    pipeline: str, made: list[nn.Module], cuts: list[int], within: float
+) -> None:
+    job = make_job(pipeline, made, cuts)
     model = job.build_model()
     assert isinstance(model, Pipeline)
     schedule = PIPELINES.parse(pipeline)
     cluster = Cluster(levels=(LinkLevel(count=model.num_stages),))
     costs = Costs(profile=shapes(model, job), cluster=cluster, schedule=schedule, microbatches=MICROBATCHES)
-    ends = [0, *CUTS, len(model)]
+    ends = [0, *cuts, len(model)]
     plan = tuple(
         PlannedStage(first=first, end=end, workers=(number,))
         for number, (first, end) in enumerate(itertools.pairwise(ends))
     )
     predicted = costs.forecast(plan).memory_bytes
     for stage, needed in enumerate(measured(job, STEPS)):
-        assert needed == pytest.approx(predicted[stage], rel=0.03), f"stage {stage}"
+        assert needed == pytest.approx(predicted[stage], rel=within), f"stage {stage}"

@@ -16,9 +16,12 @@ from shardline.client.room import activation_bytes
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.partition import coded, shapes
+from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
-from tests.conformance.test_pipeline import Skips, Words, skips, words
+from shardline.simulator.runs import measure_stages
+from tests.conformance.test_pipeline import Skips, Words, skips, words, words_loss
 
 
 class Two(nn.Module):
@@ -108,7 +111,7 @@ def tied_head() -> nn.Module:
     [
         (Two, ["middle"], r"'middle' does not begin a stage; give names of the model's modules, .*'first', 'last'"),
         (Two, ["last", "last"], "'last' does not begin a stage"),
-        (Two, ["first"], "1 of them compute nothing: nothing is before 'first'"),
+        (Two, ["first"], "1 of them compute nothing: those before 'first'"),
         (Branches, ["last"], r"can't trace the Branches at 'if values.sum\(\) > 0:' \(.*test_split.py, line \d+\)"),
         (Leaves, ["last"], r"at 'return self.norm\(values\) \+ torch.tensor.* \(.*test_split.py, line \d+\)"),
         (CallsTwice, ["last"], "the model calls 'last' 2 times, so a stage can't begin with it"),
@@ -230,3 +233,21 @@ def test_plain_automatic_cuts_are_as_many_as_workers_make_and_not_of_shared_laye
     assert isinstance(model, Split) and model.cuts in (("norm",), ("last",))
     with pytest.raises(JobError, match=r"but Pipeline.split traces those of its model"):
         job_of(Two(), "auto", workers=4, tensor_ranks=2, tensor_parallel={"last": "gathered"}).build_model()
+
+
+def test_a_tied_weight_is_predicted_to_travel_as_it_does_and_to_take_memory_where_it_comes() -> None:
+    job = replace(job_of(Two()), model=words, loss=words_loss, dataset=TensorDataset(torch.rand(64, 12)))
+    model = job.build_model()
+    assert isinstance(model, Split)
+    profile = shapes(model.in_layers(), job)
+    places = [[profile.module(number) for number in range(len(profile.layers))].index(cut) for cut in model.cuts]
+    weight = model.embed.weight.nbytes
+    assert [profile.layers[place - 1].weight_bytes for place in places] == [weight] * 2
+    found = measure_stages(job, model)
+    predicted = [coded(profile, "")[place - 1] for place in places]
+    assert predicted == [*zip(found.parcel_bytes[:2], found.gradient_bytes[:2], strict=True)]
+    held = Activations(profile, recompute=True)
+    activation = 4 * 12 * 8 * 4
+    assert held.held_bytes(places[0], places[1]) == activation + weight
+    # Where the weight is at home it takes none.
+    assert held.held_bytes(0, places[0]) == profile.batch_bytes

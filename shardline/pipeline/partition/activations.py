@@ -37,13 +37,20 @@ class Activations:
     def _given_bytes(self, first: int, end: int) -> int:
         """The stage's input, and the batch at both ends."""
         batch = self._profile.batch_bytes if first == 0 or end == len(self._profile.layers) else 0
-        return batch + (_more(self._profile.layers[first - 1].output, set()) if first else 0)
+        return batch + self._come_bytes(first, set())
+
+    def _come_bytes(self, first: int, found: set[int]) -> int:
+        """What has come from the stage before; found: gets its storages."""
+        if not first:
+            return 0
+        before = self._profile.layers[first - 1]
+        return _more(before.output, found) + before.weight_bytes
 
     def made_bytes(self, first: int, end: int) -> int:
         """What is saved in a forward pass, and the stage's input and output."""
         if first not in self._held:
             found: set[int] = set()
-            total = _more(self._profile.layers[first - 1].output, found) if first else 0
+            total = self._come_bytes(first, found)
             row = [total]
             for layer in self._profile.layers[first:]:
                 total += _more(layer.saved, found)
@@ -53,7 +60,7 @@ class Activations:
         return self._held[first][end - first]
 
     def passing_bytes(self, first: int, end: int, *, added: bool) -> int:
-        """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of its input.
+        """What a backward pass needs for a moment: gradients of the stage's and a layer's output, and of what it makes.
 
         Without what later layers had saved, which is free by then. added: and with the gradient of the layer's largest
         parameter, to be added to what there is.
@@ -64,9 +71,9 @@ class Activations:
             most, later = 0, {one for layer in layers[first:end] for one in layer.saved} - ends
             free = 0
             for number in range(end - 1, first - 1, -1):
-                output = layers[number].gradient_bytes if number < end - 1 else 0
-                given = layers[number - 1].gradient_bytes if number else 0
-                most = max(most, output + given + (layers[number].largest_bytes if added else 0) - free)
+                last = number == end - 1
+                own = layers[number].passing_bytes if last else layers[number].between_bytes
+                most = max(most, own + (layers[number].largest_bytes if added else 0) - free)
                 earlier = {one for layer in layers[first:number] for one in layer.saved}
                 free += sum(size for _, size in later - earlier)
                 later &= earlier

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything, to_device
 from shardline.errors import JobError
 from shardline.pipeline.parcel import memory_order, only_input
+from shardline.pipeline.partition.alive import Alive
 from shardline.pipeline.partition.profile import Handed, Layer, Profile
 from shardline.pipeline.split.units import Unit, Units
 
@@ -49,13 +50,14 @@ class _Look:
 def shapes(model: nn.Sequential, job: DataSource) -> Profile:
     """The profile without times: a function of the job alone, the same in every process.
 
-    Computes one microbatch, forward, with all that this changes: random numbers, buffers and what else layers keep.
-    Raises JobError if the job's loss or a layer raises, or a layer of which gradients are wanted returns no tensor.
+    Computes one microbatch, layer by layer, with all that this changes: random numbers, buffers and what else layers
+    keep. Raises JobError if the job's loss or a layer raises, or a layer of which gradients are wanted returns no
+    tensor.
     """
     batch = _batch(job, next(model.parameters()).device)
     look = _look(model, job, batch)
     return Profile(
-        layers=tuple(look.layers),
+        layers=tuple(_passing(model, job, batch, look)),
         samples=job.batch_size,
         batch_bytes=_bytes_of(batch),
         joined=_joined(model),
@@ -76,12 +78,13 @@ def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) ->
     device = next(model.parameters()).device
     batch = _batch(job, device)
     look = _look(model, job, batch)
+    looked = _passing(model, job, batch, look)
     given: Any = look.entry
     layers = []
     for number, layer in enumerate(model):
         ahead = _entered(model, job, batch) if number == len(model) - 1 else None
         forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
-        layers.append(replace(look.layers[number], forward_s=forward_s, backward_s=backward_s))
+        layers.append(replace(looked[number], forward_s=forward_s, backward_s=backward_s))
         given = look.outputs[number]
     threads = torch.get_num_threads()
     measured = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
@@ -195,6 +198,57 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
     return look
 
 
+def _passing(model: nn.Sequential, job: DataSource, batch: Any, look: _Look) -> list[Layer]:
+    """The layers, with what their backward passes need."""
+    given, found = look.entry, []
+    for number, layer in enumerate(model):
+        loss = _entered(model, job, batch) if number == len(model) - 1 else None
+        passing, between = _passing_bytes(layer, given, loss)
+        found.append(replace(look.layers[number], passing_bytes=passing, between_bytes=between))
+        given = look.outputs[number]
+    return found
+
+
+class _Given(torch.autograd.Function):
+    """Begins the backward pass of what comes in, with gradients that nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, alive: Alive, *values: torch.Tensor) -> torch.Tensor:
+        """alive: gets to know the gradients."""
+        ctx.alive, ctx.forms = alive, [(value.shape, value.dtype, value.device) for value in values]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        """One for each."""
+        found = tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
+        ctx.alive.given(found)
+        return None, *found
+
+
+def _passing_bytes(layer: nn.Module, given: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[int, int]:
+    """passing_bytes and between_bytes of a layer. loss: what follows the last one."""
+    parameters = [*layer.parameters()]
+    for one in parameters:
+        one.grad = None
+    inputs = _fresh(given)
+    with Alive() as alive:
+        ends = _ends(layer(inputs), loss)
+        begun = alive.mark()
+        if not ends:
+            return 0, 0
+        # As in a stage, what the layer has returned stays.
+        _Given.apply(alive, *ends).backward()  # type: ignore[no-untyped-call]
+        own = [one.grad for one in parameters if one.grad is not None]
+        return alive.most_since(begun, own, given=False), alive.most_since(begun, own, given=True)
+
+
+def _ends(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torch.Tensor]:
+    """What a backward pass begins with. loss: what follows the last layer."""
+    ends = [loss(output)] if loss is not None else list(tensors_in(output))
+    return [one for one in ends if one.requires_grad]
+
+
 def _handed(value: torch.Tensor) -> Handed:
     return Handed(
         dtype=str(value.dtype).removeprefix("torch."),
@@ -248,7 +302,9 @@ def _sizes(layer: nn.Module, counted: set[int]) -> dict[str, int]:
 
 
 def _joined(model: nn.Sequential) -> tuple[int, ...]:
-    """Layers that can't begin a stage: one before and one from there on have the same tensor."""
+    """Layers that can't begin a stage: one before and one from there on have the same tensor, and don't hand it on."""
+    if isinstance(model, Units):
+        return ()
     first: dict[int, int] = {}
     found: set[int] = set()
     for number, layer in enumerate(model):
@@ -269,9 +325,8 @@ def _timed(
         inputs = _fresh(given)
         begun_s = _now(device)
         output = layer(inputs)
-        ends: Sequence[torch.Tensor] = [loss(output)] if loss is not None else list(tensors_in(output))
+        ends = _ends(output, loss)
         forward.append(_now(device) - begun_s)
-        ends = [one for one in ends if one.requires_grad]
         gradients = [torch.ones_like(one) for one in ends]
         begun_s = _now(device)
         if ends:

@@ -14,7 +14,7 @@ import torch
 
 from shardline.errors import UsageError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,16 @@ class Layer:
     fixed_bytes: int = 0
     """Buffers, and parameters that are not trained."""
     output: tuple[tuple[int, int], ...] = ()
-    """What it is in memory: see `saved`."""
+    """What it is in memory, without the parameters in it: see `saved`."""
     saved: tuple[tuple[int, int], ...] = ()
     """What the forward pass keeps for the backward pass, parameters aside: (number of a storage, bytes). Neighbours may
     keep the same storage."""
+
+    passing_bytes: int = 0
+    """What its backward pass makes for a moment, as its tensors: without gradients of parameters and of its output, and
+    less what it gives back of `saved` by then. With the loss, in the last layer."""
+    between_bytes: int = 0
+    """The same with the gradient of its output, where that comes from another layer and goes as soon as it can."""
 
     @property
     def seconds(self) -> float:
@@ -70,6 +76,11 @@ class Layer:
     def output_bytes(self) -> int:
         """Of what the next layer gets."""
         return sum(one.nbytes for one in self.handed)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of the parameters among it: memory of the stage that gets them."""
+        return sum(one.nbytes for one in self.handed if one.weight)
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -57,6 +57,19 @@ class Traced:
     """By stage: the values that come to it from the one before, also those that are only passed on."""
 
 
+class EmptyStagesError(JobError):
+    """Cuts that leave stages without anything to compute."""
+
+    def __init__(self, cuts: Sequence[str], empty: Sequence[int]) -> None:
+        ends = [*map(repr, cuts), "its end"]
+        super().__init__(
+            f"Pipeline.split: cuts {list(cuts)} make {len(cuts) + 1} stages, but {len(empty)} of them compute nothing: "
+            f"those before {', '.join(ends[number] for number in empty)}; cut the model elsewhere"
+        )
+        self.needless = {cuts[min(number, len(cuts) - 1)] for number in empty}
+        """The cuts without which there are no such stages."""
+
+
 class Name(str):
     """The name of a value, where constants may be as well."""
 
@@ -95,7 +108,7 @@ def trace(model: nn.Module, inputs: Inputs, cuts: Sequence[str]) -> Traced:
             pipe = pipeline(model, *inputs)
         except Exception as error:
             raise JobError(_untraced(model, error)) from error
-    _check_cuts(cuts, begun, pipe.num_stages)
+    _check_cuts(cuts, begun, pipe.split_gm)
     return _read(model, pipe, begun, forms[-1])
 
 
@@ -116,18 +129,18 @@ def _untraced(model: nn.Module, error: Exception) -> str:
     )
 
 
-def _check_cuts(cuts: Sequence[str], begun: Sequence[str], stages: int) -> None:
+def _check_cuts(cuts: Sequence[str], begun: Sequence[str], graph: torch.fx.GraphModule) -> None:
     for name in cuts:
         if begun.count(name) != 1:
             raise JobError(
                 f"Pipeline.split: the model calls {name!r} {begun.count(name)} times, so a stage can't begin with it; "
                 "cut the model elsewhere"
             )
-    if stages != len(cuts) + 1:
-        raise JobError(
-            f"Pipeline.split: cuts {list(begun)} make {len(cuts) + 1} stages, but {len(cuts) + 1 - stages} of them "
-            f"compute nothing: nothing is before {begun[0]!r}, or between two cuts; cut the model elsewhere"
-        )
+    # Of submod_pp_0, submod_pp_1, ..., those that would be empty are left out.
+    stages = {str(node.target) for node in graph.graph.nodes if node.op == "call_module"}
+    empty = [number for number in range(len(begun) + 1) if f"submod_pp_{number}" not in stages]
+    if empty:
+        raise EmptyStagesError(begun, empty)
 
 
 def _read(model: nn.Module, pipe: Any, starts: Sequence[str], form: pytree.TreeSpec) -> Traced:

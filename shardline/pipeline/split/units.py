@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.data import calling
 from shardline.errors import JobError
+from shardline.pipeline.split.trace import EmptyStagesError
 
 if TYPE_CHECKING:
     from shardline.pipeline.split.model import Split
@@ -57,7 +58,7 @@ class Units(nn.Sequential):
                 f"Pipeline.split: no stage of the {type(split.whole).__name__} can begin with any of its modules: each "
                 "begins where the model does, is called several times or never, or has nothing that is trained"
             )
-        finest = split.cut_at(starts)
+        finest = _cut(split, starts)
         names = ("its beginning", *finest.traced.starts)
         super().__init__(*(Unit(finest, number, name) for number, name in enumerate(names)))
         self.__dict__["split"] = finest
@@ -82,6 +83,16 @@ class Units(nn.Sequential):
     def entry(inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """What the first part is given, of what the model is called with."""
         return tuple(inputs), dict(named)
+
+
+def _cut(split: Split, starts: Sequence[str]) -> Split:
+    """The model, cut where it begins something. What it computes for nothing is in no trace."""
+    found = split.cut_at(starts)
+    try:
+        found.stage_of_tensor("")
+    except EmptyStagesError as error:
+        found = split.cut_at([name for name in starts if name not in error.needless])
+    return found
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
