@@ -116,6 +116,7 @@ class Contributions:
         self._on_held = on_held
         self._replicas = replicas
         self._in_tree = in_tree
+        self._whole = Block(0, replicas)
         self._partials: dict[Block, Partial] = {}
         self._fingerprints: dict[Block, int] = {}
         self.counted: set[int] = set()
@@ -176,8 +177,8 @@ class Contributions:
 
     def take(self) -> Partial:
         """The sum over all replicas. They stay counted until clear(), which is called when the step is applied."""
-        total = self._partials.pop(Block(0, self._replicas))
-        self._measure()
+        total = self._partials.pop(self._whole)
+        self._hold(-total.held_bytes)
         return total
 
     def take_of(self, replicas: Sequence[int]) -> Partial:
@@ -203,10 +204,7 @@ class Contributions:
         self._fingerprints.clear()
         self.counted.clear()
         self.mask = 0
-        self._measure()
-
-    def _measure(self) -> None:
-        self._hold(sum(partial.held_bytes for partial in self._partials.values()) - self.held_bytes)
+        self._hold(-self.held_bytes)
 
     def _hold(self, difference: int) -> None:
         if difference:

@@ -27,6 +27,9 @@ class Outcome(enum.Enum):
     OVERTAKEN = 15
     WAITING = 16
 
+    # As cheap as that of any object; Enum's own calls a function of Python for each look into a table.
+    __hash__ = object.__hash__
+
 
 @fixed()
 class Decision:

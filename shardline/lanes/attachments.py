@@ -52,17 +52,17 @@ class Ticket(Protocol):
 
     @property
     def memory(self) -> memoryview:
-        """The encoded bytes; valid when done."""
+        """The encoded bytes; valid when whole."""
         ...
 
     @property
-    def done(self) -> bool:
-        """Whether all bytes have arrived, or never will: then wait() raises."""
+    def whole(self) -> bool:
+        """Whether all bytes have arrived."""
         ...
 
     @property
     def matches(self) -> bool | None:
-        """When done, whether the bytes have the expected digest; None = nobody has looked."""
+        """When whole, whether the bytes have the expected digest; None = nobody has looked."""
         ...
 
     async def wait(self) -> None:

@@ -27,6 +27,7 @@ LAST_WORD_S = 1.0
 """Seconds in which a call may end once its socket is to be closed."""
 QUEUED_BYTES = 256 << 10
 """Bytes of replies that may wait to be sent before a reply blocks its call."""
+_DONE = frame(Kind.DONE)
 
 
 class ReplyWriter(Protocol):
@@ -118,6 +119,7 @@ class CallServer:
         self._who = who
         self._broke = broke
         self._sock: socket.socket | None = None
+        self._secure = False
         self._closing = self._closed = False
         self._reader = CallFrameReader(MAX_REQUEST_BYTES)
         self._call: _Call | None = None
@@ -154,7 +156,7 @@ class CallServer:
         if self._closing or self._sock is not None:
             sock.close()
             return
-        self._sock = sock
+        self._sock, self._secure = sock, isinstance(sock, TlsSocket)
         self.read_on()
         # TLS may have decrypted the first bytes with the handshake's last.
         self._readable()
@@ -192,7 +194,7 @@ class CallServer:
         if not self._reading:
             self._reading = True
             self._loop.add_reader(self._sock.fileno(), self._readable)
-            if _pending(self._sock):
+            if self._secure and _pending(self._sock):
                 self._loop.call_soon(self._readable)
 
     @property
@@ -207,7 +209,10 @@ class CallServer:
 
     def _readable(self) -> None:
         sock = self._sock
-        if sock is None or self._full:
+        if sock is None:
+            return
+        if self._full:
+            self._stop_reading(sock)
             return
         try:
             while True:
@@ -219,7 +224,7 @@ class CallServer:
                     self._take(kind, body)
                     if self._sock is None:
                         return
-                if self._full or not _pending(sock):
+                if not self._secure or self._full or not _pending(sock):
                     break
         except NOT_READY:
             pass
@@ -258,7 +263,7 @@ class CallServer:
         for reply in answered.replies:
             self._out += frame(Kind.REPLY, reply)
         if answered.rest is None:
-            self._finish(frame(Kind.DONE))
+            self._finish(_DONE)
             return True
         self._flush()
         self._call = _Call(self)
@@ -281,7 +286,7 @@ class CallServer:
         except Exception as error:
             self._finish(self._failure(error))
         else:
-            self._finish(frame(Kind.DONE))
+            self._finish(_DONE)
 
     def _finish(self, last: bytes) -> None:
         call, self._call, self._task = self._call, None, None
@@ -291,7 +296,8 @@ class CallServer:
             self._end()
             return
         self._skipping = call is not None and not call.last
-        self.read_on()
+        if not self._reading:
+            self.read_on()
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
         """See ReplyWriter."""
@@ -330,8 +336,8 @@ class CallServer:
 
 
 def _pending(sock: socket.socket) -> bool:
-    """Whether there may be more to read although the socket is not readable: bytes that have arrived at TLS."""
-    return isinstance(sock, TlsSocket) and bool(sock.pending())
+    """Whether there may be more to read from TLS although the socket is not readable: bytes that have arrived there."""
+    return bool(sock.pending())  # type: ignore[attr-defined]  # of TlsSocket
 
 
 def _nobody(reason: str) -> None:

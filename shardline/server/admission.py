@@ -10,7 +10,7 @@ from shardline.core.protocol import FEATURES
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder
-from shardline.rpc.limits import MAX_FIGURES, at_most, short
+from shardline.rpc.limits import MAX_FIGURES, MAX_NAME, at_most, short
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server.backend import Backend
@@ -58,8 +58,10 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
     """Whether a data message may be processed. Raises ProtocolError for malformed names."""
-    for name in (data.job, data.plan_id, data.task):
-        short(name, "a name in the head of a message")
+    job, plan_id, task = data.job, data.plan_id, data.task
+    if len(job) > MAX_NAME or len(plan_id) > MAX_NAME or len(task) > MAX_NAME:
+        for name in (job, plan_id, task):
+            short(name, "a name in the head of a message")
     if data.required_features:
         at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
         for name in data.required_features:
@@ -72,10 +74,10 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
     if data.stage:
         return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has no stages")
     decision = backend.admit(
-        job=data.job,
+        job=job,
         timeline=data.timeline,
-        plan_id=data.plan_id,
-        who=Identity(data.task, data.incarnation, data.secret),
+        plan_id=plan_id,
+        who=Identity(task, data.incarnation, data.secret),
         init=init,
     )
     if decision.outcome is Outcome.SERVED and data.shard not in backend.shards:
@@ -88,7 +90,8 @@ def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> 
     decision = admit_data(backend, header.data, init=init)
     if init or decision.outcome is not Outcome.SERVED:
         return decision
-    shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
-    if not shard.consistency.whole_pushes and block.end > shard.replicas:
-        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.replicas} replicas")
+    shard, block = backend.shard(header.data.shard), header.block
+    if not shard.consistency.whole_pushes and block.first + block.count > shard.replicas:
+        named = Block(block.first, block.count)
+        return Decision(Outcome.REFUSED, f"block {named} is outside the job's {shard.replicas} replicas")
     return decision

@@ -22,7 +22,7 @@ from shardline.server.conversation import is_soon_whole
 from shardline.server.incoming_push import PushResult, gradient_kind
 from shardline.server.pull_sender import SHARED_CALL, STATES_PER_FRAME, pull, ready_reply
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.wire.protobuf import PushFrameView, ReplyView, RequestView, write_reply
+from shardline.wire.protobuf import PushFrameView, RequestView
 
 Counted: TypeAlias = tuple[PushResult, data_pb2.PullRequest | None]
 """The result of a push, and the pull that follows it."""
@@ -63,7 +63,6 @@ class SingleRequests:
             raise
         if not push.ended:
             return Answered([], self._rest(request, receiver, push))
-        Started(receiver.abandon())
         result, wanted = push.result
         # Usually both have the same head, and nothing else has happened since the push was admitted.
         together = bool(result.task) and wanted is not None and wanted.data == frame.header.data
@@ -95,14 +94,14 @@ class SingleRequests:
         admitted: the attachment of a pull that needs no further look at its sender.
         """
         self._on_push(result)
-        ack = write_reply(ReplyView(ack=result.ack))
+        reply = data_pb2.PushPullReply()
+        reply.ack.CopyFrom(result.ack)
         if wanted is None:
-            return ack, False
+            return reply.SerializeToString(), False
         if admitted is None and admit_data(self._backend, wanted.data, init=False).outcome is Outcome.SERVED:
             admitted = attachment_of(self._attachments, wanted.data)
-        served = ready_reply(self._backend, admitted, wanted, outer=SHARED_CALL) if admitted is not None else None
-        # Fields of one message may be in any order.
-        return (ack, True) if served is None else (served + ack, False)
+        ready = admitted is not None and ready_reply(self._backend, admitted, wanted, reply)
+        return reply.SerializeToString(), not ready
 
     def _rest(
         self, request: RequestView, receiver: PushReceiver, push: Started[Counted]
@@ -136,6 +135,7 @@ async def _counted(receiver: PushReceiver, frame: PushFrameView, wanted: data_pb
     try:
         result = await receiver.feed(frame)
     except NoRoomError as no_room:
+        await receiver.abandon()
         return no_room.result, None
     assert result is not None, "a frame with a commit ends its push"
     return result, wanted

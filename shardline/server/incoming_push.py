@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardline.codecs.coding import Coding
+from shardline.codecs.coding import BucketCoding, Coding
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision
@@ -35,8 +35,8 @@ class IncomingPush:
     attachment: Attachment | None = None
     referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
-    more: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a reference or the commit arrives."""
+    more: asyncio.Event | None = None
+    """Set when a reference or the commit arrives, for who takes referred buckets meanwhile."""
     committed: bool = False
     draining: asyncio.Task[None] | None = None
     slots: list[Slot] = field(default_factory=list)
@@ -98,11 +98,10 @@ def gradient_kind(header: data_pb2.PushHeader) -> bool:
     return header.kind != data_pb2.PUSH_KIND_INIT
 
 
-def held_bytes(push: IncomingPush, number: int) -> int:
+def held_bytes(push: IncomingPush, coding: BucketCoding) -> int:
     """Bytes that a bucket of a push needs in staging."""
-    assert push.coding is not None
     return slot_bytes(
-        push.coding.bucket(push.shard.number, number),
+        coding,
         borrowed=push.attachment is not None and push.attachment.borrowed,
         summed=push.in_tree and push.shard.replicas > 1,
     )

@@ -207,6 +207,14 @@ def pull_end(
     """The PullEnd message of a pull of some buckets; () = all."""
     end = data_pb2.PullEnd()
     end.outcome, end.reason, end.timeline = outcome_to_proto(outcome), reason, backend.timeline
+    _tell_state(end, shard, outcome, buckets)
+    return end
+
+
+def _tell_state(
+    end: data_pb2.PullEnd, shard: HostedShard | None, outcome: Outcome, buckets: Collection[int] = ()
+) -> None:
+    """Set what the end says of the shard."""
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
@@ -214,7 +222,6 @@ def pull_end(
         if shard.summing is not None:
             end.wants_state = shard.summing.wants_state(buckets)
             end.hyper.extend(hyper_to_proto(shard.summing.hyper))
-    return end
 
 
 def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
@@ -239,8 +246,10 @@ async def pull(
         yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
 
 
-def ready_reply(backend: Backend, attachment: Attachment, request: data_pb2.PullRequest, *, outer: int) -> bytes | None:
-    """The whole answer of a pull as one message, if all that it asks for can be referred to now; None = see pull().
+def ready_reply(
+    backend: Backend, attachment: Attachment, request: data_pb2.PullRequest, reply: data_pb2.PushPullReply
+) -> bool:
+    """Put the whole answer of a pull into a reply, if all that it asks for can be referred to now; False = see pull().
 
     The request is admitted, and the attachment is its sender's. Bytes that don't stay in place are sent if they are
     few. Raises ProtocolError.
@@ -250,26 +259,28 @@ def ready_reply(backend: Backend, attachment: Attachment, request: data_pb2.Pull
     coding = backend.coding.pull
     wanted = wanted_buckets(shard, request)
     if not wanted or not may_refer(shard, want, coding):
-        return None
+        return False
     buckets, raw_bytes, wire_bytes = [], 0, 0
     for number in wanted:
         found = refer_bucket(shard, want, coding, attachment, number)
         if isinstance(found, Outcome):
-            return None
+            return False
         buckets.append(found)
         raw_bytes += found.raw_bytes
         wire_bytes += len(found.payload)
         if wire_bytes > QUICK_BYTES:
-            return None
-    states = [found.state for found in buckets]
-    message = write_pull(PullFrameView(buckets=states, end=pull_end(backend, shard, Outcome.SERVED)), outer=outer)
-    for found in buckets:
+            return False
+    reply.pull.buckets.extend([found.state for found in buckets])
+    end = reply.pull.end
+    end.outcome, end.timeline = outcome_to_proto(Outcome.SERVED), backend.timeline
+    _tell_state(end, shard, Outcome.SERVED)
+    for found in buckets if wire_bytes else ():
         if len(found.payload):
             # They are queued; who asked for them waits for them, so there is no need to wait here.
             Started(attachment.send(found.payload, found.intact)).close()
     backend.count(pull_raw=raw_bytes, pull_wire=wire_bytes)
     backend.pulled(request.data.task, coding.name, attachment.lane, raw_bytes, wire_bytes, time.monotonic() - started_s)
-    return message
+    return True
 
 
 class _UnservedError(Exception):

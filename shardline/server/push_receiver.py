@@ -20,7 +20,7 @@ from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
-from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO, dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
@@ -33,8 +33,8 @@ from shardline.server.incoming_push import (
     held_bytes,
 )
 from shardline.server.inline_apply import applies_inline, release_all
-from shardline.server.slots import Slot, opened
-from shardline.server.staging import AsyncPush, StagingLease, worker_index
+from shardline.server.slots import NO_BYTES, Slot, opened
+from shardline.server.staging import Ask, AsyncPush, StagingLease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SEVERITY = (
@@ -139,9 +139,9 @@ class PushReceiver:
         shard = self._backend.shard(header.data.shard)
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job weights all gradients equally; send 0 or 1")
-        tensors = shard.tensors
-        # The loss is listed among them.
-        at_most(len(header.nonfinite_tensors), tensors + 1, "tensors with NaN listed in a push")
+        if header.nonfinite_tensors:
+            # The loss is listed among them.
+            at_most(len(header.nonfinite_tensors), shard.tensors + 1, "tensors with NaN listed in a push")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups listed in a push")
         push = IncomingPush(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
         push.coding = self._coding(header)
@@ -153,7 +153,7 @@ class PushReceiver:
             self._take_empty(push, header.empty_buckets)
         if not push.by_bucket:
             coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
-            push.room = AsyncPush(sum(held_bytes(push, number) for number in coming))
+            push.room = AsyncPush(sum(held_bytes(push, push.coding.bucket(shard.number, n)) for n in coming))
 
     def _coding(self, header: data_pb2.PushHeader) -> Coding:
         """Coding of a push: the job's codec; raw for initial values. Raises ProtocolError."""
@@ -182,24 +182,28 @@ class PushReceiver:
 
     async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
         """Room for one bucket of a push. Raises NoRoomError; with `at_once`, TimeoutError if there is none now."""
-        nbytes = held_bytes(push, slot.number)
+        nbytes = held_bytes(push, slot.coding)
         if nbytes:
             push.slots.append(slot)
-            slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
+            ask = self._ask(push, slot.number, nbytes)
+            slot.lease = self._backend.staging.lend(ask) or await self._room(push, ask, at_once=at_once)
             if push.attachment is None or push.attachment.borrowed:
                 self._backend.buffers.fit()
 
-    async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
-        """Reserve room for nbytes, within the stream's remaining patience or `at_once`; see _reserve()."""
-        header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
+    @staticmethod
+    def _ask(push: IncomingPush, number: int, nbytes: int) -> Ask:
+        """The request for room for nbytes of a bucket."""
+        header, shard = push.header, push.shard.number
         if push.in_tree:
-            block, step, bucket = push.block, header.step, number
+            return Ask(shard, number, push.block, nbytes, header.step, push.room)
+        return Ask(shard, None, Block(worker_index(header.data.task), 1), nbytes, None, push.room)
+
+    async def _room(self, push: IncomingPush, ask: Ask, *, at_once: bool) -> StagingLease:
+        """Wait for room, within the stream's remaining patience or `at_once`; see _reserve()."""
         patience_s = 0.0 if at_once else max(0.0, self._backend.staging_wait_s - self._waited_s)
         began_s = time.monotonic()
         try:
-            return await self._backend.staging.reserve(
-                push.shard.number, bucket, block, nbytes, patience_s, step=step, push=push.room
-            )
+            return await self._backend.staging.reserve(ask, patience_s)
         except TimeoutError as error:
             if at_once:
                 raise
@@ -232,33 +236,41 @@ class PushReceiver:
 
     def _announced(self, push: IncomingPush, header: data_pb2.BucketHeader) -> Slot:
         """The slot of a bucket whose header fits the plan, without memory. Raises ProtocolError, TensorError."""
-        spec = self._check_bucket(push, header.bucket)
-        where = f"shard {push.shard.number}, bucket {header.bucket}"
-        first = push.shard.buckets[header.bucket].names[0]
-        dtype = dtype_from_proto(header.dtype, where)
-        if dtype != spec.dtype or header.elements != spec.elements:
+        number, size, codings = header.bucket, header.payload_bytes, push.coding
+        assert codings is not None
+        spec = self._check_bucket(push, number)
+        coding = codings.bucket(push.shard.number, number)
+        if header.elements != spec.elements or header.dtype != DTYPE_TO_PROTO[spec.dtype]:
+            where = self._where(push, number)
             raise TensorError(
-                f"{where} ({first!r}): pushed as {header.elements} {dtype} elements; the plan says {spec.elements} "
-                f"{spec.dtype}. Does the worker have another model?"
+                f"{where} ({push.shard.buckets[number].names[0]!r}): pushed as {header.elements} "
+                f"{dtype_from_proto(header.dtype, where)} elements; the plan says {spec.elements} {spec.dtype}. Does "
+                "the worker have another model?"
             )
-        assert push.coding is not None
-        coding = push.coding.bucket(push.shard.number, header.bucket)
-        misfit = coding.misfit(header.payload_bytes)
-        if misfit:
-            raise TensorError(f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, {misfit}")
-        at_most(len(header.nonfinite_tensors), len(spec.slices), f"{where}: tensors with NaN")
-        present = unpack_bits(header.present, len(spec.slices), where)
+        if misfit := coding.misfit(size):
+            raise TensorError(
+                f"{self._where(push, number)} ({push.shard.buckets[number].names[0]!r}): payload of {size} bytes "
+                f"announced, {misfit}"
+            )
+        count = len(spec.slices)
+        nonfinite, present, bound = header.nonfinite_tensors, header.present, header.bound
+        if len(nonfinite) > count:
+            at_most(len(nonfinite), count, f"{self._where(push, number)}: tensors with NaN")
         return Slot(
-            header.bucket,
+            number,
             spec,
             coding,
-            present,
-            memoryview(b""),
-            size=header.payload_bytes,
-            nonfinite=tuple(header.nonfinite_tensors),
-            bound=header.bound if header.bound > 0.0 else math.inf,
+            unpack_bits(present, count, self._where(push, number)) if present else (True,) * count,
+            NO_BYTES,
+            size=size,
+            nonfinite=tuple(nonfinite),
+            bound=bound if bound > 0.0 else math.inf,
             fingerprint=header.fingerprint,
         )
+
+    @staticmethod
+    def _where(push: IncomingPush, number: int) -> str:
+        return f"shard {push.shard.number}, bucket {number}"
 
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
@@ -298,8 +310,10 @@ class PushReceiver:
             slot.digest, slot.offset, slot.borrowed = ref.digest, ref.offset, push.attachment.borrowed
             slot.moved = not push.attachment.borrowed
             push.referred.append(slot)
-        push.more.set()
-        if push.draining is None and not last:
+        if push.more is not None:
+            push.more.set()
+        elif not last:
+            push.more = asyncio.Event()
             push.draining = self._spawn(self._drain(push, push.attachment))
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
@@ -317,7 +331,7 @@ class PushReceiver:
                 slot.ticket = attachment.expect(slot.offset, slot.size, slot.digest)
                 coming.append(slot)
             if not coming:
-                if push.committed:
+                if push.committed or push.more is None:
                     return
                 push.more.clear()
                 # The call's deadline ends this wait if the sender falls silent.
@@ -330,15 +344,15 @@ class PushReceiver:
 
     async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
         """The leading slots that are complete; waits for the first."""
-        assert coming[0].ticket is not None
-        await coming[0].ticket.wait()
-        arrived = []
-        while coming and coming[0].ticket is not None and coming[0].ticket.done:
-            slot = coming.popleft()
-            assert slot.ticket is not None
-            await slot.ticket.wait()
-            slot.memory, slot.matches = slot.ticket.memory, slot.ticket.matches
-            arrived.append(slot)
+        arrived: list[Slot] = []
+        while not arrived:
+            while coming and (ticket := coming[0].ticket) is not None and ticket.whole:
+                slot = coming.popleft()
+                slot.memory, slot.matches = ticket.memory, ticket.matches
+                arrived.append(slot)
+            if not arrived:
+                assert ticket is not None
+                await ticket.wait()
         return arrived
 
     # Whole buckets
@@ -418,7 +432,8 @@ class PushReceiver:
         if commit.empty_buckets:
             self._take_empty(push, commit.empty_buckets)
         push.committed = True
-        push.more.set()
+        if push.more is not None:
+            push.more.set()
         if push.draining is not None:
             await push.draining
         elif push.attachment is not None:

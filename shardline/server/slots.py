@@ -15,6 +15,7 @@ from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Ticket
 from shardline.server.staging import StagingLease
 
+NO_BYTES = memoryview(b"")
 SLACK = 8
 """A message may be larger than its payload by 1/SLACK of it: the headers beside a large chunk are far smaller."""
 
@@ -69,7 +70,7 @@ class Slot:
 
         Counted gradients have a reference of their own. May be called twice.
         """
-        self.memory, self.ticket, self.parts = memoryview(b""), None, []
+        self.memory, self.ticket, self.parts = NO_BYTES, None, []
         if self.lease is not None:
             self.lease.release()
 

@@ -137,9 +137,13 @@ class Ask:
     shard: int
     bucket: int | None
     block: Block
+    """In an asynchronous push (worker index, 1)."""
     nbytes: int
-    """Maximum bytes that it occupies from its first byte until it is counted."""
+    """Maximum bytes that it occupies from its first byte until it is counted: the receive slot and, if a codec decodes
+    it to something else, that as well. A borrowed contribution occupies its sum with another, so it also requests the
+    bucket's bytes, unless there is only one replica."""
     step: int | None = None
+    """The push's; another than the bucket's marks a repetition."""
     push: AsyncPush | None = None
 
 
@@ -350,7 +354,7 @@ class StagingLease:
         """Give the bytes back; may be called twice. From any thread."""
         entry, self._entry = self._entry, None
         if entry is not None:
-            self._staging.on_loop(lambda: self._staging.returned(self._ledger, entry))
+            self._staging.on_loop(self._staging.returned, self._ledger, entry)
 
     def __enter__(self) -> StagingLease:
         return self
@@ -401,28 +405,18 @@ class Staging:
         """Number of waiting contributions."""
         return len(self._waiting)
 
-    async def reserve(
-        self,
-        shard: int,
-        bucket: int | None,
-        block: Block,
-        nbytes: int,
-        timeout_s: float,
-        *,
-        step: int | None = None,
-        push: AsyncPush | None = None,
-    ) -> StagingLease:
-        """Wait until a contribution may come in.
-
-        bucket None: a bucket of the asynchronous `push`, whose block is (worker index, 1). nbytes: all that it will
-        occupy at once: the receive slot and, if a codec decodes it to something else, that as well. A borrowed
-        contribution occupies its sum with another, so it also requests the bucket's bytes, unless there is only one
-        replica. step: the push's; another than the bucket's marks a repetition. Raises TimeoutError.
-        """
+    def lend(self, ask: Ask) -> StagingLease | None:
+        """A lease for a contribution that may come in now; None if it has to wait: see reserve()."""
+        if self._waiting or (entry := self.ledger.decide(ask)).grant is Grant.WAIT:
+            return None
         self._loop = asyncio.get_running_loop()
-        ask = Ask(shard, bucket, block, nbytes, step, push)
-        if not self._waiting and (entry := self.ledger.decide(ask)).grant is not Grant.WAIT:
-            return self._lent(entry)
+        return self._lent(entry)
+
+    async def reserve(self, ask: Ask, timeout_s: float) -> StagingLease:
+        """Wait until a contribution may come in. Raises TimeoutError."""
+        self._loop = asyncio.get_running_loop()
+        if (lease := self.lend(ask)) is not None:
+            return lease
         # Enter the line before applying the rule again, so that no change in between is missed.
         waiter = _Waiter(ask, self._loop.create_future())
         self._waiting.append(waiter)
@@ -430,12 +424,12 @@ class Staging:
         if not waiter.future.done():
             await self._wait(waiter, timeout_s)
         if not waiter.future.done():
-            what = f"bucket {bucket}, replicas {block}"
-            if bucket is None:
-                what = "a push" + (f" of {push.claim:,} bytes in all" if push is not None else "")
+            what = f"bucket {ask.bucket}, replicas {ask.block}"
+            if ask.bucket is None:
+                what = "a push" + (f" of {ask.push.claim:,} bytes in all" if ask.push is not None else "")
             raise TimeoutError(
-                f"shard {shard}, {what}: no room for {nbytes:,} bytes after {timeout_s:.1f} s; {self.in_use:,} of "
-                f"{self.limit:,} bytes are in use by contributions that wait for others."
+                f"shard {ask.shard}, {what}: no room for {ask.nbytes:,} bytes after {timeout_s:.1f} s; {self.in_use:,} "
+                f"of {self.limit:,} bytes are in use by contributions that wait for others."
             )
         return waiter.future.result()
 
@@ -457,7 +451,7 @@ class Staging:
         if self._waiting:
             self.on_loop(self._look_again)
 
-    def on_loop(self, function: Callable[[], None]) -> None:
+    def on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         """Run on the server's loop: at once if this is its thread."""
         loop = self._loop
         try:
@@ -465,10 +459,10 @@ class Staging:
         except RuntimeError:
             here = False
         if loop is None or here:
-            function()
+            function(*arguments)
             return
         # At the end of a process the loop closes while threads are still finishing.
-        post(loop, function)
+        post(loop, functools.partial(function, *arguments))
 
     def returned(self, ledger: Ledger, entry: Entry) -> None:
         """Take back an ended lease. On the loop."""

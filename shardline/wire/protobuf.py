@@ -2,12 +2,12 @@
 
 A frame's small parts (headers, commits) are generated messages; only the chunk with the tensor bytes is written as tag,
 length and memoryview, joined once, and read as a view of the received message. A client with generated stubs reads and
-writes the same bytes.
+writes the same bytes. Short messages without a chunk are read and written whole by generated code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ ALIGNMENT = 16
 """A large payload's offset within its message is a multiple of this, like the address of a bytes object's content."""
 ALIGNED_FROM = 4096
 """Smaller payloads are not worth the padding."""
+WHOLE_BYTES = 4 << 10
+"""Messages of up to this size are read by generated code: it takes microseconds, and a chunk so small may be copied."""
 MAX_REFERENCES = 1 << 16
 """Limit per frame; a shard of 64 GB has a quarter as many buckets."""
 MAX_FIELDS = 2 * MAX_REFERENCES
@@ -127,7 +129,7 @@ class PushFrameView:
     chunk: ChunkView | None = None
     bucket_commit: data_pb2.BucketCommit | None = None
     commit: data_pb2.Commit | None = None
-    refs: list[data_pb2.BucketRef] = field(default_factory=list)
+    refs: MutableSequence[data_pb2.BucketRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class PullFrameView:
     bucket: data_pb2.BucketState | None = None
     chunk: ChunkView | None = None
     end: data_pb2.PullEnd | None = None
-    buckets: list[data_pb2.BucketState] = field(default_factory=list)
+    buckets: MutableSequence[data_pb2.BucketState] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -255,7 +257,7 @@ def _once(present: object, what: str) -> None:
         raise ProtocolError(f"frame with two of {what}")
 
 
-def _add(found: list[Any], item: Any) -> None:
+def _add(found: MutableSequence[Any], item: Any) -> None:
     if len(found) >= MAX_REFERENCES:
         raise ProtocolError(f"frame with more than {MAX_REFERENCES} references; send several")
     found.append(item)
@@ -307,8 +309,30 @@ def read_pull(data: memoryview) -> PullFrameView:
     return frame
 
 
+def _whole(cls: Any, data: bytes) -> Any:
+    """A short message as generated code reads it; None if it has to be read by hand, which names what is wrong.
+
+    Its size says that no part came twice: two would have been merged.
+    """
+    if len(data) > WHOLE_BYTES:
+        return None
+    try:
+        message = cls.FromString(data)
+    except DecodeError:
+        return None
+    return message if message.ByteSize() == len(data) else None
+
+
 def read_request(data: bytes) -> RequestView:
     """A PushPullRequest or PushRequest; never raises, see RequestView.error."""
+    message = _whole(data_pb2.PushPullRequest, data)
+    if message is not None and message.HasField("push"):
+        push, pull = message.push, message.pull if message.HasField("pull") else None
+        # What has a header and a commit is a push in one frame.
+        if push.HasField("header") and push.HasField("commit") and not push.HasField("chunk"):
+            bucket = push.bucket if push.HasField("bucket") else None
+            end = push.bucket_commit if push.HasField("bucket_commit") else None
+            return RequestView(PushFrameView(push.header, bucket, None, end, push.commit, push.refs), pull)
     view = RequestView()
     try:
         for number, value in fields(memoryview(data)):
@@ -327,6 +351,12 @@ def read_request(data: bytes) -> RequestView:
 
 def read_reply(data: bytes) -> ReplyView:
     """A PushPullReply; never raises, see ReplyView.error."""
+    message = _whole(data_pb2.PushPullReply, data)
+    if message is not None and message.HasField("pull"):
+        ack, pull = message.ack if message.HasField("ack") else None, message.pull
+        # What has an end and no chunk is the answer to a pull in one message, or its last one.
+        if pull.HasField("end") and not pull.HasField("bucket") and not pull.HasField("chunk"):
+            return ReplyView(ack, PullFrameView(None, None, pull.end, pull.buckets))
     view = ReplyView()
     try:
         for number, value in fields(memoryview(data)):

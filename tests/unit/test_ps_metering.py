@@ -9,7 +9,7 @@ import torch
 
 from shardline.core.reduce import Block
 from shardline.observability.metrics import Metrics
-from shardline.server.staging import Ledger
+from shardline.server.staging import Ask, Ledger
 from shardline_ps.memory.metering import Meter
 from shardline_ps.standby.record_log import RecordLog
 from shardline_ps.store import ParameterStore
@@ -29,8 +29,8 @@ def test_staging_and_attachments_are_told_with_every_heartbeat() -> None:
     observe = meter.observed(lambda: SimpleNamespace(shards=[], standbys=[]))
 
     async def run() -> None:
-        lease = await store.staging.reserve(0, None, Block(0, 1), 900, 1.0)
-        waiting = asyncio.create_task(store.staging.reserve(0, None, Block(1, 1), 200, 10.0))
+        lease = await store.staging.reserve(Ask(0, None, Block(0, 1), 900), 1.0)
+        waiting = asyncio.create_task(store.staging.reserve(Ask(0, None, Block(1, 1), 200), 10.0))
         await asyncio.sleep(0)
         observe()
         assert value(metrics, "shardline_staging_bytes") == 930

@@ -446,14 +446,14 @@ def test_no_push_begins_while_one_that_has_begun_waits() -> None:
         staging = Staging()
         staging.configure(pushes_ledger(400), lambda: 0)
         first, second, late = AsyncPush(300), AsyncPush(300), AsyncPush(100)
-        held = [await staging.reserve(0, None, Block(0, 1), 100, 1.0, push=first) for _ in range(2)]
-        began = await staging.reserve(0, None, Block(1, 1), 100, 1.0, push=second)
-        waiting = asyncio.create_task(staging.reserve(0, None, Block(1, 1), 100, 20.0, push=second))
+        held = [await staging.reserve(Ask(0, None, Block(0, 1), 100, push=first), 1.0) for _ in range(2)]
+        began = await staging.reserve(Ask(0, None, Block(1, 1), 100, push=second), 1.0)
+        waiting = asyncio.create_task(staging.reserve(Ask(0, None, Block(1, 1), 100, push=second), 20.0))
         await asyncio.sleep(0)
-        newcomer = asyncio.create_task(staging.reserve(0, None, Block(2, 1), 100, 20.0, push=late))
+        newcomer = asyncio.create_task(staging.reserve(Ask(0, None, Block(2, 1), 100, push=late), 20.0))
         await asyncio.sleep(0)
         assert staging.waiting == 2
-        held.append(await staging.reserve(0, None, Block(0, 1), 100, 1.0, push=first))
+        held.append(await staging.reserve(Ask(0, None, Block(0, 1), 100, push=first), 1.0))
         for lease in held:
             lease.release()
         leases = [began, await waiting, await newcomer]

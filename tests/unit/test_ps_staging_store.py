@@ -14,6 +14,7 @@ from shardline.core.gradients import Gradient
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.server.staging import Ask
 from shardline.update import rule
 from shardline_ps.service import offers
 from shardline_ps.store import ParameterStore, PsConfiguration
@@ -86,7 +87,7 @@ def test_contributions_of_a_shard_count_as_staged_until_they_are_applied() -> No
         shard, size = store.shards[0], plan().shards[0].nbytes
         (bucket,) = shard.buckets
         shard.initialize(0, torch.zeros(bucket.spec.elements))
-        waiting = asyncio.create_task(store.staging.reserve(0, 0, Block(2, 1), 80 * MB, 10.0, step=0))
+        waiting = asyncio.create_task(store.staging.reserve(Ask(0, 0, Block(2, 1), 80 * MB, step=0), 10.0))
         await asyncio.sleep(0)
         for replica, held in ((0, size), (1, size), (2, 0)):
             if replica == 2:

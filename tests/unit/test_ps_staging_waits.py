@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardline.core.reduce import Block
-from shardline.server.staging import Ledger, Staging, StagingLease, partial_sums
+from shardline.server.staging import Ask, Ledger, Staging, StagingLease, partial_sums
 
 
 def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:
@@ -28,9 +28,9 @@ def test_a_contribution_waits_until_the_lower_one_is_counted() -> None:
         staging, view = full_staging({})
         waits: list[float] = []
         staging.on_wait = waits.append
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0, step=0))
+        waiting = asyncio.create_task(staging.reserve(Ask(0, 0, Block(1, 1), 100, step=0), 10.0))
         await asyncio.sleep(0)
-        lease = await staging.reserve(0, 0, Block(0, 1), 100, 10.0, step=0)
+        lease = await staging.reserve(Ask(0, 0, Block(0, 1), 100, step=0), 10.0)
         assert (staging.in_use, staging.waiting, waiting.done()) == (100, 1, False)
         view[0, 0] = (0, 0b01)
         lease.release()
@@ -48,7 +48,7 @@ def test_a_contribution_waits_until_the_lower_one_is_counted() -> None:
 def test_a_change_in_another_thread_wakes_who_waits() -> None:
     async def run() -> None:
         staging, view = full_staging({})
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+        waiting = asyncio.create_task(staging.reserve(Ask(0, 0, Block(1, 1), 100), 10.0))
         await asyncio.sleep(0)
         assert staging.waiting == 1
 
@@ -76,9 +76,9 @@ def test_who_waits_too_long_is_told_and_holds_nothing() -> None:
     async def run() -> None:
         staging, _ = full_staging({})
         with pytest.raises(TimeoutError, match=r"shard 0, bucket 1, replicas 1: no room for 100 bytes after 0\.0 s"):
-            await staging.reserve(0, 1, Block(1, 1), 100, 0.01)
+            await staging.reserve(Ask(0, 1, Block(1, 1), 100), 0.01)
         assert (staging.waiting, staging.in_use) == (0, 0)
-        with await staging.reserve(0, 1, Block(0, 1), 100, 0.01):
+        with await staging.reserve(Ask(0, 1, Block(0, 1), 100), 0.01):
             assert staging.in_use == 100
         assert staging.in_use == 0
 
@@ -89,7 +89,7 @@ def test_a_cancelled_wait_leaves_nothing_behind_even_where_it_was_just_granted()
     async def run() -> None:
         for grant_first in (False, True):
             staging, view = full_staging({})
-            waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+            waiting = asyncio.create_task(staging.reserve(Ask(0, 0, Block(1, 1), 100), 10.0))
             await asyncio.sleep(0)
             if grant_first:
                 view[0, 0] = (0, 0b01)
@@ -106,8 +106,8 @@ def test_a_cancelled_wait_leaves_nothing_behind_even_where_it_was_just_granted()
 def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
     async def run() -> None:
         staging, _ = full_staging({})
-        lease = await staging.reserve(0, 0, Block(0, 1), 100, 1.0)
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+        lease = await staging.reserve(Ask(0, 0, Block(0, 1), 100), 1.0)
+        waiting = asyncio.create_task(staging.reserve(Ask(0, 0, Block(1, 1), 100), 10.0))
         await asyncio.sleep(0)
         staging.configure(Ledger(500, {}, 1, total_waits=False, view=lambda shard, bucket: None), lambda: 0)
         late = await waiting

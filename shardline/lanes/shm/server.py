@@ -76,7 +76,7 @@ def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
 class ShmTicket:
     """One referred bucket; its bytes are already there. See attachments.Ticket."""
 
-    done = True
+    whole = True
     matches = None
 
     def __init__(self, memory: memoryview) -> None:
