@@ -10,9 +10,11 @@ docs/metrics.md is generated from the table: python -m shardline.observability.m
 
 from __future__ import annotations
 
+import bisect
+import collections
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -312,12 +314,22 @@ TABLE: tuple[MetricSpec, ...] = (
 
 BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in TABLE}
 
-_M = TypeVar("_M", Counter, Gauge, Histogram)
-_KINDS: Mapping[str, type[Counter] | type[Gauge] | type[Histogram]] = {
-    "counter": Counter,
-    "gauge": Gauge,
-    "histogram": Histogram,
-}
+
+class Spread(Histogram):
+    """A histogram that takes many values at once."""
+
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """Observe each of them."""
+        places = collections.Counter([bisect.bisect_left(self._upper_bounds, amount) for amount in amounts])
+        self._sum.inc(sum(amounts))
+        for place, number in places.items():
+            self._buckets[place].inc(number)
+
+
+_M = TypeVar("_M", Counter, Gauge, Spread)
+_KINDS: Mapping[str, type[Counter] | type[Gauge]] = {"counter": Counter, "gauge": Gauge}
+Tell = Callable[[Sequence[Any]], None]
+"""Called with what later() was given, in order."""
 
 
 UNTOLD = 64
@@ -348,7 +360,7 @@ class Metrics:
     def __init__(self, role: str, task: str) -> None:
         self.task = task
         self.role = role
-        self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._untold: deque[tuple[Tell, Any]] = deque()
         self._telling = threading.Lock()
         self.registry = _Registry(self.tell)
         ProcessCollector(registry=self.registry)
@@ -380,11 +392,14 @@ class Metrics:
     def _family(self, spec: MetricSpec) -> MetricWrapperBase:
         labels = ("task", *spec.labels)
         if spec.kind == "histogram":
-            return Histogram(spec.name, spec.help, labels, registry=self.registry, buckets=spec.buckets)
+            return Spread(spec.name, spec.help, labels, registry=self.registry, buckets=spec.buckets)
         return _KINDS[spec.kind](spec.name, spec.help, labels, registry=self.registry)
 
-    def later(self, tell: Callable[..., None], *figures: Any) -> None:
-        """Have these metrics changed before anyone reads them, not now: while a small step is answered, each counts."""
+    def later(self, tell: Tell, figures: Any) -> None:
+        """Have metrics changed before anyone reads them, not now: while a small step is answered, each counts.
+
+        tell: called once with all that came for it.
+        """
         self._untold.append((tell, figures))
         if len(self._untold) >= UNTOLD:
             self.tell()
@@ -392,9 +407,12 @@ class Metrics:
     def tell(self) -> None:
         """Change what later() was given."""
         with self._telling:
+            batches: dict[Tell, list[Any]] = {}
             while self._untold:
                 tell, figures = self._untold.popleft()
-                tell(*figures)
+                batches.setdefault(tell, []).append(figures)
+            for tell, batch in batches.items():
+                tell(batch)
 
     def counter(self, name: str, **labels: str | int) -> Counter:
         """The counter with these labels; keep it if used often. Raises InternalError if it is not in the table."""
@@ -404,9 +422,9 @@ class Metrics:
         """The gauge with these labels; see counter()."""
         return self._child(Gauge, name, labels)
 
-    def histogram(self, name: str, **labels: str | int) -> Histogram:
+    def histogram(self, name: str, **labels: str | int) -> Spread:
         """The histogram with these labels; see counter()."""
-        return self._child(Histogram, name, labels)
+        return self._child(Spread, name, labels)
 
     def _child(self, cls: type[_M], name: str, labels: Mapping[str, str | int]) -> _M:
         key = (name, tuple((label, str(value)) for label, value in labels.items()))

@@ -5,7 +5,7 @@ import json
 import logging
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,11 +73,39 @@ def test_what_is_counted_is_what_a_scrape_over_http_reads(worker: Metrics) -> No
 @pytest.mark.parametrize("count", [1, UNTOLD - 1, UNTOLD, 3 * UNTOLD + 1])
 def test_what_is_told_later_is_on_the_page_once(worker: Metrics, count: int) -> None:
     counter = worker.counter("shardline_rpc_retries_total", peer="ps/0")
+
+    def tell(figures: Sequence[int]) -> None:
+        counter.inc(sum(figures))
+
     for _ in range(count):
-        worker.later(counter.inc)
+        worker.later(tell, 1)
     address = worker.serve("127.0.0.1", 0)
     key = ("shardline_rpc_retries_total", (("peer", "ps/0"), ("task", "worker/3")))
     assert [scrape(address)[key] for _ in range(2)] == [count, count]
+
+
+@pytest.mark.parametrize("name", ["shardline_push_seconds", "shardline_staleness_updates"])
+def test_many_values_at_once_are_those_one_by_one(name: str) -> None:
+    label = {"peer": "ps/0"} if name == "shardline_push_seconds" else {"shard": 1}
+    pages = []
+    for together in (False, True):
+        metrics = Metrics("worker", "worker/0")
+        histogram = metrics.histogram(name, **label)
+        values = [*(bound + more for bound in histogram._upper_bounds[:-1] for more in (-0.25, 0.0, 0.25)), 1e9, 0.0]
+        if together:
+            histogram.observe_all(values)
+        else:
+            for one in values:
+                histogram.observe(one)
+        pages.append(
+            {
+                (s.name, *sorted(s.labels.items())): s.value
+                for f in metrics.registry.collect()
+                for s in f.samples
+                if s.name.startswith(name)
+            }
+        )
+    assert pages[0] == pytest.approx(pages[1])
 
 
 def test_what_can_be_counted_begins_at_zero_and_what_is_measured_does_not() -> None:

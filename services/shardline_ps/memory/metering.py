@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import Counter, Histogram
+import prometheus_client
 
 from shardline.errors import NonFiniteError
-from shardline.observability.metrics import Metrics
+from shardline.observability.metrics import Metrics, Spread
 from shardline.rpc.v1 import common_pb2
 from shardline.server.admission import outcome_name
 from shardline.server.incoming_push import PushResult
 from shardline_ps.store import ParameterStore
 
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Moved = tuple[int, int, float]
+"""Bytes before the codec, bytes on the wire, and seconds of one push or pull."""
+
 
 class _Traffic(NamedTuple):
     """What is told of a push or a pull of one peer, by one codec and lane."""
 
-    raw: Counter
-    wire: Counter
-    seconds: Histogram
+    raw: prometheus_client.Counter
+    wire: prometheus_client.Counter
+    seconds: Spread
+
+    def add(self, moved: Sequence[Moved]) -> None:
+        """Add these."""
+        self.raw.inc(sum([raw for raw, _, _ in moved]))
+        self.wire.inc(sum([wire for _, wire, _ in moved]))
+        self.seconds.observe_all([seconds for _, _, seconds in moved])
+
+
+def _by_key(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found
 
 
 class Meter:
@@ -40,28 +59,28 @@ class Meter:
             lambda peer, outcome: metrics.counter("shardline_pushes_total", peer=peer, outcome=outcome_name(outcome))
         )
         self._of_shard = functools.cache(lambda name, shard: metrics.histogram(name, shard=shard))
-        store.on_pulled = functools.partial(metrics.later, self._pulled)
-        store.on_barrier = functools.partial(metrics.later, self._waited)
-        store.on_applied = functools.partial(metrics.later, self._applied)
+        store.on_pulled = lambda *pull: metrics.later(self._pulled, pull)
+        store.on_barrier = lambda *wait: metrics.later(self._waited, wait)
+        store.on_applied = lambda *applied: metrics.later(self._applied, applied)
         store.staging.on_wait = self._kept_waiting
 
     def pushed(self, result: PushResult) -> None:
         """Count a finished push."""
-        self._metrics.later(self._count_push, result)
+        self._metrics.later(self._count_pushes, result)
 
-    def _count_push(self, result: PushResult) -> None:
-        peer, outcome = result.task or "not admitted", result.ack.outcome
-        self._outcomes(peer, outcome).inc()
-        if outcome == common_pb2.OUTCOME_FENCED:
-            self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
-        if not result.task:
-            return
-        traffic = self._traffic("push", result.task, result.codec, result.lane)
-        traffic.raw.inc(result.raw_bytes)
-        traffic.wire.inc(result.wire_bytes)
-        traffic.seconds.observe(result.seconds)
-        if outcome == common_pb2.OUTCOME_APPLIED:
-            self._of_shard("shardline_staleness_updates", result.shard).observe(result.ack.staleness)
+    def _count_pushes(self, results: Sequence[PushResult]) -> None:
+        ends = Counter([(result.task or "not admitted", result.ack.outcome) for result in results])
+        for (peer, outcome), number in ends.items():
+            self._outcomes(peer, outcome).inc(number)
+            if outcome == common_pb2.OUTCOME_FENCED:
+                self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc(number)
+        admitted = [result for result in results if result.task]
+        moved = [((r.task, r.codec, r.lane), (r.raw_bytes, r.wire_bytes, r.seconds)) for r in admitted]
+        for key, pushes in _by_key(moved).items():
+            self._traffic("push", *key).add(pushes)
+        applied = [result for result in admitted if result.ack.outcome == common_pb2.OUTCOME_APPLIED]
+        for shard, updates in _by_key([(result.shard, result.ack.staleness) for result in applied]).items():
+            self._of_shard("shardline_staleness_updates", shard).observe_all(updates)
 
     def _find_traffic(self, direction: str, peer: str, codec: str, lane: str) -> _Traffic:
         metrics, name = self._metrics, f"shardline_{direction}"
@@ -71,11 +90,9 @@ class Meter:
             metrics.histogram(f"{name}_seconds", peer=peer),
         )
 
-    def _pulled(self, peer: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
-        traffic = self._traffic("pull", peer, codec, lane)
-        traffic.raw.inc(raw_bytes)
-        traffic.wire.inc(wire_bytes)
-        traffic.seconds.observe(seconds)
+    def _pulled(self, pulls: Sequence[tuple[str, str, str, int, int, float]]) -> None:
+        for key, moved in _by_key([(pull[:3], pull[3:]) for pull in pulls]).items():
+            self._traffic("pull", *key).add(moved)
 
     def refused(self, method: str, error: Exception) -> None:
         """Count a message that was answered with an error."""
@@ -83,11 +100,13 @@ class Meter:
         if isinstance(error, NonFiniteError):
             self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()
 
-    def _waited(self, shard: int, wait_s: float) -> None:
-        self._of_shard("shardline_barrier_wait_seconds", shard).observe(wait_s)
+    def _waited(self, waits: Sequence[tuple[int, float]]) -> None:
+        for shard, seconds in _by_key(waits).items():
+            self._of_shard("shardline_barrier_wait_seconds", shard).observe_all(seconds)
 
-    def _applied(self, shard: int, seconds: float) -> None:
-        self._of_shard("shardline_apply_seconds", shard).observe(seconds)
+    def _applied(self, applied: Sequence[tuple[int, float]]) -> None:
+        for shard, seconds in _by_key(applied).items():
+            self._of_shard("shardline_apply_seconds", shard).observe_all(seconds)
 
     def _kept_waiting(self, wait_s: float) -> None:
         self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
