@@ -22,7 +22,10 @@ class Arrivals:
     def __init__(self, keys: Iterable[Key]) -> None:
         self.keys = tuple(keys)
         """What the next pull returns."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiters = 0
+        """Threads that wait for a change: without any, as in a small step, nobody has to be told."""
         self._holding = False
         self._held: dict[Key, Callable[[], None]] = {}
         self._missing: set[Key] = set()
@@ -32,11 +35,19 @@ class Arrivals:
 
     def begin(self, *, hold: bool) -> None:
         """Begin a pull of all keys. hold: keep arriving buckets aside until release()."""
-        with self._changed:
+        with self._lock:
             self._missing = set(self.keys)
             self._held.clear()
             self._holding = hold
             self._over = False
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for this; False after timeout_s. Call with the lock held."""
+        self._waiters += 1
+        try:
+            return self._changed.wait_for(ready, timeout_s)
+        finally:
+            self._waiters -= 1
 
     @property
     def holding(self) -> bool:
@@ -53,39 +64,43 @@ class Arrivals:
     def landed(self, key: Key, load: Callable[[], None]) -> None:
         """Note a complete bucket. load() writes it to the model, now on this thread or later on the computing one."""
         if self._holding:
-            with self._changed:
+            with self._lock:
                 # It may have been released meanwhile; it is never held again in the same pull.
                 if self._holding:
                     self._held[key] = load
-                    self._changed.notify_all()
+                    if self._waiters:
+                        self._changed.notify_all()
                     return
         load()
-        with self._changed:
+        with self._lock:
             self._missing.discard(key)
-            self._changed.notify_all()
+            if self._waiters:
+                self._changed.notify_all()
 
     def await_release(self, timeout_s: float) -> bool:
         """Wait until nothing is held back any more; False after timeout_s or if the pull was given up."""
         if not self._holding:
             return True
-        with self._changed:
-            self._changed.wait_for(lambda: not self._holding or self._over, timeout_s)
+        with self._lock:
+            self._wait(lambda: not self._holding or self._over, timeout_s)
             return not self._holding
 
     def end(self) -> None:
         """End all waits: the exchange has ended, or the pull was given up."""
-        with self._changed:
+        with self._lock:
             self._over = True
-            self._changed.notify_all()
+            if self._waiters:
+                self._changed.notify_all()
         self.on_end()
 
     # The computing thread
 
     def release(self) -> None:
         """Allow writing to the model from now on."""
-        with self._changed:
+        with self._lock:
             self._holding = False
-            self._changed.notify_all()
+            if self._waiters:
+                self._changed.notify_all()
 
     def load(self, keys: Iterable[Key], look: Callable[[], None] = lambda: None) -> bool:
         """Wait until these buckets are in the model; False if the exchange ended without one of them.
@@ -98,8 +113,8 @@ class Arrivals:
             return self._over or any(key in self._held or key not in self._missing for key in wanted)
 
         while wanted:
-            with self._changed:
-                moved = self._changed.wait_for(some, LOOK_S)
+            with self._lock:
+                moved = self._wait(some, LOOK_S)
                 ready = [key for key in wanted if key in self._held]
                 stuck = self._over and not ready
                 loads = [(key, self._held.pop(key)) for key in ready]
@@ -107,9 +122,10 @@ class Arrivals:
                 look()
             for key, load in loads:
                 load()
-                with self._changed:
+                with self._lock:
                     self._missing.discard(key)
-                    self._changed.notify_all()
+                    if self._waiters:
+                        self._changed.notify_all()
             wanted = [key for key in wanted if key in self._missing]
             if stuck and wanted:
                 return False
