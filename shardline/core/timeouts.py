@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from shardline.errors import UsageError
@@ -21,32 +22,32 @@ class Timeouts:
             if not 1.0 <= value <= 86_400.0:
                 raise UsageError(f"{flag} is {value}; it must be between 1 and 86400 seconds")
 
-    @property
+    @functools.cached_property
     def rpc_s(self) -> float:
         """Deadline of one control call."""
         return self.total_s / 3
 
-    @property
+    @functools.cached_property
     def heartbeat_s(self) -> float:
         """Interval between heartbeats."""
         return self.total_s / 60
 
-    @property
+    @functools.cached_property
     def suspect_s(self) -> float:
         """Silence after which a task is suspect."""
         return self.total_s / 10
 
-    @property
+    @functools.cached_property
     def dead_s(self) -> float:
         """Silence after which a task is dead."""
         return self.total_s / 3
 
-    @property
+    @functools.cached_property
     def lost_s(self) -> float:
         """How long the cluster waits for a lost task, a task for a lost chief, and the job's end for the last score."""
         return self.total_s
 
-    @property
+    @functools.cached_property
     def server_wait_s(self) -> float:
         """How long a server holds a pull before it answers WAITING."""
         return self.total_s / 12

@@ -44,7 +44,8 @@ class Window:
         self.memory = reserve(nbytes)
         """Whole pages, at first zeros. A view keeps the memory, not what is shown there: see keep()."""
         self.address = address_of(self.memory)
-        self._copies = nbytes <= COPIED_BYTES
+        self.copies = nbytes <= COPIED_BYTES
+        """Segments are copied into it, not shown."""
         # What _keep() may need has to be there.
         advise(self.address, mmap.PAGESIZE, MADV_POPULATE_WRITE)
         self._shown = np.full(pages_of(nbytes), OWN, np.int8)
@@ -62,7 +63,7 @@ class Window:
     @property
     def shows(self) -> bool:
         """Whether any page is a segment's."""
-        return not self._copies and bool((self._shown != OWN).any())
+        return not self.copies and bool((self._shown != OWN).any())
 
     def show(self, segment: Segment, runs: Iterable[Run]) -> None:
         """Show these pages of a segment in place of what is there; what was written there is gone.
@@ -71,7 +72,7 @@ class Window:
         """
         with _lock:
             runs = list(runs)
-            if self._copies:
+            if self.copies:
                 for first, end in runs:
                     start, stop = first * mmap.PAGESIZE, end * mmap.PAGESIZE
                     self._copy(start, segment.memory[start:stop])
@@ -97,7 +98,7 @@ class Window:
             self._copy(start, values)
 
     def _copy(self, start: int, values: memoryview) -> None:
-        if self._copies:
+        if self.copies:
             self.memory[start : start + len(values)] = values
             return
         # Other threads run meanwhile.

@@ -326,7 +326,7 @@ class InPlace:
         self.pending = False
         """Whether show() has anything to do."""
         self._over = False
-        self._told = False
+        self._told = all(shard.window.copies for shard in self._shards.values())
 
     @property
     def shared(self) -> list[str]:

@@ -163,6 +163,6 @@ class OpenStep:
     def close(self) -> None:
         """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""
         self._sending.end_step()
-        drop_all(push.payloads for pushes in self.pushes.values() for push in pushes)
+        drop_all([push.payloads for pushes in self.pushes.values() for push in pushes])
         self.pushes, self.target, self.running, self.sent = {}, None, None, False
         self._staging.clear()

@@ -95,6 +95,7 @@ class GradientStaging:
         """Fingerprints of gradients in memory that the shard reads."""
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
         """Every bucket."""
+        self._specs = {(s, b): plan.shards[s].buckets[b] for s, b in self.keys}
         self.extras = StepExtras()
 
     def clear(self) -> None:
@@ -117,15 +118,12 @@ class GradientStaging:
         self._free.clear()
         self._places.clear()
 
-    def _spec(self, key: Key) -> BucketSpec:
-        return self._plan.shards[key[0]].buckets[key[1]]
-
     def _lane_memory(self, key: Key) -> GradientMemory | None:
         """The lane's own memory, once per step: the peer may still be reading what an earlier attempt left there."""
         if key in self._asked:
             return None
         self._asked.add(key)
-        spec = self._spec(key)
+        spec = self._specs[key]
         # Other codecs write their bytes elsewhere anyway.
         wanted = spec.nbytes > 0 and self.encoders.coding.bucket(*key).codec.is_view
         memory = self._allocate(*key, spec.nbytes) if wanted else None
@@ -145,7 +143,7 @@ class GradientStaging:
 
     def _buffer(self, key: Key) -> GradientMemory:
         free = self._free.get(key)
-        spec = self._spec(key)
+        spec = self._specs[key]
         buffer = free.pop() if free else GradientMemory(spec, self._new_buffer(spec))
         self._lent.setdefault(key, []).append(buffer)
         return buffer
@@ -180,7 +178,7 @@ class GradientStaging:
         after = [self._host.mark()] if self._host is not None else ()
 
         def add(key: Key) -> list[int]:
-            is_buffer = self._spec(key).kind is TensorKind.BUFFER
+            is_buffer = self._specs[key].kind is TensorKind.BUFFER
             source = buffers if is_buffer else gradients
             # Buffers are restored before the push has left, so these are always copied.
             return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
@@ -208,7 +206,7 @@ class GradientStaging:
         keep: the gradients do not change until clear(): a bucket that is one slice of one of them is not copied.
         after: on a GPU, events after which the source is complete.
         """
-        spec = self._spec(key)
+        spec = self._specs[key]
         values: torch.Tensor | None = None
         present = tuple([piece.tensor in source for piece in spec.slices])
         borrowed = False
@@ -253,7 +251,7 @@ class GradientStaging:
         """Copies of the changed buffers added for the open step, flat, by tensor number."""
         found: dict[int, torch.Tensor] = {}
         for key in self.keys:
-            spec = self._spec(key)
+            spec = self._specs[key]
             for partial in self._partials(key).values() if spec.kind is TensorKind.BUFFER else ():
                 if partial.values is None:
                     continue
@@ -284,11 +282,16 @@ class GradientStaging:
     def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
         """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
         key = shard, bucket
-        spec = self._spec(key)
+        spec = self._specs[key]
         partial = self._partials(key)[block]
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
-        data = self.encoders.encode(shard, bucket, block.first, partial.values, partial.present)
+        place = self._places.get(key)
+        if place is not None and place[1].values is partial.values:
+            # Where the lane has memory for a bucket, its codec sends it as it is.
+            data: Buffer = place[0]
+        else:
+            data = self.encoders.encode(shard, bucket, block.first, partial.values, partial.present)
         return BucketPayload(
             bucket=bucket,
             dtype=spec.dtype,

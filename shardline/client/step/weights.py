@@ -131,6 +131,8 @@ class Weights:
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers changed by forward passes since theta_t arrived, by name."""
+        if not self._buffer_keys:
+            return {}
         return {self._plan.tensors[number].name: values for number, values in self.layout.changed_buffers().items()}
 
     def enter_pass(self, *, pending: bool, running: Running | None) -> None:

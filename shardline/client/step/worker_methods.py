@@ -130,8 +130,10 @@ class WorkerMethods:
 
 
 def _told(outcomes: Mapping[int, ShardOutcome], *, located: bool = False) -> Told:
-    return Told(
-        located=located,
-        wants_state=[shard for shard, outcome in outcomes.items() if outcome.wants_state],
-        hyper={group: numbers for outcome in outcomes.values() for group, numbers in outcome.hyper.items()},
-    )
+    wants_state: list[int] = []
+    hyper: dict[int, Mapping[str, float]] = {}
+    for shard, outcome in outcomes.items():
+        if outcome.wants_state:
+            wants_state.append(shard)
+        hyper.update(outcome.hyper)
+    return Told(located=located, wants_state=wants_state, hyper=hyper)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import ShardSpec
-from shardline.core.tensor_bytes import copy_bytes
+from shardline.core.tensor_bytes import Buffer, copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.addresses import address_of
@@ -48,6 +48,8 @@ class Mapped:
         self.used: set[int] = set()
         """Offsets in the gradient segment that the running exchange refers to."""
         self._lent: dict[tuple[int, int], memoryview] = {}
+        self._places: dict[int, int] = {}
+        """Offsets of what is lent, by the id of its object."""
         self._read: dict[int, int] = {}
         """Step of the push by bucket, for buckets whose bytes the shard may still read."""
 
@@ -86,15 +88,19 @@ class Mapped:
         found = self._lent.get((offset, nbytes))
         if found is None:
             found = self._lent[offset, nbytes] = self.slot(offset, nbytes)
+            self._places[id(found)] = offset
         return found
 
     def area(self, number: int) -> memoryview:
         """See SharedMemory; by_reference only."""
         return self._areas[number if number in self._areas else 0].memory
 
-    def holds(self, data: memoryview) -> int | None:
-        """Offset of bytes that are already in the gradient segment; None for others."""
-        offset = address_of(data) - self._start if len(data) else -1
+    def holds(self, data: Buffer) -> int | None:
+        """Offset of bytes that are already in the gradient segment; None for others. data: not empty."""
+        known = self._places.get(id(data))
+        if known is not None:
+            return known
+        offset = address_of(memoryview(data)) - self._start
         inside = offset >= 0 and offset + len(data) <= self._gradients.nbytes
         if inside and offset % segments.ALIGNMENT_BYTES == 0:
             return offset
@@ -171,10 +177,12 @@ class ShmLane(ShardCalls):
                 fill=functools.partial(_fill, mapped, sink),
                 calls=mapped.calls,
             )
-            whole = all(ack.accepted for ack in done.acks)
-            if whole and any(push.init or push.seq for push in contributions):
-                # Only gradients of synchronous steps are read after their ack.
-                mapped.applied()
+            # What was not accepted ends an exchange.
+            whole = not done.acks or done.acks[-1].accepted
+            for push in contributions if whole else ():
+                if push.init or push.seq:
+                    # Only gradients of synchronous steps are read after their ack.
+                    mapped.applied()
         except NotAdmittedError as error:
             return error.exchanged(contributions)
         finally:
@@ -213,7 +221,7 @@ class ShmLane(ShardCalls):
             mapped.calls.close()
 
     def _place(self, mapped: Mapped, step: int, item: BucketPayload) -> int:
-        data = memoryview(item.data)
+        data = item.data
         if len(data) == 0:
             return 0
         mapped.refer(item.bucket, step)

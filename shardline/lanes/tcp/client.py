@@ -86,7 +86,8 @@ class TcpLane(ShardCalls):
                 fill=functools.partial(sockets.receive, sink),
                 calls=sockets.calls,
             )
-            whole = all(ack.accepted for ack in done.acks)
+            # What was not accepted ends an exchange.
+            whole = not done.acks or done.acks[-1].accepted
         except NotAdmittedError as error:
             return error.exchanged(contributions)
         finally:

@@ -407,10 +407,12 @@ def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
 
 def ack_from_proto(message: data_pb2.PushAck) -> Ack:
     """Result of a push; includes the reason for the first bucket that differs."""
-    reasons = [message.reason, *[item.reason for item in message.buckets]]
+    reason = message.reason
+    for item in message.buckets:
+        reason = reason or item.reason
     return Ack(
         outcome=outcome_from_proto(message.outcome),
-        reason=next(filter(None, reasons), ""),
+        reason=reason,
         step=message.step,
         version=message.version,
         staleness=message.staleness,
@@ -468,7 +470,7 @@ class PullReader:
                 timeline=end.timeline,
                 waiting_for=tuple(end.waiting_for),
                 wants_state=end.wants_state,
-                hyper=hyper_from_proto(end.hyper),
+                hyper=hyper_from_proto(end.hyper) if end.hyper else {},
             )
         return [self._arrival_of(state) for state in frame.buckets]
 
