@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, StepWanted, Storage, Terms
 from shardline.core.gradients import Gradient, check_gradient, on_device
-from shardline.core.outcome import Decision, Outcome
+from shardline.core.outcome import COUNTED, Decision, Outcome
 from shardline.core.reduce import Block, is_node
 from shardline.core.spec import TensorKind
 from shardline.errors import TensorError
@@ -22,7 +22,8 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
 
     counted: replicas already counted in bucket_step. Call with the bucket's lock held.
     """
-    if block.count < 1 or block.end > replicas:
+    first, count = block
+    if count < 1 or first + count > replicas:
         return Decision(Outcome.REFUSED, f"block {block} is outside the job's {replicas} replicas")
     if not is_node(block, replicas):
         return Decision(Outcome.REFUSED, f"block {block} is not a node of the sum over {replicas} replicas")
@@ -30,14 +31,12 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
         return Decision(Outcome.DUPLICATE, f"step {step} is closed; the bucket is at step {bucket_step}")
     if step > bucket_step:
         return Decision(Outcome.REFUSED, f"step {step} is ahead of the bucket, which is at step {bucket_step}")
-    held = sum([replica in counted for replica in range(block.first, block.end)])
-    if held == block.count:
+    held = sum([replica in counted for replica in range(first, first + count)]) if counted else 0
+    if held == count:
         return Decision(Outcome.DUPLICATE, f"replicas {block} were already counted in step {step}")
     if held:
-        return Decision(
-            Outcome.SPLIT, f"{held} of {block.count} replicas of {block} were already counted in step {step}"
-        )
-    return Decision(Outcome.COUNTED)
+        return Decision(Outcome.SPLIT, f"{held} of {count} replicas of {block} were already counted in step {step}")
+    return COUNTED
 
 
 def serve_pull(want: int, *, bucket_step: int, oldest: int = 0) -> Outcome:
@@ -155,7 +154,7 @@ class ReplicaSteps(ServerHalf):
         storage.observers.on_counted()
         if ready:
             self.completed(to, step)
-        return Decision(self.outcome)
+        return COUNTED if self.outcome is Outcome.COUNTED else Decision(self.outcome)
 
     def _add(self, to: BucketView, block: Block, gradient: Gradient, bound: float) -> None:
         values, borrowed = on_device(gradient, to.device)

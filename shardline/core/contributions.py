@@ -140,8 +140,9 @@ class Contributions:
         The contributions take over the tensor; a borrowed one is only read, until clear() or take(). bound: as in
         Partial.
         """
-        self.counted.update(range(block.first, block.end))
-        self.mask |= ((1 << block.count) - 1) << block.first
+        first, count = block
+        self.counted.update(range(first, first + count))
+        self.mask |= ((1 << count) - 1) << first
         self._fingerprints[block] = fingerprint
         partial, freed = Partial(values, present, borrowed, bound), 0
         # Climb while the sibling is there: the order of arrival never changes the order of additions.

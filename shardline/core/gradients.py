@@ -48,7 +48,7 @@ def all_finite(gradients: Collection[Gradient]) -> bool:
 
 def peak(gradient: Gradient, values: torch.Tensor) -> float:
     """The largest magnitude, from the sender or computed now; not finite if an element isn't."""
-    return gradient.bound if is_bounded(gradient, values) else magnitude(values)
+    return gradient.bound if stays_finite(gradient.bound, values.dtype) else magnitude(values)
 
 
 def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:

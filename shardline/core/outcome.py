@@ -39,3 +39,7 @@ class Decision:
     reason: str = ""
     mismatch: bool = False
     """DUPLICATE: the repetition has other bits than the contribution that counts."""
+
+
+SERVED, COUNTED = Decision(Outcome.SERVED), Decision(Outcome.COUNTED)
+"""What is decided in almost every step."""

@@ -11,10 +11,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from shardline.core.fixed import fixed
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
 from shardline.native import kernels
@@ -23,12 +23,11 @@ NODES = 4096
 """Answers about the tree that are kept: every contribution to every bucket asks for those of its block."""
 
 
-@fixed(order=True)
-class Block:
-    """Replicas [first, first + count)."""
+class Block(NamedTuple):
+    """Replicas [first, first + count). A tuple, since it is a key of many tables: those are looked up in C."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple's method
 
     @property
     def end(self) -> int:

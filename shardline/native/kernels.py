@@ -102,9 +102,8 @@ def sgd_step(
     momentum_buffer: None without momentum. first: nothing is in it yet. target may be source, nothing else may overlap.
     Returns whether it was done: a step that is one addition is torch's, which is as fast.
     """
-    kernels = level()
     several = momentum_buffer is not None or arguments["weight_decay"] or arguments["maximize"]
-    if kernels is None or source.dtype not in _SGD or not several:
+    if not several or source.dtype not in _SGD or (kernels := level()) is None:
         return False
     if not all(tensor is None or _takes(tensor, source) for tensor in (source, gradient, target, momentum_buffer)):
         return False

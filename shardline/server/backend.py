@@ -85,6 +85,11 @@ class HostedShard(Protocol):
         ...
 
     @property
+    def position(self) -> tuple[int, int]:
+        """step_min and version."""
+        ...
+
+    @property
     def step_min(self) -> int:
         """The open step: the lowest over all buckets."""
         ...

@@ -216,7 +216,7 @@ def _tell_state(
 ) -> None:
     """Set what the end says of the shard."""
     if shard is not None:
-        end.step, end.version = shard.step_min, shard.version
+        end.step, end.version = shard.position
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
         if shard.summing is not None:

@@ -505,7 +505,7 @@ class PushReceiver:
         ack.outcome, ack.reason, ack.mismatch = outcome_to_proto(decision.outcome), decision.reason, decision.mismatch
         ack.staleness, ack.timeline = lag, self._backend.timeline
         if push.rejected is None:
-            ack.step, ack.version = shard.step_min, shard.version
+            ack.step, ack.version = shard.position
             if shard.consistency.whole_pushes:
                 ack.next_seq = shard.last_push(header.data.task) + 1
             others = [found for found in push.decisions.items() if found[1].outcome is not decision.outcome]

@@ -230,6 +230,9 @@ class BucketRule(ABC):
         self.rule = rule
         self.site = site
         self._group, self._dtype, self._shape = site.group, site.dtype, (site.bucket.elements,)
+        self._scheduled: float | None = None
+        """The schedule's factor for which `_arguments` are those of the group."""
+        self._arguments: dict[str, Any] = {}
         self.label = rule.label(site.spec)
         schedules.check(site.schedule)
         schedules.factor(site.schedule, site.schedule.warmup_steps)  # refuses one that has no end yet, before any step
@@ -324,12 +327,21 @@ class BucketRule(ABC):
     # For residents
 
     def arguments(self, clock: int, hyper: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, rate scheduled."""
+        """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, rate scheduled.
+
+        Not to be changed: the next push may get the same ones.
+        """
         spec, group = self.site.spec, self._group
+        factor = 1.0 if hyper and "lr" in hyper else schedules.factor(self.site.schedule, clock)
+        if not hyper and factor == self._scheduled:
+            return self._arguments
         found = with_hyper(spec.name, group, hyper) if hyper else dict(group)
         if not hyper or "lr" not in hyper:
-            found["lr"] = group["lr"] * schedules.factor(self.site.schedule, clock)  # type: ignore[operator]
-        return torch_arguments(spec.name, found)
+            found["lr"] = group["lr"] * factor  # type: ignore[operator]
+        arguments = torch_arguments(spec.name, found)
+        if not hyper:
+            self._scheduled, self._arguments = factor, arguments
+        return arguments
 
     def check_flat(self, **given: Tensor | None) -> None:
         """Raise ProtocolError, naming the keyword, for a tensor without the bucket's length and dtype."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
-from shardline.core.outcome import Decision, Outcome
+from shardline.core.outcome import SERVED, Decision, Outcome
 from shardline.security import holds
 
 
@@ -72,7 +72,7 @@ class Authority:
             )
         if not self.active and not init:
             return Decision(Outcome.NOT_CONFIGURED, "this ps is still being prepared and doesn't accept pushes yet")
-        return Decision(Outcome.SERVED)
+        return SERVED
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
         """Why this life of a task is refused; None if it is not. Thread-safe."""

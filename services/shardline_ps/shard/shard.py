@@ -65,6 +65,15 @@ class Shard:
     # Reading
 
     @property
+    def position(self) -> tuple[int, int]:
+        """See HostedShard."""
+        step, version = self.buckets[0].step, self.buckets[0].version
+        for bucket in self.buckets:
+            step = bucket.step if bucket.step < step else step
+            version = bucket.version if bucket.version < version else version
+        return step, version
+
+    @property
     def step_min(self) -> int:
         """Lowest step over the buckets; the shard's open step."""
         return min([bucket.step for bucket in self.buckets])

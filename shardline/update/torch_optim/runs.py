@@ -138,7 +138,7 @@ class ElementwiseStates:
             else:
                 after = values[begin:end]
                 run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
-            if not self.initialized[run.start]:
+            if run.optimizer.state and not self.initialized[run.start]:
                 self._adopt(run)
         if self._padded:
             # With eps=0 the padding becomes 0/0.

@@ -95,6 +95,10 @@ class SumShard:
 
     version = step_min
 
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.step_min, self.version
+
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
         raise ProtocolError("an aggregator has no first values")
 
