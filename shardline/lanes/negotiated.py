@@ -68,7 +68,7 @@ class NegotiatedLane:
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         while True:
-            lane = self.current
+            lane = self._left[0]
             try:
                 done = lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
             except LaneUnavailable as reason:
@@ -83,7 +83,9 @@ class NegotiatedLane:
                 raise
             else:
                 self._broken = 0
-                self._say(lane)
+                if not self._said:
+                    self._said = True
+                    log.info("%s: lane %s", self._peer, lane.name)
                 return done
 
     def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
@@ -109,24 +111,19 @@ class NegotiatedLane:
         else:
             log.debug("%s: lane %s can't be used (%s)", self._peer, lane.name, reason)
 
-    def _say(self, lane: Lane) -> None:
-        if not self._said:
-            self._said = True
-            log.info("%s: lane %s", self._peer, lane.name)
-
     @property
     def by_reference(self) -> bool:
         """See Lane.by_reference, for the lane in use."""
-        return self.current.by_reference
+        return self._left[0].by_reference
 
     @property
     def published(self) -> SharedMemory | None:
         """See Lane.published, for the lane in use."""
-        return self.current.published
+        return self._left[0].published
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
         """See Lane.allocate, for the lane in use."""
-        return self.current.allocate(bucket, nbytes)
+        return self._left[0].allocate(bucket, nbytes)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """See Lane.progress."""

@@ -26,7 +26,8 @@ class Arrivals:
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
         """Threads that wait for a change: without any, as in a small step, nobody has to be told."""
-        self._holding = False
+        self.holding = False
+        """Arriving buckets must not be written to the model yet."""
         self._held: dict[Key, Callable[[], None]] = {}
         self._missing: set[Key] = set()
         self._over = True
@@ -38,7 +39,7 @@ class Arrivals:
         with self._lock:
             self._missing = set(self.keys)
             self._held.clear()
-            self._holding = hold
+            self.holding = hold
             self._over = False
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
@@ -50,11 +51,6 @@ class Arrivals:
             self._waiters -= 1
 
     @property
-    def holding(self) -> bool:
-        """Whether arriving buckets must not be written to the model yet."""
-        return self._holding
-
-    @property
     def waiting(self) -> bool:
         """Whether some bucket has not been loaded yet."""
         return bool(self._missing)
@@ -63,10 +59,10 @@ class Arrivals:
 
     def landed(self, key: Key, load: Callable[[], None]) -> None:
         """Note a complete bucket. load() writes it to the model, now on this thread or later on the computing one."""
-        if self._holding:
+        if self.holding:
             with self._lock:
                 # It may have been released meanwhile; it is never held again in the same pull.
-                if self._holding:
+                if self.holding:
                     self._held[key] = load
                     if self._waiters:
                         self._changed.notify_all()
@@ -79,11 +75,11 @@ class Arrivals:
 
     def await_release(self, timeout_s: float) -> bool:
         """Wait until nothing is held back any more; False after timeout_s or if the pull was given up."""
-        if not self._holding:
+        if not self.holding:
             return True
         with self._lock:
-            self._wait(lambda: not self._holding or self._over, timeout_s)
-            return not self._holding
+            self._wait(lambda: not self.holding or self._over, timeout_s)
+            return not self.holding
 
     def end(self) -> None:
         """End all waits: the exchange has ended, or the pull was given up."""
@@ -98,7 +94,7 @@ class Arrivals:
     def release(self) -> None:
         """Allow writing to the model from now on."""
         with self._lock:
-            self._holding = False
+            self.holding = False
             if self._waiters:
                 self._changed.notify_all()
 

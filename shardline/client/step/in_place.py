@@ -375,17 +375,13 @@ class InPlace:
     def _fits(self, shard: _Shard, key: Key, segment: Segment, memory: memoryview) -> bool:
         """Whether the memory lies as in the window, and the tensors are still there: share_memory_() moves them."""
         start, end = shard.spans[key[1]]
-        there = segment.nbytes == shard.window.nbytes and address_of(memory) - segment.address == start
-        pieces = self._plan.shards[key[0]].buckets[key[1]].slices
-        return (
-            there
-            and len(memory) == end - start
-            and all(
-                self._layout.tensors[piece.tensor].data_ptr()
-                == shard.window.address + self._regions[piece.tensor].start
-                for piece in pieces
-            )
-        )
+        if segment.nbytes != shard.window.nbytes or len(memory) != end - start:
+            return False
+        tensors, regions, address = self._layout.tensors, self._regions, shard.window.address
+        for piece in self._plan.shards[key[0]].buckets[key[1]].slices:
+            if tensors[piece.tensor].data_ptr() != address + regions[piece.tensor].start:
+                return False
+        return address_of(memory) - segment.address == start
 
     def stands(self, key: Key, step: int) -> None:
         """See Residence: both areas have an unchanged bucket, and the one that is shown will be overwritten."""

@@ -143,7 +143,7 @@ class BucketSink:
         UnreachableError after hold_s.
         """
         self.first_s = self.first_s or time.monotonic()
-        if not self._arrivals.await_release(HOLD_S):
+        if self._arrivals.holding and not self._arrivals.await_release(HOLD_S):
             raise UnreachableError(f"shard {self._shard}: its published values were not read within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
         stays = arrival.area < 2 and self._residence.take((self._shard, arrival.bucket), memory)

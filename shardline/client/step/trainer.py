@@ -237,7 +237,7 @@ class Trainer:
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
         """Hand over a replica's part of the open step, as made by the cadence. Raises like contribute()."""
-        if (offered := self._route.offer(self.step, replica, outgoing)) is not None:
+        if (offered := self._route.offer(self.half.step, replica, outgoing)) is not None:
             self._add(replica, offered)
 
     def _add(self, replica: int, outgoing: Outgoing) -> None:
@@ -278,7 +278,7 @@ class Trainer:
     def _send(self, *, here: bool = False) -> None:
         self._computed_s = time.monotonic()
         if not self.open.pushes:
-            for replica, outgoing in self._route.collect(self.step).items():
+            for replica, outgoing in self._route.collect(self.half.step).items():
                 self._add(replica, outgoing)
             self.open.make_pushes()
         self.weights.restore()
@@ -327,7 +327,7 @@ class Trainer:
                 dropped = dropped or push.skip
         self._sending.learn()
         self.methods.versions = base = self.weights.settle(self.open.target)
-        skipped = self.half.closed(self.step + (not self.open.sent), outcomes, base, dropped=dropped)
+        skipped = self.half.closed(self.half.step + (not self.open.sent), outcomes, base, dropped=dropped)
         self.open.close()
         self.open.first = False
         self.encoders.settle(skipped=skipped)
