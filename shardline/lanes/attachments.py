@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import LaneUnavailable
@@ -63,6 +65,10 @@ class Ticket(Protocol):
     @property
     def matches(self) -> bool | None:
         """When whole, whether the bytes have the expected digest; None = nobody has looked."""
+        ...
+
+    def tensor(self, dtype: str) -> torch.Tensor:
+        """A tensor over the bytes, flat: it is read, never written. When whole; from any thread."""
         ...
 
     async def wait(self) -> None:

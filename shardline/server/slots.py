@@ -106,7 +106,7 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
     Raises ProtocolError if the digest differs, or if the push has ended and released the slot.
     """
     # Keep a reference here: the end of the push may call release() at any moment.
-    memory = _joined(slot, take)
+    ticket, memory = slot.ticket, _joined(slot, take)
     if len(memory) != slot.size:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
     if slot.digest and slot.moved and not (slot.digest == digest(memory) if slot.matches is None else slot.matches):
@@ -119,7 +119,7 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
         stable = memory if slot.moved or slot.coding.codec.fixed_size else bytes(memory)
         return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
     if slot.borrowed:
-        values = borrowed_tensor(memory, slot.spec.dtype)
+        values = borrowed_tensor(memory, slot.spec.dtype) if ticket is None else ticket.tensor(slot.spec.dtype)
     else:
         values = slot.coding.decoder.decode(memory, turn)
     return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)

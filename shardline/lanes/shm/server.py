@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from shardline.core.plan import ShardSpec
-from shardline.core.tensor_bytes import Buffer
+from shardline.core.tensor_bytes import Buffer, borrowed_tensor
 from shardline.errors import ProtocolError, UnreachableError, UsageError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
@@ -32,6 +32,8 @@ from shardline.storage.publication import PlainPublication, Publication, bucket_
 from shardline.storage.writes import Intact
 
 log = logging.getLogger("shardline.lanes")
+MAX_TICKETS = 1 << 14
+"""Places that are remembered of a worker's segment; a worker may name another one in each push."""
 Take = Callable[[socket.socket, int, int], None]
 """(socket, descriptor, bytes of the segment): the receiver of a worker's segment."""
 
@@ -74,13 +76,21 @@ def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
 
 
 class ShmTicket:
-    """One referred bucket; its bytes are already there. See attachments.Ticket."""
+    """One place in a worker's segment; its bytes are already there. See attachments.Ticket."""
 
     whole = True
     matches = None
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, dtype: str) -> torch.Tensor:
+        """See attachments.Ticket: the same one in every step."""
+        found = self._tensors.get(dtype)
+        if found is None:
+            found = self._tensors[dtype] = borrowed_tensor(self.memory, dtype)
+        return found
 
     async def wait(self) -> None:
         """Nothing to wait for."""
@@ -111,6 +121,8 @@ class ShmAttachment:
         self._by_reference = by_reference
         self._forget = forget
         self._gradients: Segment | None = None
+        self._tickets: dict[tuple[int, int], ShmTicket] = {}
+        """The places that its pushes have named: workers name the same ones in every step."""
         self._replies = (
             None if by_reference else Segment.create(publication.nbytes, name="shardline-replies", read_only=True)
         )
@@ -142,12 +154,18 @@ class ShmAttachment:
         held = self._gradients
         if held is None:
             raise UnreachableError(f"shard {self.holder.shard} has no segment of {self.holder.task} (any more)")
+        known = self._tickets.get((offset, nbytes))
+        if known is not None:
+            return known
         if offset % segments.ALIGNMENT_BYTES or offset + nbytes > held.nbytes:
             raise ProtocolError(
                 f"a reference to {nbytes} bytes at {offset} of the segment of {self.holder.task} is invalid; it has "
                 f"{held.nbytes} bytes, and offsets are multiples of {segments.ALIGNMENT_BYTES}"
             )
-        return ShmTicket(held.memory[offset : offset + nbytes])
+        made = ShmTicket(held.memory[offset : offset + nbytes])
+        if len(self._tickets) < MAX_TICKETS:
+            self._tickets[offset, nbytes] = made
+        return made
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
         """(area, offset) at which the worker reads theta_step; None without references."""
@@ -177,6 +195,7 @@ class ShmAttachment:
         self._forget()
         self._calls.close()
         self._gradients = None
+        self._tickets.clear()
 
     def close(self) -> None:
         """Free everything that no running call uses."""

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shardline.core.tensor_bytes import Buffer
+import torch
+
+from shardline.core.tensor_bytes import Buffer, tensor_from_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host.loop_posts import post
 from shardline.lanes.attachments import Holder
@@ -53,6 +55,10 @@ class TcpTicket:
     def done(self) -> bool:
         """Whether all bytes have arrived, or never will."""
         return self.whole or bool(self._attachment.failure)
+
+    def tensor(self, dtype: str) -> torch.Tensor:
+        """See attachments.Ticket."""
+        return tensor_from_bytes(self.memory, dtype)
 
     async def wait(self) -> None:
         """Wait until all bytes have arrived. Raises UnreachableError if they won't come."""
