@@ -18,7 +18,7 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.backend import HostedShard
 from shardline.server.inline_apply import release_all
 from shardline.server.slots import Slot, slot_bytes
-from shardline.server.staging import AsyncPush
+from shardline.server.staging import Ask, AsyncPush, worker_index
 
 
 @dataclass(slots=True)
@@ -105,3 +105,11 @@ def held_bytes(push: IncomingPush, coding: BucketCoding) -> int:
         borrowed=push.attachment is not None and push.attachment.borrowed,
         summed=push.in_tree and push.shard.replicas > 1,
     )
+
+
+def room_wanted(push: IncomingPush, number: int, nbytes: int) -> Ask:
+    """The request for so much room for a bucket of a push."""
+    header, shard = push.header, push.shard.number
+    if push.in_tree:
+        return Ask(shard, number, push.block, nbytes, header.step, push.room)
+    return Ask(shard, None, Block(worker_index(header.data.task), 1), nbytes, None, push.room)

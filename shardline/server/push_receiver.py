@@ -16,7 +16,6 @@ from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
-from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
@@ -31,10 +30,11 @@ from shardline.server.incoming_push import (
     PushResult,
     gradient_kind,
     held_bytes,
+    room_wanted,
 )
 from shardline.server.inline_apply import applies_inline, release_all
 from shardline.server.slots import NO_BYTES, Slot, opened
-from shardline.server.staging import Ask, AsyncPush, StagingLease, worker_index
+from shardline.server.staging import Ask, AsyncPush, StagingLease
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SEVERITY = (
@@ -185,18 +185,10 @@ class PushReceiver:
         nbytes = held_bytes(push, slot.coding)
         if nbytes:
             push.slots.append(slot)
-            ask = self._ask(push, slot.number, nbytes)
+            ask = room_wanted(push, slot.number, nbytes)
             slot.lease = self._backend.staging.lend(ask) or await self._room(push, ask, at_once=at_once)
             if push.attachment is None or push.attachment.borrowed:
                 self._backend.buffers.fit()
-
-    @staticmethod
-    def _ask(push: IncomingPush, number: int, nbytes: int) -> Ask:
-        """The request for room for nbytes of a bucket."""
-        header, shard = push.header, push.shard.number
-        if push.in_tree:
-            return Ask(shard, number, push.block, nbytes, header.step, push.room)
-        return Ask(shard, None, Block(worker_index(header.data.task), 1), nbytes, None, push.room)
 
     async def _room(self, push: IncomingPush, ask: Ask, *, at_once: bool) -> StagingLease:
         """Wait for room, within the stream's remaining patience or `at_once`; see _reserve()."""
@@ -241,7 +233,7 @@ class PushReceiver:
         spec = self._check_bucket(push, number)
         coding = codings.bucket(push.shard.number, number)
         if header.elements != spec.elements or header.dtype != DTYPE_TO_PROTO[spec.dtype]:
-            where = self._where(push, number)
+            where = _where(push, number)
             raise TensorError(
                 f"{where} ({push.shard.buckets[number].names[0]!r}): pushed as {header.elements} "
                 f"{dtype_from_proto(header.dtype, where)} elements; the plan says {spec.elements} {spec.dtype}. Does "
@@ -249,28 +241,24 @@ class PushReceiver:
             )
         if misfit := coding.misfit(size):
             raise TensorError(
-                f"{self._where(push, number)} ({push.shard.buckets[number].names[0]!r}): payload of {size} bytes "
+                f"{_where(push, number)} ({push.shard.buckets[number].names[0]!r}): payload of {size} bytes "
                 f"announced, {misfit}"
             )
         count = len(spec.slices)
         nonfinite, present, bound = header.nonfinite_tensors, header.present, header.bound
         if len(nonfinite) > count:
-            at_most(len(nonfinite), count, f"{self._where(push, number)}: tensors with NaN")
+            at_most(len(nonfinite), count, f"{_where(push, number)}: tensors with NaN")
         return Slot(
             number,
             spec,
             coding,
-            unpack_bits(present, count, self._where(push, number)) if present else (True,) * count,
+            unpack_bits(present, count, _where(push, number)) if present else (True,) * count,
             NO_BYTES,
             size=size,
             nonfinite=tuple(nonfinite),
             bound=bound if bound > 0.0 else math.inf,
             fingerprint=header.fingerprint,
         )
-
-    @staticmethod
-    def _where(push: IncomingPush, number: int) -> str:
-        return f"shard {push.shard.number}, bucket {number}"
 
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
@@ -546,6 +534,10 @@ class PushReceiver:
         # A task's error references its frames, and those reference the push.
         push.draining = None
         push.running.clear()
+
+
+def _where(push: IncomingPush, number: int) -> str:
+    return f"shard {push.shard.number}, bucket {number}"
 
 
 def _severity(decision: Decision) -> int:

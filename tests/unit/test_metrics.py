@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardline.errors import InternalError, UsageError
 from shardline.observability import log
-from shardline.observability.metrics import ALL, TABLE, UNTOLD, Metrics, table_markdown
+from shardline.observability.metrics import ALL, BY_NAME, TABLE, UNTOLD, Metrics, table_markdown
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_many_values_at_once_are_those_one_by_one(name: str) -> None:
     for together in (False, True):
         metrics = Metrics("worker", "worker/0")
         histogram = metrics.histogram(name, **label)
-        values = [*(bound + more for bound in histogram._upper_bounds[:-1] for more in (-0.25, 0.0, 0.25)), 1e9, 0.0]
+        values = [*(bound + more for bound in BY_NAME[name].buckets for more in (-0.25, 0.0, 0.25)), 1e9, 0.0]
         if together:
             histogram.observe_all(values)
         else:

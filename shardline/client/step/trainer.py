@@ -254,8 +254,7 @@ class Trainer:
             self._staging.extras.hyper = outgoing.hyper
         slot, keys, keep = self.half.slot(replica), self.open.share.of(replica), outgoing.keep
         bad += self._staging.add(slot, values, buffers, presum=self.open.presums, keep=keep, keys=keys)
-        if bad:
-            self._nonfinite.judge(self.step, replica, bad)
+        self._nonfinite.judge(self.half.step, replica, bad)
 
     def _numbered(self, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
         """Those of a kind, by number in the plan."""
@@ -320,12 +319,10 @@ class Trainer:
             self.weights.await_all(running)
         finally:
             self.open.running = None
-        dropped = False
         for shard, pushes in self.open.pushes.items():
             self.meter.pushed(shard, pushes, on_wire=not self.exchange.lanes[shard].by_reference)
-            for push in pushes:
-                dropped = dropped or push.skip
         self._sending.learn()
+        dropped = any(push.skip for pushes in self.open.pushes.values() for push in pushes)
         self.methods.versions = base = self.weights.settle(self.open.target)
         skipped = self.half.closed(self.half.step + (not self.open.sent), outcomes, base, dropped=dropped)
         self.open.close()
