@@ -24,6 +24,7 @@ from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.exchange import Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
+from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
@@ -56,7 +57,6 @@ class Trainer:
     ) -> None:
         self.job = view.job
         self.plan = view.plan
-        self._kinds = {spec.name: spec.kind for spec in view.plan.tensors}
         self.methods = methods
         self.half = methods.half
         self.weights = weights
@@ -242,8 +242,8 @@ class Trainer:
 
     def _add(self, replica: int, outgoing: Outgoing) -> None:
         """Add what is pushed as this replica's part. Raises the same errors as contribute()."""
-        values = self._numbered(outgoing.values, TensorKind.PARAM)
-        buffers = self._numbered(outgoing.buffers, TensorKind.BUFFER) if outgoing.buffers else {}
+        values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
+        buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER) if outgoing.buffers else {}
         bad = [*loss_names(outgoing.loss), *outgoing.nonfinite]
         if self._sending.early:
             self._nonfinite.judge(self.step, replica, bad, early=True)
@@ -255,11 +255,6 @@ class Trainer:
         slot, keys, keep = self.half.slot(replica), self.open.share.of(replica), outgoing.keep
         bad += self._staging.add(slot, values, buffers, presum=self.open.presums, keep=keep, keys=keys)
         self._nonfinite.judge(self.half.step, replica, bad)
-
-    def _numbered(self, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
-        """Those of a kind, by number in the plan."""
-        index, kinds = self.plan.index, self._kinds
-        return {index[name]: tensor for name, tensor in values.items() if kinds[name] is kind}
 
     # Handing over
 
@@ -342,3 +337,8 @@ class Trainer:
             self.open.close()
         self._staging.close()
         self._route.close()
+
+
+def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
+    index, tensors = plan.index, plan.tensors
+    return {index[name]: tensor for name, tensor in values.items() if tensors[index[name]].kind is kind}
