@@ -69,6 +69,11 @@ class Payloads(Protocol):
         """Whether all payloads are ready and in memory that the shard reads, as long as the lane shares memory."""
         ...
 
+    @property
+    def at_once(self) -> bool:
+        """Whether all payloads are ready, and few enough to be sent before anything is heard of them."""
+        ...
+
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
         """Yield ready payloads in the order of sending; waits for more until all have come. Ends early by raising."""
         ...
@@ -81,6 +86,7 @@ class Whole:
     items: Sequence[BucketPayload] = ()
     empty: Sequence[int] = ()
     in_place: bool = False
+    at_once: bool = False
 
     @property
     def nbytes(self) -> int:

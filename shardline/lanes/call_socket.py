@@ -42,6 +42,10 @@ class Talk(Protocol):
         """The requests; keeps the error that ends them and cancels the call."""
         ...
 
+    def follow(self, requests: Iterator[Item]) -> None:
+        """Do what comes after the only request."""
+        ...
+
     def over(self, call: CallSocket) -> None:
         """The call has ended."""
         ...
@@ -67,13 +71,15 @@ class CallSocket:
     def call(self, talk: Talk, requests: Iterable[Request], timeout_s: float, *, single: bool) -> Iterator[ReplyView]:
         """The replies to these requests. Raises CallError; then, or if not all are read, the socket is of no more use.
 
-        single: there is one request, which this thread sends. Else another thread sends them.
+        single: there is one request, which this thread sends, and the bytes that follow it. Else another thread does.
         """
         deadline_s = time.monotonic() + timeout_s
         if single:
-            request = write_request(next(iter(requests)))
+            left = iter(requests)
+            request = write_request(next(left))
             talk.began(self)
             self._send(Kind.LAST, request, deadline_s)
+            talk.follow(left)
         else:
             talk.began(self)
             threading.Thread(

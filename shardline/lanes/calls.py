@@ -344,6 +344,13 @@ class _Conversation:
                 self._over.wait(LAST_WORD_S)
             self._give_up()
 
+    def follow(self, requests: Iterator[Item]) -> None:
+        """What comes after the only request: bytes over the attachment."""
+        try:
+            next(requests, None)
+        except UnreachableError as error:
+            self._await_last_word(error)
+
     def _await_last_word(self, error: UnreachableError) -> None:
         """The attachment broke: wait a little for the shard's own answer."""
         self.broken.append(error)

@@ -36,6 +36,7 @@ from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.kind import LaneKind
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.rpc.channel import Peer
+from shardline.rpc.messages import data
 from shardline.seams import doc_line
 from tests.support.cluster import Ps
 from tests.support.lanes import (
@@ -166,6 +167,11 @@ def of(replica: int, value: float, *, items: Sequence[BucketPayload] | None = No
     return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=0, block=Block(replica, 1))
 
 
+def at_hand(octets: bytes, *, step: int = 0) -> Contribution:
+    """A push that may leave before anything is heard of it."""
+    return Contribution(payloads=Whole([payload(octets)], (FROZEN, STATS), at_once=True), step=step, block=Block(0, 1))
+
+
 def hears_refusal(sock: socket.socket) -> bool:
     """Whether the stranger is refused, with a message of the lane's or without."""
     with contextlib.suppress(ConnectionError):
@@ -259,6 +265,21 @@ def test_a_reader_that_is_slow_holds_up_nobody_else(two: KindBench) -> None:
     other.close()
 
 
+@every_lane
+def test_a_push_that_is_at_hand_leaves_in_one_message(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SMALL_BYTES", 0)
+    threads: set[str] = set()
+    started = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (threads.add(thread.name), started(thread))[1])
+    for step in range(3):
+        sink = bench.sink()
+        done = bench.exchange(at_hand(floats([1.0] * 12), step=step), Want(step=step + 1, wait_s=5.0), sink=sink)
+        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+        assert sink.weights() == tuple(value - (step + 1) * RATE for value in FIRST_W)
+    # No other thread sends it.
+    assert "calls" not in threads
+
+
 # What is refused
 
 
@@ -275,10 +296,14 @@ def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: KindBench
 
 
 @every_lane
-def test_more_bytes_than_a_bucket_has_are_refused_by_their_number(bench: KindBench, client: PlainClient) -> None:
+@pytest.mark.parametrize("ready", [False, True])
+def test_more_bytes_than_a_bucket_has_are_refused_by_their_number(
+    bench: KindBench, client: PlainClient, ready: bool
+) -> None:
     # Far more than the buffers on the way hold: the shard's answer comes before the connection breaks.
+    push = at_hand(bytes(64 << 20)) if ready else gradient(items=[payload(bytes(64 << 20))])
     with pytest.raises(ProtocolError, match=r"67108864 bytes (announced|don.t fit)"):
-        bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
+        bench.exchange(push, Want(step=1, wait_s=5.0))
     unchanged(client)
     bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     assert client.weights() == STEPPED

@@ -33,6 +33,7 @@ def one_thread_per_replica() -> Iterator[None]:
 def no_push_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test models are small; here they stand for larger ones, whose buckets are sent one by one."""
     monkeypatch.setattr(data, "SMALL_BYTES", 0)
+    monkeypatch.setattr(data, "QUICK_BYTES", 0)
 
 
 @pytest.fixture

@@ -86,6 +86,9 @@ class Caller:
             self.error = error
             self.running.cancel()
 
+    def follow(self, requests: Iterator[Item]) -> None:
+        assert next(requests, None) is None
+
     def over(self, call: CallSocket) -> None:
         self.ended.set()
 

@@ -248,6 +248,26 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
     assert made[0].pull is not None and made[-1].push is not None and made[-1].push.commit is not None
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_bytes_of_a_push_at_hand_leave_behind_its_message_unless_they_are_few(small: bool) -> None:
+    size = data.SMALL_BYTES + (0 if small else 4)
+    item = BucketPayload(
+        bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0
+    )
+    sent: list[int] = []
+    requests = data.referred_requests(
+        Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1)),
+        0,
+        [Contribution(payloads=Whole([item], at_once=True), block=Block(0, 1))],
+        Want(step=1),
+        data.Attached("tcp", 1),
+        place=lambda payload: 0,
+        after=lambda items: sent.extend(one.bucket for one in items),
+    )
+    assert next(iter(requests)).pull is not None and sent == ([0] if small else [])
+    assert list(requests) == [] and sent == [0]
+
+
 @pytest.mark.parametrize(
     ("sizes", "ends", "soon"),
     [([], True, True), ([QUICK_BYTES], True, True), ([QUICK_BYTES, 1], True, False), ([8], False, False)],

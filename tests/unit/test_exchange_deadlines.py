@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from shardline.client.exchange import arrivals, shard_exchange
+from shardline.client.exchange import arrivals
 from shardline.client.exchange import running as running_module
 from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.live import ReadyPayloads
@@ -27,6 +27,7 @@ from shardline.core.spec import TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
+from shardline.rpc.messages import data
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01
@@ -181,7 +182,7 @@ def one_push(exchange: Exchange) -> dict[int, ShardTask]:
 def test_a_small_exchange_runs_on_the_thread_that_waits_for_it(
     quick_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_exchange, "QUICK_BYTES", quick_bytes)
+    monkeypatch.setattr(data, "QUICK_BYTES", quick_bytes)
     lane = EchoLane()
     found = exchange_over(lane)
     meanwhile: list[bool] = []

@@ -266,6 +266,13 @@ def test_layers_of_a_transformer_are_shared_evenly() -> None:
         assert balance(make_plan(tensors, shards)) <= 1.1
 
 
+@pytest.mark.parametrize("megabytes", [1, 4, 12, 64])
+def test_one_server_has_a_large_tensor_in_buckets_of_one_piece(megabytes: int) -> None:
+    plan = make_plan(specs([(megabytes * 256, 1024)]), 1)
+    check_plan(plan)
+    assert [len(bucket.slices) for bucket in plan.shards[0].buckets] == [1] * max(1, min(16, megabytes))
+
+
 # Corners.
 
 

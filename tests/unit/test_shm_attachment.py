@@ -11,10 +11,12 @@ import pytest
 
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
+from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.segments import Segment
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import CallServer
+from shardline.lanes.shm import server as shm_server
 from shardline.lanes.shm.server import SegmentPublication, ShmAttachment
 from tests.support.lanes import no_calls
 
@@ -62,6 +64,29 @@ def test_a_worker_that_was_welcomed_can_push_at_once(make: Make, monkeypatch: py
     assert read == [b"push"]
     assert len(areas) == 2 and replies is None
     attachment.close()
+
+
+def test_a_place_is_the_same_ticket_in_every_step_until_the_segment_goes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication, attachment = make(True)
+    mine = Segment.create(max(publication.nbytes, segments.ALIGNMENT_BYTES), name="gradients")
+    monkeypatch.setattr(shm_server, "MAX_TICKETS", 2)
+    here, there = socket.socketpair()
+    with here, there:
+        attachment.take(here, os.dup(mine.fd), mine.nbytes)
+        segments.hear_welcome(there)
+    first, other = attachment.expect(0, 256, 0), attachment.expect(64, 64, 0)
+    assert attachment.expect(0, 256, 0) is first and first.tensor("float32") is first.tensor("float32")
+    mine.memory[64:68] = b"\0\0\x80\x3f"
+    assert [float(first.tensor("float32")[16]), float(other.tensor("float32")[0])] == [1.0, 1.0]
+    # No more than so many are remembered.
+    assert attachment.expect(128, 64, 0) is not attachment.expect(128, 64, 0)
+    with pytest.raises(ProtocolError, match="a reference to 64 bytes at 32 of the segment"):
+        attachment.expect(32, 64, 0)
+    attachment.close()
+    with pytest.raises(UnreachableError, match="has no segment of worker/0"):
+        attachment.expect(0, 256, 0)
 
 
 def test_an_attachment_that_closes_while_a_reply_is_placed_keeps_its_place_until_then(

@@ -29,6 +29,8 @@ class LivePayloads:
     trap 5). interrupted: called by every waiting reader when it is woken; returns an error to raise, or None.
     """
 
+    at_once = False
+
     def __init__(
         self,
         queue: SendQueue,
@@ -193,7 +195,9 @@ class LivePayloads:
 
 
 class ReadyPayloads:
-    """Buckets of one push that are all prepared. interrupted: see LivePayloads."""
+    """Buckets of one push that are all prepared, and few. interrupted: see LivePayloads."""
+
+    at_once = True
 
     def __init__(
         self,

@@ -20,10 +20,9 @@ from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
+from shardline.rpc.messages import data
 
 log = logging.getLogger("shardline.client")
-QUICK_BYTES = 1 << 20
-"""Parameters of a shard whose exchange may run on the thread that waits for it."""
 
 
 class Exchange:
@@ -118,7 +117,7 @@ class Exchange:
             grace_s=self.timeouts.total_s,
             on_end=on_end,
         )
-        here = here and len(order) == 1 and self._sizes[order[0]] <= QUICK_BYTES
+        here = here and len(order) == 1 and self._sizes[order[0]] <= data.QUICK_BYTES
         if here:
             meanwhile()
         for shard in order:

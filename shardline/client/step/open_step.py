@@ -48,7 +48,8 @@ def filled_payloads(
     spec, staging = tools.plan.shards[shard], tools.staging
     empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
     in_place = staging.in_place(shard, buckets)
-    if spec.nbytes <= data.SMALL_BYTES:
+    exact = staging.encoders.coding.is_view
+    if spec.nbytes <= data.SMALL_BYTES or (exact and spec.nbytes <= data.QUICK_BYTES):
         # They leave in one message, so there is nothing to choose while others are encoded.
         coming = sorted(set(buckets).difference(empty), key=ranks.__getitem__)
         items = [staging.payload(block, shard, bucket) for bucket in coming]

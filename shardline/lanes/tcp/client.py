@@ -25,7 +25,7 @@ from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import (
     Attached,
-    is_small,
+    is_one_message,
     progress_request,
     referred_requests,
 )
@@ -82,7 +82,7 @@ class TcpLane(ShardCalls):
                 want,
                 sink,
                 timeout_s=timeout_s,
-                single=is_small(contributions),
+                single=is_one_message(contributions, sockets.attached),
                 fill=functools.partial(sockets.receive, sink),
                 calls=sockets.calls,
             )

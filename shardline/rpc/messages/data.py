@@ -38,6 +38,10 @@ from shardline.wire.protobuf import (
 
 SMALL_BYTES = 64 << 10
 """Bytes that take about as long to send as a message costs both sides; a socket's buffers hold that much unread."""
+QUICK_BYTES = 8 << 20
+"""A push of so few bytes is named in one message and sent by the thread that then reads the answer, where all of it is
+ready: that thread is done in less time than a second one would need to begin. What is answered meanwhile, bucket by
+bucket, waits in the other socket."""
 PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
 
 
@@ -178,9 +182,12 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
 
 
 def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
-    """Whether a push over an attachment is one request: because it is small, or because its bytes stay in place."""
-    in_place = attached.in_place and len(contributions) == 1 and contributions[0].payloads.in_place
-    return in_place or is_small(contributions)
+    """Whether a push over an attachment is one request: because it is small, or at hand, or its bytes stay in place."""
+    if len(contributions) == 1:
+        payloads = contributions[0].payloads
+        if payloads.at_once or (attached.in_place and payloads.in_place):
+            return True
+    return is_small(contributions)
 
 
 def gathered(push: Contribution) -> list[BucketPayload]:
@@ -248,10 +255,17 @@ def referred_requests(
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
     once the references of a batch are sent, on the same thread; a tcp lane sends the bytes then.
-    If is_one_message() is true, there is a single request, and after() comes before it.
+    If is_one_message() is true, there is a single request; if is_small() is, after() comes before it: few bytes wait in
+    the socket, and the shard need not wait for them.
     """
     if contributions and is_one_message(contributions, attached):
-        yield _one_request(sender, shard, contributions[0], want, attached, place, after)
+        items, small = gathered(contributions[0]), is_small(contributions)
+        message = _one_request(sender, shard, contributions[0], items, want, attached, place)
+        if small:
+            after(items)
+        yield message
+        if not small:
+            after(items)
         return
     data = data_header(sender, shard, attached)
     pull = pull_request(data, want) if want is not None else None
@@ -280,13 +294,12 @@ def _one_request(
     sender: Sender,
     shard: int,
     push: Contribution,
+    items: Sequence[BucketPayload],
     want: Want | None,
     attached: Attached,
     place: Callable[[BucketPayload], int],
-    after: Callable[[Sequence[BucketPayload]], None],
 ) -> data_pb2.PushPullRequest:
-    """A whole push with its pull. Valid until the next one over the attachment."""
-    items = gathered(push)
+    """A whole push of these buckets with its pull. Valid until the next one over the attachment."""
     message = attached.one.of(sender, shard, attached)
     frame = message.push
     _fill_header(frame.header, push)
@@ -301,8 +314,6 @@ def _one_request(
         if not message.HasField("pull"):
             message.pull.data.CopyFrom(frame.header.data)
         _fill_pull(message.pull, want)
-    # Before its reference: few bytes wait in the socket, and the shard need not wait for them.
-    after(items)
     return message
 
 
