@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from shardline.client.step.layout import copy_and_look
 from shardline.codecs import CODECS
 from shardline.codecs.base import Turn
 from shardline.codecs.cast import cast
@@ -24,6 +23,7 @@ from shardline.core.reduce import magnitude, tree_sum
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.tensor_bytes import fingerprint, tensor_bytes
 from shardline.native import library
+from shardline.native.kernels import Copies
 from shardline.update.torch_optim import sgd
 
 SIZES = {"256 KB": 1 << 16, "4 MB": 1 << 20, "64 MB": 1 << 24}
@@ -39,8 +39,11 @@ def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
     momentum = {**PLAIN, "momentum": 0.9}
     all_of_it = {**momentum, "weight_decay": 1e-4, "nesterov": True}
 
+    copies = Copies(target, [(0, 0, elements, elements)])
+
     def copied() -> None:
-        if copy_and_look([target], [values]) is None:
+        if copies.fill([values]) is None:
+            target.copy_(values)
             magnitude(target)
 
     yield "largest magnitude", lambda: magnitude(values)

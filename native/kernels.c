@@ -43,21 +43,6 @@ MAGNITUDE(16)
 MAGNITUDE(32)
 MAGNITUDE(64)
 
-#define COPY(BITS)                                                                                                     \
-    static int##BITS##_t copy_most##BITS(u##BITS *target, const u##BITS *source, size_t count) {                       \
-        int##BITS##_t most = 0;                                                                                        \
-        EACH for (size_t i = 0; i < count; i++) {                                                                      \
-            uint##BITS##_t value = source[i];                                                                          \
-            int##BITS##_t size = SIZE(BITS, value);                                                                    \
-            target[i] = value;                                                                                         \
-            most = size > most ? size : most;                                                                          \
-        }                                                                                                              \
-        return most;                                                                                                   \
-    }
-
-COPY(32)
-COPY(64)
-
 static double of32(int32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -81,13 +66,25 @@ static double magnitude_bf16(const void *values, size_t count) { return of32((in
 static double magnitude32(const void *values, size_t count) { return of32(most32(values, count)); }
 static double magnitude64(const void *values, size_t count) { return of64(most64(values, count)); }
 
-static double copy32(void *target, const void *source, size_t count) {
-    return of32(copy_most32(target, source, count));
-}
+#define COPIES(BITS)                                                                                                   \
+    static double copies##BITS(void *const *targets, const void *const *sources, const size_t *counts, size_t parts) { \
+        int##BITS##_t most = 0;                                                                                        \
+        for (size_t part = 0; part < parts; part++) {                                                                  \
+            u##BITS *target = targets[part];                                                                           \
+            const u##BITS *source = sources[part];                                                                     \
+            size_t count = counts[part];                                                                               \
+            EACH for (size_t i = 0; i < count; i++) {                                                                  \
+                uint##BITS##_t value = source[i];                                                                      \
+                int##BITS##_t size = SIZE(BITS, value);                                                                \
+                target[i] = value;                                                                                     \
+                most = size > most ? size : most;                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        return of##BITS(most);                                                                                         \
+    }
 
-static double copy64(void *target, const void *source, size_t count) {
-    return of64(copy_most64(target, source, count));
-}
+COPIES(32)
+COPIES(64)
 
 /* See shardline/core/tensor_bytes.py */
 
@@ -530,8 +527,8 @@ const struct kernels TABLE(LEVEL) = {
     .magnitude_bf16 = magnitude_bf16,
     .magnitude32 = magnitude32,
     .magnitude64 = magnitude64,
-    .copy32 = copy32,
-    .copy64 = copy64,
+    .copies32 = copies32,
+    .copies64 = copies64,
     .fingerprint = fingerprint,
     .digest_begin = digest_begin,
     .digest_more = digest_more,

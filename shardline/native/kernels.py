@@ -24,7 +24,7 @@ _MAGNITUDES = {
     torch.bfloat16: "magnitude_bf16",
     torch.float16: "magnitude_fp16",
 }
-_COPIES = {torch.float32: "copy32", torch.float64: "copy64"}
+_COPIES = {torch.float32: "copies32", torch.float64: "copies64"}
 _SUMS = {torch.float32: "sum32", torch.float64: "sum64"}
 _SGD = {torch.float32: "sgd32", torch.float64: "sgd64"}
 _CASTS = {(torch.float32, torch.bfloat16): "to_bf16", (torch.bfloat16, torch.float32): "from_bf16"}
@@ -57,12 +57,42 @@ def magnitude(values: Tensor) -> float | None:
     return float(kernels.call[name](values.data_ptr(), values.numel()))
 
 
-def copy(target: Tensor, source: Tensor) -> float | None:
-    """Copy, and return the largest absolute value as magnitude() does. float32, float64."""
-    kernels, name = level(), _COPIES.get(target.dtype)
-    if kernels is None or name is None or not (_takes(target, target) and _takes(source, target)):
-        return None
-    return float(kernels.call[name](target.data_ptr(), source.data_ptr(), target.numel()))
+class Copies:
+    """Fills parts of a tensor, again and again, each from a tensor of its own. float32, float64.
+
+    parts: (first element in the target, first one in the source, number of elements, and of the whole source).
+    """
+
+    def __init__(self, target: Tensor, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        self._target = target
+        self._name = _COPIES.get(target.dtype) if is_plain(target) else None
+        if self._name is None:
+            return
+        size, addresses = target.itemsize, ctypes.c_void_p * len(parts)
+        self._targets = addresses(*(target.data_ptr() + first * size for first, _, _, _ in parts))
+        self._counts = (ctypes.c_size_t * len(parts))(*(count for _, _, count, _ in parts))
+        self._from = [(number, first * size, whole) for number, (_, first, _, whole) in enumerate(parts)]
+        self._sources = addresses()
+
+    def fill(self, sources: Sequence[Tensor]) -> float | None:
+        """Copy all parts; the largest absolute value as magnitude() has it, None: nothing was copied."""
+        kernels, name = level(), self._name
+        if kernels is None or name is None:
+            return None
+        dtype, addresses = self._target.dtype, self._sources
+        for source, (number, first, whole) in zip(sources, self._from, strict=True):
+            # is_plain() of many small tensors would be most of the time.
+            if (
+                type(source) not in _ORDINARY
+                or source.dtype is not dtype
+                or source.numel() != whole
+                or not source.is_contiguous()
+                or not source.is_cpu
+                or source.is_neg()
+            ):
+                return None
+            addresses[number] = source.data_ptr() + first
+        return float(kernels.call[name](self._targets, addresses, self._counts, len(self._from)))
 
 
 def fingerprint(data: Buffer) -> int | None:

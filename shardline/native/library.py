@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 4
+ABI = 5
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
@@ -41,7 +41,7 @@ class _Table(ctypes.Structure):
     _fields_ = (
         ("fma", ctypes.c_int),
         *((f"magnitude{kind}", _function(_NUMBER, _ADDRESS, _COUNT)) for kind in ("_fp16", "_bf16", 32, 64)),
-        *((f"copy{bits}", _function(_NUMBER, _ADDRESS, _ADDRESS, _COUNT)) for bits in (32, 64)),
+        *((f"copies{bits}", _function(_NUMBER, *(_ADDRESS,) * 3, _COUNT)) for bits in (32, 64)),
         ("fingerprint", _function(ctypes.c_uint64, _ADDRESS, _COUNT)),
         ("digest_begin", _function(None, _ADDRESS)),
         ("digest_more", _function(None, _ADDRESS, _ADDRESS, _COUNT)),

@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardline.client.step.layout import copy_and_look
 from shardline.core import reduce
 from shardline.core.tensor_bytes import FINGERPRINT_BYTES, fingerprint
 from shardline.native import kernels, library
@@ -114,6 +113,10 @@ def test_the_best_level_is_what_the_kernel_says_of_the_processor() -> None:
 # Magnitude and copy
 
 
+def copied(target: Tensor, source: Tensor) -> float | None:
+    return kernels.Copies(target, [(0, 0, target.numel(), target.numel())]).fill([source])
+
+
 @at_every_level
 @given(dtype=FLOATS, count=st.one_of(st.just(0), SIZES), shift=SHIFTS, seed=SEEDS)
 def test_magnitude_is_torchs(level: str, dtype: torch.dtype, count: int, shift: int, seed: int) -> None:
@@ -147,7 +150,7 @@ def test_a_copy_has_the_bits_and_the_magnitude(
     target, octets = room(dtype, count + 4, 17 - shift)
     octets.fill_(0xA5)
     with using(level):
-        found, expected = kernels.copy(target[2:-2], source), kernels.magnitude(source)
+        found, expected = copied(target[2:-2], source), kernels.magnitude(source)
     assert found is not None and expected is not None
     assert found == expected or (math.isnan(found) and math.isnan(expected))
     assert torch.equal(target[2:-2].view(torch.uint8), source.view(torch.uint8))
@@ -163,15 +166,27 @@ def test_copies_of_several_tensors_find_what_is_not_finite_in_any(
 ) -> None:
     sources = [torch.full((300,), float(number)) for number in (3, -5, 4)]
     if bad is not None:
-        sources[where][7] = bad
-    targets = [torch.zeros(300) for _ in sources]
+        sources[where][107] = bad
+    target = torch.zeros(1000)
+    # Each a part of its source, and room between them.
+    copies = kernels.Copies(target, [(310 * number, 100, 200, 300) for number in range(3)])
     with using(level):
-        found = copy_and_look(targets, sources)
+        found = copies.fill(sources)
     assert (found is None) is (level is None)
+    expected = torch.zeros(1000)
     if found is not None:
         assert found == 5.0 if bad is None else not math.isfinite(found)
-    for target, source in zip(targets, sources, strict=True):
-        assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+        for number, source in enumerate(sources):
+            expected[310 * number : 310 * number + 200] = source[100:]
+    assert torch.equal(target.view(torch.int32), expected.view(torch.int32))
+
+
+@at_every_level
+def test_a_part_that_is_there_already_is_looked_at(level: str) -> None:
+    target = torch.arange(8.0)
+    with using(level):
+        assert kernels.Copies(target, [(0, 0, 8, 8)]).fill([target]) == 7.0
+    assert torch.equal(target, torch.arange(8.0))
 
 
 # Fingerprint
@@ -355,7 +370,7 @@ class Marked(Tensor):
 )
 def test_other_tensors_are_left_to_torch(values: Tensor) -> None:
     assert kernels.magnitude(values) is None
-    assert kernels.copy(values, values) is None
+    assert copied(values, values) is None
     assert kernels.tree_sum([values, values]) is None
     assert kernels.cast(values, torch.bfloat16) is None
     given_ = dict.fromkeys(("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"), 1)
@@ -363,8 +378,8 @@ def test_other_tensors_are_left_to_torch(values: Tensor) -> None:
 
 
 def test_tensors_of_other_lengths_and_dtypes_are_left_to_torch() -> None:
-    assert kernels.copy(torch.ones(8), torch.ones(9)) is None
-    assert kernels.copy(torch.ones(8), torch.ones(8, dtype=torch.float64)) is None
+    assert copied(torch.ones(8), torch.ones(9)) is None
+    assert copied(torch.ones(8), torch.ones(8, dtype=torch.float64)) is None
     assert kernels.tree_sum([torch.ones(8), torch.ones(2, 4)]) is None
     assert kernels.tree_sum([torch.ones(8), None]) is None
 
@@ -373,7 +388,7 @@ def test_nothing_is_native_where_it_is_turned_off() -> None:
     values, data = torch.ones(100_000), bytes(100_000)
     with using(None):
         assert kernels.magnitude(values) is None
-        assert kernels.copy(values, values) is None
+        assert copied(values, values) is None
         assert kernels.tree_sum([values, values]) is None
         assert kernels.cast(values, torch.bfloat16) is None
         assert kernels.fingerprint(data) is None

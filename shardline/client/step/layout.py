@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -12,7 +11,6 @@ from shardline.core.plan import Plan, span_of
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
-from shardline.native import kernels
 
 
 class ModelLayout:
@@ -137,18 +135,6 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors pairwise, in one call if torch supports it."""
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def copy_and_look(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> float | None:
-    """Copy tensors pairwise; the largest magnitude of all, not finite where an element isn't, None if nobody looked."""
-    found = []
-    for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        largest = kernels.copy(target, source)
-        if largest is None:
-            copy_each(list(targets[number:]), list(sources[number:]))
-            return None
-        found.append(largest)
-    return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
 
 
 def homes(plan: Plan) -> list[list[Key]]:

@@ -11,7 +11,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.step.layout import copy_and_look, copy_each
+from shardline.client.step.layout import copy_each
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -25,6 +25,7 @@ from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError
 from shardline.host.segments import Segment
+from shardline.native.kernels import Copies
 from shardline.rpc.messages.convert import pack_bits
 
 Allocate = Callable[[int, int, int], memoryview | None]
@@ -32,9 +33,6 @@ Allocate = Callable[[int, int, int], memoryview | None]
 
 Its padding is zero: the memory was never written, or contained the same bucket before.
 """
-
-LOOKED_BYTES = 128 << 10
-"""From so many bytes per tensor on it pays to look through gradients while they are copied, one by one."""
 
 
 def no_memory(shard: int, bucket: int, nbytes: int) -> None:
@@ -54,9 +52,18 @@ class StepExtras:
 class GradientMemory:
     """Memory of one bucket's gradient. values: all of it; parts: views of its slices, in order."""
 
-    def __init__(self, spec: BucketSpec, values: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, spec: BucketSpec, values: torch.Tensor) -> None:
         self.values = values
         self.parts = [values[piece.offset : piece.end] for piece in spec.slices]
+        self.tensors = [piece.tensor for piece in spec.slices]
+        """The tensor of each slice, by number."""
+        self.copies = Copies(
+            values,
+            [
+                (piece.offset, span_of(plan, piece).start, piece.elements, plan.tensors[piece.tensor].elements)
+                for piece in spec.slices
+            ],
+        )
 
 
 class GradientStaging:
@@ -138,13 +145,13 @@ class GradientStaging:
         self._shared.add(key)
         place = self._places.get(key)
         if place is None or place[0] is not memory:
-            place = self._places[key] = memory, GradientMemory(spec, tensor_from_bytes(memory, spec.dtype))
+            place = self._places[key] = memory, GradientMemory(self._plan, spec, tensor_from_bytes(memory, spec.dtype))
         return place[1]
 
     def _buffer(self, key: Key) -> GradientMemory:
         free = self._free.get(key)
         spec = self._specs[key]
-        buffer = free.pop() if free else GradientMemory(spec, self._new_buffer(spec))
+        buffer = free.pop() if free else GradientMemory(self._plan, spec, self._new_buffer(spec))
         self._lent.setdefault(key, []).append(buffer)
         return buffer
 
@@ -344,13 +351,17 @@ def fill_bucket(
 ) -> float | None:
     """Write gradients (by tensor number, any device) into a flat CPU bucket, whose padding is zero.
 
-    copy: how; None = copy_each. Returns the bucket's largest magnitude, not finite where an element isn't, if the
-    copies have looked.
+    copy: how; None = in one call where that is possible, else copy_each. Returns the bucket's largest magnitude, not
+    finite where an element isn't, if the copies have looked.
 
     Slices without a gradient become zero: they are sent, but count as absent.
     """
+    if copy is None:
+        given = [gradients[number] for number in target.tensors if number in gradients]
+        found = target.copies.fill(given) if len(given) == len(target.tensors) else None
+        if found is not None:
+            return found
     sources, targets = [], []
-    in_place = False
     for piece, view in zip(bucket.slices, target.parts, strict=True):
         gradient = gradients.get(piece.tensor)
         if gradient is None:
@@ -364,10 +375,6 @@ def fill_bucket(
         if source.data_ptr() != view.data_ptr() or source.device != view.device:
             sources.append(source)
             targets.append(view)
-        else:
-            in_place = True
-    if copy is None and not in_place and (len(sources) == 1 or target.values.nbytes >= len(sources) * LOOKED_BYTES):
-        return copy_and_look(targets, sources)
     (copy or copy_each)(targets, sources)
     return None
 
