@@ -15,6 +15,8 @@ from shardline.host.printable import printable
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
+OF_GRPC = (grpc.aio.BaseError, grpc.RpcError)
+"""Errors that gRPC handles: that a call was aborted, or is still read when the server has stopped."""
 SENTENCE = 4000
 """Most characters of an error that are sent: gRPC replaces one that is too long for its metadata by another error."""
 
@@ -56,7 +58,7 @@ def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, A
     async def handler(self: Any, request: Any, context: Any) -> Any:
         try:
             return await method(self, request, context)
-        except (grpc.aio.AbortError, grpc.RpcError):
+        except OF_GRPC:
             raise
         except Exception as error:
             await _abort(self, method.__name__, context, error)
@@ -75,7 +77,7 @@ def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[A
             async with contextlib.aclosing(generator) as replies:
                 async for reply in replies:
                     yield reply
-        except (grpc.aio.AbortError, grpc.RpcError):
+        except OF_GRPC:
             raise
         except Exception as error:
             await _abort(self, method.__name__, context, error)

@@ -7,6 +7,7 @@ still in one, in the middle of a failover.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import struct
@@ -15,8 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import pytest
 
 from shardline.core.timeouts import Timeouts
+from shardline.rpc import errors
 from shardline.rpc.channel import open_channel
 
 CALLS = 12
@@ -117,3 +120,17 @@ def test_a_call_ends_when_its_server_goes_before_it_has_seen_it() -> None:
     assert [thread for thread in threads if thread.is_alive()] == [], f"calls that never end, beside {codes}"
     assert [server.calls for server in servers] == [1] * CALLS
     assert codes == [grpc.StatusCode.UNAVAILABLE] * CALLS
+
+
+def test_a_call_that_is_still_read_when_its_server_has_stopped_is_no_unexpected_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Stopped(grpc.aio.BaseError):
+        pass
+
+    async def read(self: object, request: object, context: object) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        asyncio.run(errors.writer(read)(object(), None, None))
+    assert not caplog.records
