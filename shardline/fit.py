@@ -245,7 +245,7 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             f"consistency='sync' without spares{also}"
         )
     if mode.by_stage:
-        _check_by_stage(job, mode, standbys=standbys)
+        _check_by_stage(job, mode)
     if not pace.streams:
         raise JobError(
             f"cadence {pace} needs workers that have the whole model, but those of {how} have a part of it; leave it "
@@ -276,7 +276,8 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
                 f"pipeline {chosen_pipeline} has no flush, and workers that share layers begin a step together; choose "
                 "pipeline='flush', or leave tensor_parallel out"
             )
-        _check_unbroken(job, standbys=standbys)
+        # Each replica goes on by itself from where it is.
+        _check_unbroken(job, standbys=0 if mode.by_stage else standbys)
 
 
 def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
@@ -299,7 +300,7 @@ def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
         )
 
 
-def _check_by_stage(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
+def _check_by_stage(job: JobSpec, mode: Consistency) -> None:
     """Refuse what needs replicas of a stage that wait for each other, or a push that has all stages."""
     found = pipeline.of(job)
     how = f"consistency {mode} applies each replica's gradient of a stage of pipeline {found} by itself"
@@ -317,11 +318,6 @@ def _check_by_stage(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
         raise JobError(
             f"{how}, but gap_aware measures how far parameters have moved when a gradient is applied, and other "
             "replicas move them meanwhile; choose consistency='sync', or leave gap_aware out"
-        )
-    if standbys:
-        raise JobError(
-            f"{how}, and standbys follow common steps or whole pushes only; leave out --standbys, or choose "
-            "consistency='sync' and pipeline='flush'"
         )
 
 

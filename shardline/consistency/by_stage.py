@@ -6,7 +6,7 @@ by bucket and replica instead of being numbered by worker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +15,10 @@ from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import BucketView, ServerHalf, StepWanted, Storage, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.stage_steps import StageSteps
-from shardline.core.image import WorkerSequence, origin
+from shardline.core.image import WorkerSequence, origin, replica_of
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext
+from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
 
@@ -25,8 +26,8 @@ from shardline.core.spec import JobSpec
 def admit_update(step: int, block: Block, *, counted: int, bucket_step: int, stop_step: int | None) -> Decision:
     """Whether a replica's contribution to a bucket is its next update. Pure.
 
-    counted: the first step that the bucket has not counted of this replica. A later one counts as well: the shards of a
-    checkpoint may differ, and workers begin where the furthest is. stop_step: the bucket's last; None = not known.
+    counted: the first step that the bucket has not counted of this replica; a later one counts as well. stop_step: the
+    bucket's last; None = not known.
     """
     if block.count != 1:
         return Decision(Outcome.REFUSED, f"replicas {block} are added up, but each of them makes an update")
@@ -74,6 +75,10 @@ class StageUpdates(ReplicaSteps):
     def __init__(self, storage: Storage, terms: Terms, slack: int) -> None:
         super().__init__(storage, terms)
         self._slack = slack
+        self._begun: list[int] = []
+        """By replica: the first step that some bucket had not counted when the timeline began."""
+        self._furthest = 0
+        """The most steps that any bucket had counted of a replica then."""
         self._begin(0)
 
     def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
@@ -108,8 +113,8 @@ class StageUpdates(ReplicaSteps):
         try:
             # Before the update, which may copy the bucket for a cut.
             bucket.counted[replica] += 1
-            context = PushContext(task=origin(replica), clock=bucket.counted[replica])
-            self.storage.apply_bucket(bucket, bucket.contributions.take_of([replica]), context)
+            total = bucket.contributions.take_of([replica])
+            self.storage.apply_bucket(bucket, total, _context(replica, bucket.counted[replica]))
         except Exception:
             # Nothing was published: it can be sent again.
             bucket.counted[replica] -= 1
@@ -144,8 +149,15 @@ class StageUpdates(ReplicaSteps):
         return open_ and self._slack >= 0 and step - min(bucket.counted) > self._slack
 
     def progress(self, replica: int) -> int:
-        """The step that a replica has to work on: the first that some bucket has not counted."""
-        return min(bucket.counted[replica] for bucket in self.storage.buckets)
+        """The step that a replica begins the timeline with.
+
+        Whoever asks late gets the same as all others, which may have gone on meanwhile.
+        """
+        return self._begun[replica]
+
+    def last_push(self, task: str, incarnation: int = 0) -> int:
+        """See ServerHalf: the most steps that any bucket had counted of any replica when the timeline began."""
+        return self._furthest
 
     def waiting_for(self) -> list[int]:
         """The replicas that others may be waiting for."""
@@ -157,6 +169,15 @@ class StageUpdates(ReplicaSteps):
         return sorted(found)
 
     # Timelines
+
+    def members_changed(self, tasks: Collection[str]) -> None:
+        """See ServerHalf. A timeline begins without members."""
+        if not tasks:
+            self._note_begin()
+
+    def abandon(self) -> None:
+        """See ServerHalf."""
+        self._begin(0)
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf. All replicas begin at the step of the one that was furthest, so that none repeats a batch.
@@ -173,3 +194,48 @@ class StageUpdates(ReplicaSteps):
         for bucket in self.storage.buckets:
             with bucket.lock:
                 bucket.counted[:] = [step] * self.terms.contributors
+        self._note_begin()
+
+    def _note_begin(self) -> None:
+        counted = [tuple(bucket.counted) for bucket in self.storage.buckets]
+        self._begun = [min(steps) for steps in zip(*counted, strict=True)]
+        self._furthest = max(map(max, counted))
+
+    # Standby
+
+    def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
+        """See ServerHalf: each bucket's counts, with its number as the incarnation."""
+        found = []
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                found += [
+                    AppliedPush(
+                        task=origin(replica), incarnation=bucket.number, last_seq=steps, outcome=Outcome.APPLIED
+                    )
+                    for replica, steps in enumerate(bucket.counted)
+                ]
+        return found, None
+
+    def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
+        """See ServerHalf. Records that came before may say more."""
+        for push in pushes:
+            bucket = self.storage.buckets[push.incarnation]
+            replica = replica_of(push.task)
+            with bucket.lock:
+                bucket.counted[replica] = max(bucket.counted[replica], push.last_seq)
+
+    def replay(self, record: Record, *, whole: bool) -> None:
+        """See ServerHalf."""
+        assert record.push is not None
+        replica, steps = replica_of(record.push.task), record.push.last_seq
+        for part in record.parts:
+            bucket = self.storage.buckets[part.bucket]
+            total = self.total_of(part.tensor(), part.present, bucket)
+            with bucket.lock:
+                bucket.hyper = part.hyper
+                bucket.apply(total, context=_context(replica, steps))
+                bucket.counted[replica] = steps
+
+
+def _context(replica: int, steps: int) -> PushContext:
+    return PushContext(task=origin(replica), clock=steps)

@@ -16,6 +16,12 @@ def origin(replica: int) -> str:
     return f"replica/{replica}"
 
 
+def replica_of(task: str) -> int:
+    """The replica of an origin(); -1 for anybody else."""
+    role, _, number = task.partition("/")
+    return int(number) if role == "replica" else -1
+
+
 @dataclass(frozen=True)
 class WorkerSequence:
     """Asynchronous mode: the last push of an incarnation of a worker that a shard has applied. See also origin()."""

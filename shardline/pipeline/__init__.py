@@ -94,6 +94,24 @@ def neighbours(job: JobSpec, posts: Sequence[Post], task: str) -> Mapping[tuple[
     return {place: posts[unit] for place, unit in found.items() if unit < len(posts)}
 
 
+def bound(job: JobSpec, posts: Sequence[Post], replicas: Iterable[int]) -> list[int]:
+    """These replicas, and those that workers with stages of several have make each step together with one of them."""
+    held: dict[str, set[int]] = {}
+    for unit, post in enumerate(posts):
+        held.setdefault(post.task, set()).add(unit % job.replicas)
+    found = set(replicas)
+    while more := {other for own in held.values() if own & found for other in own} - found:
+        found |= more
+    return sorted(found)
+
+
+def stepping_together(job: JobSpec, posts: Sequence[Post], share: Share, *, all_do: bool) -> Sequence[int]:
+    """The replicas that make each step together with a worker's. all_do: in a pipeline all have the same one."""
+    if share.partial and not all_do:
+        return bound(job, posts, share.replicas)
+    return range(job.replicas) if share.partial else share.replicas
+
+
 def planned(job: JobSpec) -> dict[int, str]:
     """Task by unit, where the model names its workers; else {}."""
     return planned_hosts(job.hosts, job.replicas) if of(job).staged else {}
@@ -176,6 +194,7 @@ __all__ = [
     "VerticalSync",
     "WholeModel",
     "assigned",
+    "bound",
     "bubble",
     "by_replica",
     "cells",
@@ -190,6 +209,7 @@ __all__ = [
     "ranks",
     "share_of",
     "stages",
+    "stepping_together",
     "unit_of",
     "units",
 ]

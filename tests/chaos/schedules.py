@@ -23,6 +23,8 @@ NO_STASH = "no-stash"
 """The pipeline that trains nothing, which has to be exact all the same."""
 APART = 200
 """Seeds from this one on draw, beside other pipelines, some whose replicas don't wait for each other."""
+PROTECTED = 300
+"""Seeds from this one on give standbys to every other one of these."""
 PACED = "ssp:slack=1"
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
 """Pipelines without a flush that train."""
@@ -144,8 +146,9 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     networks = networks and seed % 3 == 1
     apply = cut.apply if cut else "worker" if seed >= PLAIN and seed % 10 == 7 else "server"
     # What no standby has: versions of parameters, and the state of an optimizer that workers run.
-    lone = apply == "worker" or (cut is not None and (cut.unbroken or cut.mode != "sync"))
-    standbys = standbys and seed % 4 == 2 and not lone
+    lone = apply == "worker" or (cut is not None and cut.unbroken)
+    apart = cut is not None and cut.mode != "sync"
+    standbys = standbys and (seed >= PROTECTED and seed // 10 % 2 == 1 if apart else seed % 4 == 2 and not lone)
     synchronous = mode in ("sync", SPARE)
     clip = 0.5 if synchronous and dice.random() < 0.25 else 0.0
     counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}

@@ -11,7 +11,20 @@ from shardline.pipeline import PIPELINES
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
-from tests.chaos.schedules import APART, EPOCH, LINKS, LONG_S, NEGATIVE, PACED, PLAIN, SPARE, Event, Schedule, draw
+from tests.chaos.schedules import (
+    APART,
+    EPOCH,
+    LINKS,
+    LONG_S,
+    NEGATIVE,
+    PACED,
+    PLAIN,
+    PROTECTED,
+    SPARE,
+    Event,
+    Schedule,
+    draw,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
 
@@ -142,6 +155,8 @@ def test_every_schedule_of_a_pipeline_is_drawn_with_replicas_that_do_not_wait_an
     assert {(one.pipeline, one.mode) for one in drawn} == {(name, mode) for name in names for mode in ("async", PACED)}
     assert all(one.apply == "server" and not one.standbys and not one.clip_norm for one in drawn)
     assert {one.workers for one in drawn if one.mode == PACED} == {6}
+    later = [one for one in map(draw, range(PROTECTED, PROTECTED + 40)) if one.apart]
+    assert [one.standbys for one in later] == [0, 0, 1, 1] * 2
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:

@@ -388,6 +388,27 @@ def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoi
 
 
 @pytest.mark.parametrize(
+    ("pipeline", "replicas", "mode"),
+    [("flush", 1, "async"), ("stash", 2, "ssp:slack=2"), ("double-buffer", 2, "async")],
+)
+def test_with_standbys_replicas_that_dont_wait_for_each_other_go_on_although_a_server_dies(
+    tmp_path: Path, pipeline: str, replicas: int, mode: str
+) -> None:
+    job = write_job(tmp_path, pipeline=pipeline, replicas=replicas, steps=100, consistency=mode)
+    out = tmp_path / "run"
+    with mortal_cluster(job, out, workers=3 * replicas, standbys=1) as cluster:
+        for shard in (0, 1):
+            wait_for_event(out, "standby", f"shard {shard} is protected")
+        wait_for_step(out, 13)
+        cluster.kill("ps/1")
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
+    (recovery,) = summary_of(out)["recoveries"]
+    assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
+    assert not any("rolling back" in told for told in events(out)), events(out)
+    assert set(summary_of(out)["versions"]) == {100}
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         pytest.param(["--standbys", "1"], "leave out --standbys, or choose pipeline='flush'", id="standbys"),

@@ -65,7 +65,7 @@ class PipelineModel(PipelineChief):
             self.kill()
         elif dice < 0.005 and self.losses:
             self.losses -= 1
-            self.roll_back()
+            self.lose_server()
         elif dice < 0.006 and self.chiefs:
             self.chiefs -= 1
             self.counts.chiefs += 1
@@ -90,6 +90,10 @@ class PipelineModel(PipelineChief):
                 self.processes.remove(process)
             except Restart:
                 process.step = -1
+
+    def lose_server(self) -> None:
+        """A server is lost, and what it held."""
+        self.roll_back()
 
     # Parcels
 
@@ -218,7 +222,7 @@ class PipelineModel(PipelineChief):
             replicas={replica: shard.progress(replica) for replica in replicas},
             step_max=shard.step_max,
             version=shard.version,
-            last_seq=0,
+            last_seq=shard.last_push(""),
         )
 
     def locate(self, process: Process) -> None:

@@ -8,7 +8,7 @@ the gradient is exactly that of the parameters with which each stage has compute
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,10 +18,13 @@ from shardline.client.step.layout import ModelLayout
 from shardline.consistency.by_stage import ByStage
 from shardline.consistency.server import StepWanted
 from shardline.consistency.worker.base import WorkerHalf
-from shardline.core.image import WorkerSequence
+from shardline.core.image import WorkerSequence, origin
 from shardline.core.outcome import Outcome
+from shardline.core.records import Begin
 from shardline.core.reduce import Block
 from shardline_ps.shard.shard import Shard
+from shardline_ps.standby.record_log import RecordLog, copied_image
+from shardline_ps.standby.standby import Standby
 from tests.protocol_model.applied import check_cut, contribution, images
 from tests.protocol_model.numbers import require
 from tests.protocol_model.pipelines import PipelineModel
@@ -75,8 +78,15 @@ class AsyncPipelineModel(PipelineModel):
         """First version of each timeline."""
         super().__init__(setup)
         self.updates = {(shard.number, bucket.number): [] for shard in self.shards for bucket in shard.buckets}
-        self.sequences: dict[int, Mapping[str, WorkerSequence]] = {shard.number: {} for shard in self.shards}
-        self.checked = self.held = 0
+        self.kept_updates = {place: list(made) for place, made in self.updates.items()}
+        """Those of the last checkpoint."""
+        self.furthest = 0
+        """How many steps of any replica the last checkpoint has."""
+        self.checked = self.held = self.failovers = 0
+        self.standbys: dict[int, Standby] = {}
+        if setup.standbys:
+            for number in range(len(self.shards)):
+                self.protect(number)
         mode = consistency.of(self.job.consistency)
         assert isinstance(mode, ByStage)
         self.slack = mode.slack
@@ -96,7 +106,9 @@ class AsyncPipelineModel(PipelineModel):
             return
         memory = self.kept(process)
         half = memory.half
-        asked = list(range(self.job.replicas))
+        asked = pipeline.bound(self.job, process.begun.posts, own)
+        if not self.answerable(range(len(self.shards))):
+            return
         half.located({shard.number: self.standing(shard, asked) for shard in self.shards}, asked)
         anew = memory.ran != (process.begun.timeline, process.begun.posts)
         memory.ran = process.begun.timeline, process.begun.posts
@@ -130,7 +142,8 @@ class AsyncPipelineModel(PipelineModel):
             process.versions[step] = {
                 tensor(stage): process.model[tensor(stage)].clone() for held in own.values() for stage in held
             }
-        process.to_push, process.to_pull, process.computing = [], [], step < self.setup.steps
+        rests = self.kept(process).half.job_step >= self.setup.steps
+        process.to_push, process.to_pull, process.computing = [], [], not rests
         process.mailbox.begin(self.job, process.begun, step)
         if not process.chains:
             process.chains = {
@@ -189,6 +202,8 @@ class AsyncPipelineModel(PipelineModel):
             if shard.buckets[bucket].counted[replica] <= process.step:
                 # Its push is not there yet, and the pull follows it.
                 return
+        if not self.answerable([number]):
+            return
         ahead = StepWanted(step=process.step + 1, at_least=True)
         if any(shard.serve(bucket, ahead) is Outcome.WAITING for bucket in numbers):
             self.held += 1
@@ -222,14 +237,72 @@ class AsyncPipelineModel(PipelineModel):
         made = {name: values.clone() for name, values in gradients.items()}
         self.updates[shard, bucket].append(Update(self.timeline, replica, step, made))
 
+    def act(self) -> None:
+        if self.standbys and self.random.random() < 0.3:
+            self.replicate(self.random.randrange(len(self.shards)))
+        else:
+            super().act()
+
+    # Standbys
+
+    def protect(self, number: int) -> None:
+        """Begin to copy a shard to a standby."""
+        shard, log = self.shards[number], RecordLog(on_entry=lambda: None, run=lambda release: release())
+        shard.storage.log = log
+        fresh = make_shards(self.setup, self.plan, aggregates=False, consistency=self.setup.consistency)[number]
+        self.standbys[number] = standby = Standby(fresh)
+        standby.take(Begin(1))
+        log.restart(1)
+        for bucket in shard.buckets:
+            log.image(1, bucket.number, copied_image(bucket))
+        pushes, verdict = shard.mode.remembered()
+        log.mark(1, pushes=pushes, verdict=verdict)
+
+    def replicate(self, number: int) -> None:
+        """The next record arrives at a standby, or its acknowledgement at the primary."""
+        log, standby = self.shards[number].storage.log, self.standbys[number]
+        assert log is not None
+        entry = log.take()
+        if entry is not None:
+            standby.take(entry.frame)
+        elif self.random.random() < 0.5:
+            log.acknowledge(1, standby.record)
+
+    def answerable(self, numbers: Iterable[int]) -> bool:
+        """Whether these standbys have what an answer would tell."""
+        logs = [self.shards[number].storage.log for number in numbers]
+        return all(log is None or log.acked >= log.sent for log in logs)
+
+    def lose_server(self) -> None:
+        """See PipelineModel. What its standby lacks, nobody has seen."""
+        number = self.random.randrange(len(self.shards))
+        standby = self.standbys.get(number)
+        if standby is None or not standby.synced:
+            super().lose_server()
+            return
+        self.failovers += 1
+        require(not standby.promote(0), "a standby that is whole is not promoted")
+        self.shards[number] = shard = standby.shard
+        for bucket in shard.buckets:
+            del self.updates[number, bucket.number][bucket.step :]
+        self.timeline += 1
+        for each in self.shards:
+            each.mode.members_changed(())
+        self.protect(number)
+        self.bound()
+        self.tell()
+
     def roll_back(self) -> None:
         self.counts.rollbacks += 1
         self.timeline += 1
-        step, cut = self.committed
+        _, cut = self.committed
         for shard in self.shards:
-            shard.restore(cut[shard.number], self.sequences[shard.number])
-            for bucket in shard.buckets:
-                del self.updates[shard.number, bucket.number][step:]
+            # See shardline_chief.io.checkpointer.restore.
+            steps = {origin(replica): WorkerSequence(0, self.furthest) for replica in range(self.setup.replicas)}
+            shard.restore(cut[shard.number], steps)
+        self.updates = {place: list(made) for place, made in self.kept_updates.items()}
+        for number in self.standbys:
+            self.protect(number)
         self.assigned.moved.clear()
         self.assigned.unready.clear()
         self.bound()
@@ -241,7 +314,9 @@ class AsyncPipelineModel(PipelineModel):
             if any(found is None for found in held.values()):
                 continue
             cut = {number: found.in_order() for number, found in held.items() if found is not None}
-            self.sequences = {number: found.sequences for number, found in held.items() if found is not None}
+            sequences = [found.sequences.values() for found in held.values() if found is not None]
+            self.furthest = max(one.last_seq for own in sequences for one in own)
+            self.kept_updates = {place: list(made[:step]) for place, made in self.updates.items()}
             self.check(step)
             replayed = make_shards(self.setup, self.plan, aggregates=False, consistency=self.setup.consistency)
             for (shard, bucket), made in self.updates.items():

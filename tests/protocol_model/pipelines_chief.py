@@ -81,6 +81,8 @@ class PipelineSetup:
     """A stage that keeps one version of its parameters ends a step when no forward pass needs the one it has."""
     waits: bool = True
     """A parcel by newer orders than those of its receiver waits."""
+    standbys: bool = False
+    """Each shard has one, which takes its place when its server is lost."""
     withholds: bool = True
     """Where replicas don't wait for each other, nobody takes a stage over in a timeline in which another had it."""
     fences: bool = True

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline import pipeline
 from shardline.consistency.assignment import assign, replicas_of
+from shardline.core.placement import Post
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import JobError
@@ -120,6 +122,15 @@ def test_units_of_a_worker_that_is_away_are_with_another_until_it_is_back() -> N
     assert assigned(job, away, ["worker/0", "worker/1", "worker/3", "worker/4"]) == away
     assert assigned(job, away, WORKERS[:4]) == before
     assert assigned(job, before, []) == {}
+
+
+def test_workers_that_have_stages_of_several_replicas_bind_these_to_each_other() -> None:
+    job = job_in_stages([], replicas=4, stages=2)
+    # Stage 0 of the replicas, then stage 1.
+    holders = [0, 0, 1, 2, 3, 4, 4, 5]
+    posts = [Post(task=f"worker/{number}", address="h:1", incarnation=1, key=b"") for number in holders]
+    assert [pipeline.bound(job, posts, [replica]) for replica in range(4)] == [[0, 1, 2]] * 3 + [[3]]
+    assert pipeline.bound(job, (), [2]) == [2]
 
 
 def test_without_a_flush_what_a_stage_s_worker_has_stays_together() -> None:

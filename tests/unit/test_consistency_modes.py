@@ -472,7 +472,7 @@ def test_replicas_of_stages_have_states_of_their_own_as_workers_of_the_whole_mod
     for number, values in enumerate(itertools.islice(noise(3, ours.spec.elements), 24)):
         replica, gradient = dice.randrange(2), values.float()
         given = Gradient(gradient.clone(), (True,), fingerprint=1)
-        step = staged.progress(replica)
+        step = ours.counted[replica]
         assert staged.contribute(0, step, Block(replica, 1), given).outcome is Outcome.COUNTED
         task = f"worker/{replica}"
         push = Push(task=task, incarnation=1, seq=whole.last_push(task) + 1, base_version=whole.version)
@@ -508,30 +508,55 @@ def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
     # A checkpoint of other shards does not tell: no replica has done more steps than there were updates.
     shard.restore(cut.in_order())
     assert [shard.progress(replica) for replica in range(2)] == [3, 3]
-    # Another shard may have been further at the cut, and workers begin there.
-    assert push(0, 1, 7) is Outcome.COUNTED and push(0, 1, 7) is Outcome.DUPLICATE
-    assert shard.buckets[0].counted == [3, 8]
-    job = make_job_spec(consistency=spec, replicas=2)
-    half = consistency.of(spec).worker_half(job)
+    assert push(0, 1, 3) is Outcome.COUNTED and push(0, 1, 3) is Outcome.DUPLICATE
+    assert shard.buckets[0].counted == [3, 4]
 
-    def standing(shard: int, steps: list[int], timeline: int) -> Standing:
+
+def test_whoever_asks_late_where_a_timeline_begins_hears_the_same_as_all_others() -> None:
+    spec = ConsistencySpec(mode="async:in_stages=true")
+    tensors = [TensorSpec(name=name, shape=(2,), dtype="float32", fragment=stage) for stage, name in enumerate("ab")]
+    shard = make_shard(tensors, consistency=spec, replicas=2)
+    ones = Gradient(torch.ones(64), (True,), fingerprint=1)
+    for bucket, replica, steps in ((0, 0, 2), (1, 0, 3), (0, 1, 1), (1, 1, 1)):
+        for step in range(steps):
+            assert shard.contribute(bucket, step, Block(replica, 1), ones).outcome is Outcome.COUNTED
+    assert [shard.progress(replica) for replica in range(2)] == [0, 0]
+    # A server has failed over: another timeline, with all values.
+    shard.mode.members_changed(())
+    shard.mode.members_changed(["worker/0"])
+    for _ in range(2):
+        assert ([shard.progress(replica) for replica in range(2)], shard.last_push("worker/0")) == ([2, 1], 3)
+        shard.contribute(0, 2, Block(0, 1), ones)
+
+
+def test_a_worker_begins_with_what_some_stage_lacks_and_rests_when_nobody_can_need_it_again() -> None:
+    spec = ConsistencySpec(mode="async:in_stages=true")
+    half = consistency.of(spec).worker_half(make_job_spec(consistency=spec, replicas=2))
+
+    def standing(steps: list[int], timeline: int, counted: int) -> Standing:
         held = dict(enumerate(steps))
         return Standing(
-            outcome=Outcome.SERVED, reason="", timeline=timeline, replicas=held, step_max=0, version=0, last_seq=0
+            outcome=Outcome.SERVED,
+            reason="",
+            timeline=timeline,
+            replicas=held,
+            step_max=0,
+            version=0,
+            last_seq=counted,
         )
 
-    # Another replica has gone on already.
-    half.located({0: standing(0, [2, 3], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    half.located({0: standing([4, 5], 1, 5), 1: standing([6, 5], 1, 6)}, [0, 1])
     assert half.step == 4
     half.advance()
-    half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    half.located({0: standing([5, 5], 1, 5), 1: standing([6, 5], 1, 6)}, [0, 1])
     assert half.step == 4, "what it has not closed is open still"
     half.advance()
-    assert half.job_step == 5
     half.closed(5, [0, 1], {0: 9, 1: 8}, dropped=False)
-    half.located({0: standing(0, [5, 5], 1), 1: standing(1, [4, 5], 1)}, [0, 1])
+    assert (half.step, half.job_step) == (5, 5), "its stages are at update 8, but others may need step 5 again"
+    half.advance()
+    half.closed(6, [0, 1], {0: 9, 1: 8}, dropped=False)
     # Curves and checkpoints count updates, so that a rollback takes back what is beyond its own.
-    assert (half.step, half.job_step, half.reported_step) == (5, 8, 8)
+    assert (half.step, half.job_step, half.reported_step) == (6, 8, 8)
     # Whoever has rested at the job's end computes again when it has gone back.
-    half.located({0: standing(0, [4, 4], 2), 1: standing(1, [4, 4], 2)}, [0, 1])
+    half.located({0: standing([4, 4], 2, 4), 1: standing([4, 4], 2, 4)}, [0, 1])
     assert (half.step, half.job_step) == (4, 4)

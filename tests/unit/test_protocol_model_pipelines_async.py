@@ -25,6 +25,7 @@ def played(seeds: range, pipeline: str, **changes: Any) -> Counter[str]:
         total.update(vars(model.play()))
         total["checked"] += model.checked
         total["held"] += model.held
+        total["failovers"] += model.failovers
     return total
 
 
@@ -42,6 +43,27 @@ def test_replicas_that_may_be_a_step_ahead_never_wait_for_each_other_for_ever(pi
     # Each with workers of its own: those that have stages of several replicas bind these to each other.
     counts = played(range(6), pipeline, consistency=PACED, replicas=2, workers=6)
     assert counts["held"] > 20 and counts["kills"] > 12 and counts["checked"] > 400
+
+
+@pytest.mark.parametrize("pipeline", STAGED)
+def test_standbys_take_over_while_stages_are_at_different_steps(pipeline: str) -> None:
+    # Without deaths of workers and chiefs nothing goes back.
+    fields = {"standbys": True, "losses": 4, "kills": 0, "chiefs": 0}
+    counts = played(range(6), pipeline, **fields)
+    assert counts["failovers"] > 10 and counts["checked"] > 400
+    counts = played(range(6, 10), pipeline, **{**fields, "kills": 3, "chiefs": 1})
+    assert counts["failovers"] > 4 and counts["rollbacks"] > 4
+    counts = played(range(10, 13), pipeline, **fields, consistency=PACED)
+    assert counts["failovers"] > 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", STAGED)
+def test_no_schedule_of_hundreds_with_standbys_changes_a_gradient_or_stops_the_job(pipeline: str) -> None:
+    fields = {"standbys": True, "losses": 6, "kills": 4, "chiefs": 1, "steps": 16, "every": 2}
+    counts = played(range(1000, 1080), pipeline, **fields)
+    counts.update(played(range(1080, 1100), pipeline, **fields, consistency=PACED))
+    assert counts["failovers"] > 150 and counts["kills"] > 200
 
 
 @pytest.mark.long
@@ -63,7 +85,7 @@ def test_no_schedule_of_hundreds_holds_a_replica_up_that_may_be_a_step_ahead(pip
     ("rule", "pipeline", "seeds", "found"),
     [
         pytest.param("decides", "flush", range(12), "stuck", id="going back when a stage moves"),
-        pytest.param("withholds", "stash", range(1), "has another gradient", id="telling nobody who has it until then"),
+        pytest.param("withholds", "stash", range(10), "gradient|weights", id="telling nobody who has it until then"),
     ],
 )
 def test_each_rule_is_needed(
@@ -72,3 +94,12 @@ def test_each_rule_is_needed(
     monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
     with pytest.raises(AssertionError, match=found):
         played(seeds, pipeline, **{rule: False})
+
+
+def test_replicas_that_share_workers_begin_a_timeline_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
+    fields = {"standbys": True, "losses": 20, "kills": 0, "chiefs": 0, "steps": 8, "replicas": 3, "workers": 5}
+    played(range(3, 4), "stash", microbatches=1, **fields)
+    monkeypatch.setattr("shardline.pipeline.bound", lambda job, posts, replicas: sorted(replicas))
+    with pytest.raises(AssertionError, match="stuck"):
+        played(range(3, 4), "stash", microbatches=1, **fields)

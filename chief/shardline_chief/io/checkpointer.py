@@ -15,7 +15,7 @@ from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.core.digest import params_sha256
-from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.image import BucketImage, WorkerSequence, replica_of
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
@@ -278,8 +278,7 @@ def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, 
     If the plan is the same, each worker's last push to the shard is restored too, so that repeated pushes are
     recognized.
     """
-    images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
-    control.restore(timeline, shard, images, sequences)
+    control.restore(timeline, shard, checkpoint.images(plan, shard), _sequences(checkpoint, plan, shard))
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:
@@ -294,3 +293,14 @@ def parameters_digest(checkpoint: Checkpoint) -> str:
 
 
 _PARAMETERS = (TensorKind.PARAM, TensorKind.FROZEN)
+
+
+def _sequences(checkpoint: Checkpoint, plan: Plan, shard: int) -> dict[str, WorkerSequence]:
+    """The last push of each worker that a shard includes. Replicas whose steps count have the furthest's of all shards.
+
+    They begin there together, so that none uses a batch again.
+    """
+    every = [checkpoint.sequences(plan, number) for number in range(len(plan.shards))]
+    steps = [one.last_seq for own in every for task, one in own.items() if replica_of(task) >= 0]
+    furthest = WorkerSequence(0, max(steps, default=0))
+    return {task: one if replica_of(task) < 0 else furthest for task, one in every[shard].items()}

@@ -15,6 +15,7 @@ from shardline import consistency
 from shardline.codecs.coding import PLAIN
 from shardline.consistency.server import BucketView, Hyper, Observers, ShardUpdate, Tally
 from shardline.core.contributions import Contributions, Partial
+from shardline.core.outcome import Outcome
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, RecordPart
 from shardline.core.spec import TensorKind
@@ -84,6 +85,7 @@ class ShardStorage:
             )
             for index, bucket in enumerate(spec.buckets)
         ]
+        self._publishes_first = not mode.publishes_after_standby
         # If shards are cut one by one, the chief says when.
         self.cuts = CutBook(len(self.buckets), settings.cut_every if mode.consistent_cuts else 0)
         self.lock = threading.Lock()
@@ -120,12 +122,15 @@ class ShardStorage:
         to, made = self.buckets[bucket.number], WaitingUpdate()
         log, number = self.log, None
         if log is not None:
-            number = log.record([part_of(to, total)], lambda: self._release(to, made))
+            release = None if self._publishes_first else functools.partial(self._release, to, made)
+            number = log.record([part_of(to, total)], release, push=pushed_by(context))
         # With a standby, both sides compute the step at the same time; the release waits for the bucket's lock.
         changed = self._compute(to, total, context=context)
-        if log is None or number is None:
+        if log is None or number is None or self._publishes_first:
             to.publish(changed)
             self._cut_if_wanted(to)
+            if log is not None and number is not None:
+                log.compare(number, to.number, to.values)
             return
         made.changed[to.number] = changed
         to.pending = made
@@ -255,6 +260,13 @@ class ShardStorage:
         """
         if self.cuts.wanted(bucket.step) and bucket.has_state:
             self.cuts.store(bucket.image())
+
+
+def pushed_by(context: PushContext) -> AppliedPush | None:
+    """Who has made an update of one bucket, and with it so many; None if all contributors have."""
+    if not context.task:
+        return None
+    return AppliedPush(task=context.task, incarnation=0, last_seq=context.clock, outcome=Outcome.APPLIED)
 
 
 def part_of(bucket: BucketView, total: Partial) -> RecordPart:

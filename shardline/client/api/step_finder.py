@@ -189,7 +189,7 @@ class StepFinder:
             if self.link.orders != orders:
                 # The new trainer did not exist when these orders came, so they could not interrupt it.
                 return False
-            self.todo = self._trainer.locate(orders.units(self.link.task), orders.timeline)
+            self.todo = self._trainer.locate(orders.units(self.link.task), orders.timeline, orders.posts)
         except (Restart, Interrupted, Stopped, UnreachableError) as error:
             # Stopped: these replicas are counted in the last step, or the job ends at its current step. A ps that can't
             # be reached: the chief decides whether it is dead; it ends the job or announces where its shards are now.

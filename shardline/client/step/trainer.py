@@ -24,11 +24,12 @@ from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.exchange import Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Post
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
-from shardline.pipeline import share_of
+from shardline.pipeline import share_of, stepping_together
 from shardline.topology import Route
 
 PATIENCE = 5.0
@@ -96,7 +97,7 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
         self.exchange.run(self.sender, tasks)
 
-    def locate(self, units: Iterable[int], timeline: int) -> set[int]:
+    def locate(self, units: Iterable[int], timeline: int, posts: Sequence[Post] = ()) -> set[int]:
         """Find the step to work on and pull its parameters; returns the replicas that have to contribute to it.
 
         units: replicas, or in a pipeline stages of replicas. There all workers compute the step that some replica
@@ -109,7 +110,7 @@ class Trainer:
         self.open.first = True
         share = self.open.share = share_of(self.job, self.plan, units)
         self.weights.pull_only(self.methods.own(share))
-        asked = range(self.job.replicas) if share.partial else share.replicas
+        asked = stepping_together(self.job, posts, share, all_do=self.half.steps_with_all)
         standings = self.standings(self.half.asks_for(asked))
         todo = self.half.located(standings, asked)
         before = self.methods.versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardline.core.exchange import Standing
 from shardline.core.fixed import fixed
@@ -40,6 +41,10 @@ class ComputedAt:
 
 class WorkerHalf(abc.ABC):
     """One worker's position in its job. Used by one thread; outlives servers and timelines."""
+
+    steps_with_all: ClassVar[bool] = True
+    """In a pipeline all replicas have the same step, so that all are asked about; False: those that are bound to the
+    worker's own."""
 
     def __init__(self, job: JobSpec) -> None:
         self.job = job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.exchange import Standing
@@ -16,15 +17,20 @@ class StageSteps(SharedSteps):
     `step` counts the worker's own steps, which are those of all its replicas.
     """
 
+    steps_with_all: ClassVar[bool] = False
+
     def __init__(self, job: JobSpec) -> None:
         super().__init__(job)
         self._timeline = self._open = 0
-        self._updates = 0
+        self._updates = self._counted = 0
 
     @property
     def job_step(self) -> int:
-        """The fewest updates that the stages of this worker have had, as far as it knows: its own, or more."""
-        return max(self.step, self._updates)
+        """The fewest updates that the stages of this worker have had, as far as it knows: its own, or more.
+
+        Its own, while other stages may need again what this worker has computed before the timeline began.
+        """
+        return max(self.step, self._updates) if self.step >= self._counted else self.step
 
     @property
     def reported_step(self) -> int:
@@ -34,12 +40,13 @@ class StageSteps(SharedSteps):
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """See WorkerHalf.located.
 
-        In a new timeline all replicas begin together, at the step of the one that was furthest. Others may be ahead by
-        now, but none of this worker's: each step takes all stages. Later it goes on with what it has not closed.
+        In a new timeline those begin together that are bound to each other by workers which have stages of several: at
+        the first step that some stage of one of them lacks. Later the worker goes on with what it has not closed.
         """
         timeline = max(standing.timeline for standing in standings.values())
         if timeline != self._timeline:
-            self._open = max(min(one.replicas[replica] for replica in owned) for one in standings.values())
+            self._open = min(one.replicas[replica] for one in standings.values() for replica in owned)
+            self._counted = max(one.last_seq for one in standings.values())
             # The job may have gone back behind what it had.
             self._updates = 0
         self._timeline = timeline
