@@ -265,6 +265,19 @@ def test_a_job_that_loses_a_stage_while_it_goes_to_an_early_end_goes_back_first_
     assert cluster.saves[-1].step == stop
 
 
+@pytest.mark.parametrize("fields", [EXACT, {"codec": "onebit"}], ids=str)
+def test_error_memory_that_is_lost_on_the_way_to_an_early_end_costs_what_it_does_before(fields: dict[str, str]) -> None:
+    cluster = at_checkpoint_and_beyond(**fields)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    lose(cluster)
+    cluster.tick()
+    state, back = cluster.program.state, fields == EXACT
+    assert [(one.at_step, one.from_step) for one in state.losses.recoveries] == [(17, 10)] * back
+    assert state.figures.dropped_memories == (0 if back else 2)
+    cluster.advance(state.progress.stop_step)
+    assert cluster.finish is not None and (cluster.finish.exit_code, cluster.finish.reason) == (0, "stopped: SIGTERM")
+
+
 @EITHER
 def test_a_job_that_fails_does_not_go_back_and_a_stop_that_is_not_reached_says_what_has_moved(mode: str) -> None:
     cluster = staged(mode)

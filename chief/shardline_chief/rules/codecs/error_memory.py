@@ -33,10 +33,6 @@ def goes_back(state: State) -> bool:
     return applied(state) or unbroken(state) or state.exact_memory
 
 
-def _named(replicas: list[int]) -> str:
-    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
-
-
 class ErrorMemory:
     """Rules for lost error memory."""
 
@@ -62,10 +58,11 @@ class ErrorMemory:
             self._again_or_end(f"{pipeline.named(state.job, moved)} moved, and what was in the pipeline is lost", now_s)
             return True
         if moved and state.exact_memory and can:
-            self.recovery.again(f"the error memory of {_named(moved)} is lost (error_memory is 'exact')", now_s)
+            assert state.job is not None
+            whose = pipeline.named(state.job, moved)
+            self.recovery.again(f"the error memory of {whose} is lost (error_memory is 'exact')", now_s)
             return True
-        if moved and state.remembers:
-            self._dropped(_named(moved), len(moved))
+        self._drop(moved)
         if not unready or not applied(state):
             return False
         assert state.job is not None
@@ -78,13 +75,16 @@ class ErrorMemory:
         return True
 
     def moved_at_end(self, event: Progressed, now_s: float) -> bool:
-        """The same while the job goes to its last step, which it would never reach: it ends once it trains again.
+        """The same while the job goes to its last step, which it would never reach, or with other bits.
 
-        A job that fails ends where it is.
+        It ends once it trains again. A job that fails ends where it is.
         """
         state, work, ending = self.state, self.state.work, self.ending
-        lacking = (unbroken(state) and work.moved) or (applied(state) and work.unready)
+        lacking = ((unbroken(state) or state.exact_memory) and work.moved) or (applied(state) and work.unready)
         if not lacking or ending.scoring.exit_code or state.saves.checkpoint_step < 0:
+            if state.remembers:
+                self._drop(sorted(work.moved))
+                work.moved.clear()
             return False
         again = EndAsked(state.reason)
         ending.reopen()
@@ -99,6 +99,12 @@ class ErrorMemory:
             return
         advice = state.saves.how_to_go_on()
         state.end(TaskLostError.exit_code, f"{why}, so the job ends{hopeless}. {advice}", now_s)
+
+    def _drop(self, moved: list[int]) -> None:
+        """Count the error memory of replicas that have moved, if they had any."""
+        if moved and self.state.remembers:
+            assert self.state.job is not None
+            self._dropped(pipeline.named(self.state.job, moved), len(moved))
 
     def _dropped(self, whose: str, count: int) -> None:
         self.state.figures.dropped_memories += count

@@ -213,7 +213,7 @@ class Ending:
             self._give_up(f"stop step {progress.stop_step} was not reached (shards are at {at}{self._lost()})", now_s)
 
     def _lost(self) -> str:
-        """What others wait for in vain: an ending job does not go back to a checkpoint."""
+        """What others wait for in vain: a job that has failed does not go back to a checkpoint."""
         state = self.state
         if state.job is None or not state.work.moved or not fit.goes_back(state.job):
             return ""
