@@ -9,8 +9,13 @@ A step always takes `batch` samples: of each replica its part, in so many microb
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import shlex
+import time
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import nn
@@ -34,6 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--pipeline", default="whole-model")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--marks", type=Path, help="folder: workers that call the loss write when each step begins")
     return parser.parse_args(arguments)
 
 
@@ -97,10 +103,20 @@ def data() -> TensorDataset:
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Cross-entropy."""
+    if OPTIONS.marks is not None and next(CALLS) % OPTIONS.microbatches == 0:
+        marks().write(b"%f\n" % time.monotonic())
     result: torch.Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
     return result
 
 
+@functools.cache
+def marks() -> BinaryIO:
+    """Where this process writes when a step begins."""
+    return open(OPTIONS.marks / str(os.getpid()), "wb", buffering=0)
+
+
+CALLS = itertools.count()
+"""Of the loss."""
 OPTIONS = parse(shlex.split(os.environ.get("SHARDLINE_JOB_ARGS", "")))
 job = shardline.Job(
     model=model,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shlex
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from benchmarks.network import INTERFACE, Lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment
@@ -21,11 +23,11 @@ from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, enviro
 JOB = ROOT / "benchmarks" / "pipeline_job.py"
 RUN_S = 600.0
 LOOK_S = 0.02
-"""Seconds between two looks at how far a run is."""
+"""Seconds between two looks at how many bytes were sent."""
+SENT = 9
+"""Which word of an interface's line in /proc/PID/net/dev: bytes that it has sent."""
 AFTER = 2
 """Steps after those that are measured."""
-END_BYTES = 4096
-"""Of a log: some steps."""
 PORT = 2422
 
 
@@ -68,12 +70,12 @@ def on_one_host(prefix: Prefix, port: int, *, ps: int, workers: int) -> Sites:
     return Sites(chief=chief, ps=[free] * ps, workers=[free] * workers)
 
 
-def sent_bytes(hosts: Lab) -> int:
-    """Bytes that all hosts have sent so far, headers included."""
+def sent_bytes(pids: Iterable[int]) -> int:
+    """Bytes that the hosts of these processes have sent so far, with headers. Raises OSError where one has ended."""
     total = 0
-    for host in range(1, hosts.hosts + 1):
-        command = [*hosts.prefix(host), "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"]
-        total += int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/net/dev").read_text(encoding="ascii").splitlines()
+        total += sum(int(line.split()[SENT]) for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     return total
 
 
@@ -91,7 +93,11 @@ def train(flags: Sequence[str], sites: Sites, *, steps: int, warmup: int, more: 
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-bench-")))
-        settings = environment(more={"SHARDLINE_JOB_ARGS": shlex.join([*flags, "--steps", str(total)])})
+        marks = folder / "marks"
+        marks.mkdir()
+        settings = environment(
+            more={"SHARDLINE_JOB_ARGS": shlex.join([*flags, "--steps", str(total), "--marks", str(marks)])}
+        )
 
         def task(role: str, site: Site, index: int, *options: str) -> Child:
             command = [sys.executable, "-m", "shardline", role, "--cluster", json.dumps(spec), "--timeout", "60"]
@@ -100,45 +106,42 @@ def train(flags: Sequence[str], sites: Sites, *, steps: int, warmup: int, more: 
 
         job = ("--job", str(JOB), *more)
         chief = task("chief", sites.chief, 0, *job, "--out", str(folder / "out"))
-        for index, site in enumerate(sites.ps):
-            task("ps", site, index)
+        servers = [task("ps", site, index) for index, site in enumerate(sites.ps)]
         workers = [task("worker", site, index, *job) for index, site in enumerate(sites.workers)]
-        found = _watch(
-            folder / "out" / "logs" / "steps.jsonl", [chief, *workers], sites.lab, first=warmup, last=warmup + steps
-        )
+        sent = _watch(chief, workers, [child.pid for child in (*servers, *workers)] if sites.lab is not None else [])
         for child in (*workers, chief):
             if code := child.wait(60.0):
                 raise ContenderError(f"{child.what} ended with code {code}{child.last_words()}")
-    return found
+        return _found([_times(path) for path in sorted(marks.iterdir())], sent, first=warmup, last=warmup + steps)
 
 
-def _watch(path: Path, children: Sequence[Child], hosts: Lab | None, *, first: int, last: int) -> dict[str, Any]:
-    """Seconds and bytes per step between two steps."""
+def _watch(chief: Child, workers: Sequence[Child], pids: Sequence[int]) -> list[tuple[float, int]]:
+    """Until the first worker ends: when, and how many bytes the hosts of these processes had sent."""
     end_s = time.monotonic() + RUN_S
-    marks: list[tuple[int, float, int]] = []
-    while len(marks) < 2:
-        over = next((child for child in children if child.ended), None)
-        step = _newest(path)
-        if step >= (last if marks else first):
-            marks.append((step, time.monotonic(), sent_bytes(hosts) if hosts is not None else 0))
-        elif over is not None or time.monotonic() > end_s:
-            late = over or children[0]
-            raise ContenderError(f"{late.what}: the run is at step {step} of {last}{late.last_words()}")
+    sent: list[tuple[float, int]] = []
+    while not any(child.ended for child in (chief, *workers)):
+        if time.monotonic() > end_s:
+            raise ContenderError(f"the run goes on after {RUN_S:.0f} s{chief.last_words()}")
+        # One that ends meanwhile has no host any more.
+        with contextlib.suppress(OSError):
+            sent.append((time.monotonic(), sent_bytes(pids)))
         time.sleep(LOOK_S)
-    (before, start_s, start_bytes), (after, stop_s, stop_bytes) = marks
-    steps = after - before
+    return sent
+
+
+def _times(path: Path) -> list[float]:
+    """When a worker began its part of each step."""
+    return [float(line) for line in path.read_text(encoding="ascii").split()]
+
+
+def _found(
+    marks: Sequence[Sequence[float]], sent: Sequence[tuple[float, int]], *, first: int, last: int
+) -> dict[str, Any]:
+    """Seconds and bytes per step between two steps, as the workers began them on average."""
+    if not marks or min(map(len, marks)) <= last:
+        raise ContenderError(f"workers began {[len(one) for one in marks]} steps, fewer than {last + 1}")
+    start_s, stop_s = (statistics.fmean(one[step] for one in marks) for step in (first, last))
+    times, counts = zip(*sent, strict=True)
+    start_bytes, stop_bytes = (float(numpy.interp(one, times, counts)) for one in (start_s, stop_s))
+    steps = last - first
     return {"median_s": (stop_s - start_s) / steps, "bytes": (stop_bytes - start_bytes) / steps, "steps": steps}
-
-
-def _newest(path: Path) -> int:
-    """The newest step of a log, of which only the end is read: the tasks that are measured compute beside this."""
-    try:
-        with path.open("rb") as log:
-            begin = max(0, log.seek(0, os.SEEK_END) - END_BYTES)
-            log.seek(begin)
-            lines = log.read().splitlines()
-    except FileNotFoundError:
-        return -1
-    # The first may lack its beginning.
-    whole = [line for line in lines[begin > 0 :] if line.endswith(b"}")]
-    return max((int(json.loads(line)["step"]) for line in whole), default=-1)
