@@ -17,6 +17,7 @@ from shardline.pipeline import PIPELINES, Unbroken
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.runner import StageRunner
+from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.stream import ParameterSource, StreamRunner
 
 
@@ -89,9 +90,14 @@ def _run(job: Job, model: Pipeline, stage: int, neighbours: Neighbours, steps: i
     """Some steps of one stage."""
     schedule, source = PIPELINES.parse(job.pipeline), BatchSource(job)
     if isinstance(schedule, Unbroken):
-        stream = StreamRunner(
-            model, job, source, schedule, neighbours, ParameterSource(pulled=lambda: neighbours.pulled), steps=steps
+        own = neighbours.pulled
+        trained = {name for name, _ in model.named_parameters()} & own.keys()
+        parameters = ParameterSource(
+            pulled=lambda: own,
+            predict=lambda stage, late: {name: own[name].clone() for name in trained},
+            gaps=lambda: Gaps(job.spec(model)),
         )
+        stream = StreamRunner(model, job, source, schedule, neighbours, parameters, steps=steps)
         for step in range(steps):
             stream.begin(step, 0, {0: [stage]})
             stream.run()

@@ -16,7 +16,7 @@ from shardline.errors import JobError
 from shardline.host.process import free_memory
 from shardline.pipeline.across import parts
 from shardline.pipeline.partition.activations import Activations
-from shardline.pipeline.partition.costs import versions
+from shardline.pipeline.partition.costs import beside, versions
 from shardline.pipeline.staged import StagedModel
 
 Stages = Mapping[int, Sequence[int]]
@@ -64,7 +64,7 @@ def check_room(
 
 
 def needed_bytes(job: JobSpec, stages: Stages, rank: int = 0) -> dict[int, int]:
-    """By stage: bytes of gradients, of the versions of its parameters but one, and of optimizer state that is here."""
+    """By stage: bytes of gradients, versions of its parameters but one, predictions, gaps, and optimizer state here."""
     schedule, layout, ranks = pipeline.of(job), pipeline.layout(job), pipeline.ranks(job)
     states = state_bytes(job, make_plan(job.tensors, 1)) if job.apply == WORKER else {}
     found = {}
@@ -76,7 +76,9 @@ def needed_bytes(job: JobSpec, stages: Stages, rank: int = 0) -> dict[int, int]:
                 sizes[one.kind] += one.elements * itemsize(one.dtype)
         replicas = sum(stage in own for own in stages.values())
         more = max(versions(schedule, stage, layout)) - 1
-        found[stage] = sizes[TensorKind.PARAM] * replicas + sum(sizes.values()) * more + states.get(stage, 0)
+        other = beside(schedule, stage, layout)
+        copies = replicas * (1 + other.runs) + other.kept
+        found[stage] = sizes[TensorKind.PARAM] * copies + sum(sizes.values()) * more + states.get(stage, 0)
     return found
 
 

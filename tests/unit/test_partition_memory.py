@@ -18,6 +18,11 @@ from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]
+LATE = [
+    "stash:predict=true", "double-buffer:predict=true", "stash:gap_aware=true", "vertical-sync:gap_aware=true",
+    "double-buffer:predict=true,gap_aware=true",
+]  # fmt: skip
+"""What they need is predicted to be needed at one moment."""
 PIPELINES_MEASURED = [
     "gpipe", "flush", "stash", "vertical-sync", "double-buffer", "no-stash", "ftpipe",
     "gpipe:recompute=true", "flush:recompute=true", "stash:recompute=true",
@@ -56,13 +61,14 @@ def make_job(pipeline: str, made: list[nn.Module], cuts: list[int]) -> Job:
         model=lambda: Pipeline(copy.deepcopy(made), stages=cuts),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), dataset=data,
         optimizer="SGD", optimizer_args={"lr": 0.1}, batch_size=SAMPLES, accumulate=MICROBATCHES, steps=STEPS,
-        pipeline=pipeline,
+        pipeline=pipeline, apply="worker" if "predict" in pipeline else "server",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("pipeline", "made", "cuts", "within"),
     [(name, layers(), CUTS, 0.03) for name in PIPELINES_MEASURED]
+    + [(name, layers(), CUTS, 0.07) for name in LATE]
     + [(name, blocks(), [1, 2, 3], 0.05) for name in ("flush", "stash", "gpipe:recompute=true")],
 )
 def test_each_stage_needs_the_predicted_memory(

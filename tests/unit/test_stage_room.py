@@ -42,6 +42,10 @@ def job_of(**changes: Any) -> Job:
         ({"replicas": 2}, {0: 2, 2: 2}),
         # stash has n - s versions, and one that pulls fill, of which one is in the model.
         ({"pipeline": "stash"}, {0: 1 + 3, 2: 2 * (1 + 1)}),
+        # The average step, where a stage is late, and what divided gradients become.
+        ({"pipeline": "stash:gap_aware=true"}, {0: 1 + 3 + 2, 2: 2 * (1 + 1 + 1)}),
+        # Each of three versions as it is two steps later, and the first also one step later.
+        ({"pipeline": "stash:predict=true", "apply": "worker"}, {0: 1 + 3 + 4, 2: 2 * (1 + 1)}),
         # Adam has two moments.
         ({"optimizer": "Adam", "optimizer_args": {}, "apply": "worker"}, {0: 3, 2: 6}),
     ],

@@ -255,10 +255,16 @@ class Costs:
         share, flushes = self.share(copies), self.schedule.flushes
         count = self.schedule.held(0, ahead + 1, share) if flushes else ahead + 1
         # Of its own microbatches: a worker that is as far ahead, in a straight pipeline.
-        passes, arrival = versions(self.schedule, most - ahead, StageLayout.straight(most + 1, share))
+        place, layout = most - ahead, StageLayout.straight(most + 1, share)
+        passes, arrival = versions(self.schedule, place, layout)
+        more = beside(self.schedule, place, layout)
+        largest = max(layer.largest_bytes for layer in self.profile.layers[first:end])
         busiest = self.activations.busiest_bytes(first, end, held=count, share=share, flushes=flushes)
         kept = count * self.activations.held_bytes(first, end)
-        moments = ((trained + fixed) * passes + busiest, (trained + fixed) * arrival + kept)
+        moments = (
+            (trained + fixed) * passes + trained * (more.kept + max(0, more.runs - 1)) + busiest,
+            (trained + fixed) * arrival + trained * (more.kept + more.runs) + largest * more.moment + kept,
+        )
         return trained * (1 + self.optimizer_bytes) + max(moments)
 
     # A plan
@@ -329,3 +335,36 @@ def versions(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> tup
         during = max(during, min(newest, step) - oldest + 1)
         after = max(after, step - oldest + 1)
     return 1 + during, 1 + after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Copies of its trained parameters that a worker of a stage has besides versions and gradients."""
+
+    kept: int = 0
+    """Predictions, and the average step of gaps."""
+    runs: int = 0
+    """With gaps, gradients by the version of their passes, for each replica; what they become is as much again when new
+    parameters have come."""
+    moment: int = 0
+    """Then also copies of one parameter at a time."""
+
+
+def beside(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> Beside:
+    """What predictions take, and gaps."""
+    if not isinstance(schedule, Unbroken):
+        return Beside()
+    predicted = runs = 0
+    for step in range(2 * (layout.stages + 1)):
+        begins, ends = layout.first(step), layout.first(step + 1)
+        oldest = schedule.version(begins, stage, layout)
+        late = [len(schedule.late(one, stage, layout) - {0}) for one in range(oldest, step + 1)]
+        predicted = max(predicted, sum(late))
+        own = range(begins, ends, layout.workers[stage])
+        runs = max(runs, len({schedule.version(one, stage, layout) for one in own}))
+    predicted *= schedule.predict
+    if not schedule.gap_aware:
+        return Beside(kept=predicted)
+    # A stage that is never late drops each version before the next one comes, and has no average step.
+    average = int(layout.ahead(stage) > 0)
+    return Beside(kept=predicted + average, runs=runs, moment=2 * average)
