@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,8 @@ def main() -> int:
     options = parser.parse_args()
     job = load_job(JOB, [("codec_up", options.codec), ("codec_down", options.codec)], workers=options.workers)
     model = in_layers(job.build_model())
-    costs = make_costs(job, {**HERE, **vars(options)}, model)
+    # All workers are on this machine.
+    costs = make_costs(job, {**HERE, **vars(options), "cores": os.cpu_count()}, model)
     own = own_stages(job, model, options.workers)
     found = (rated(costs, own) if own is not None else choose(costs).whole).forecast
     memory: Sequence[float] = found.memory_bytes if own is not None else ()

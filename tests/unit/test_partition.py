@@ -508,6 +508,20 @@ def test_both_ends_in_one_worker_are_faster_than_any_sequential_pipeline() -> No
 # Profiles
 
 
+@pytest.mark.parametrize(("schedule", "seconds"), [(FLUSH, (11, 11, 18)), (STASH, (8, 8, 16)), (None, (8, 8, 16))])
+def test_workers_that_share_cores_wait_for_each_other(
+    schedule: PipelineSchedule | None, seconds: tuple[float, ...]
+) -> None:
+    every = PlannedStage(first=0, end=4, workers=(0, 1, 2, 3))
+    stages = tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(4))
+    for cores, needed in zip((math.inf, 4, 2), seconds, strict=True):
+        costs = Costs(
+            profile=Profile(layers=layers(*[(1.0, 1, 1, 1)] * 4), samples=1), schedule=schedule or FLUSH,
+            cluster=Cluster(levels=(LinkLevel(count=4),), cores=cores), microbatches=8,
+        )  # fmt: skip
+        assert costs.forecast(stages if schedule else (every,)).seconds == pytest.approx(needed)
+
+
 def test_a_profile_is_written_and_read() -> None:
     profile = Profile(layers=layers((1.5, 1, 2, 3), (0.25, 4, 5, 6)), samples=4, measured="cpu, 1 thread", joined=(1,))
     assert Profile.read(profile.text(), "FILE") == profile

@@ -317,6 +317,13 @@ def test_how_the_job_cuts_its_model_does_not_matter(linear: Path, capsys: pytest
     assert main(["bench", "codecs", str(linear), "--only", "raw", "--set", "pipeline=flush"]) == 0
 
 
+def test_workers_that_share_cores_gain_less_from_a_pipeline(linear: Path) -> None:
+    profile = str(linear.with_suffix(".profile"))
+    found = [planned(linear, "--profile", profile, *more) for more in ([], ["--cores", "4"], ["--cores", "1"])]
+    own, four, one = (each["data_parallel"]["seconds"] for each in found)
+    assert own == four and one == pytest.approx(4 * own)
+
+
 def test_workers_that_share_machines(linear: Path) -> None:
     found = planned(linear, "--workers", "4", "--group", "2", "--group-link", "10Gbit", "--link", "1Mbit")
     assert found["better"] == "pipeline"

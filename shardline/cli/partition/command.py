@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     help="Workers that share a machine, and its --link.",
 )
 @click.option("--group-link", default="none", metavar="RATE", help="Bandwidth between workers of a machine.")
+@click.option("--cores", type=click.IntRange(min=1), help="Cores that all workers share. Default: each has its own.")
 @click.option("--memory", default="none", metavar="SIZE", help="Memory of each worker for its stages: 8GB, 500MB.")
 @click.option(
     "--sync",
@@ -175,7 +177,8 @@ def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     if group > 1:
         inside = quantities.bytes_per_s(flags["group_link"], "--group-link")
         levels = (LinkLevel(count=group, bytes_per_s=inside), LinkLevel(count=workers // group, bytes_per_s=link))
-    return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory)
+    cores = flags["cores"] or math.inf
+    return Cluster(levels=levels, servers=flags["ps"], sync=flags["sync"], memory_bytes=memory, cores=cores)
 
 
 def in_layers(model: nn.Module) -> nn.Sequential:

@@ -47,6 +47,8 @@ class Cluster:
     "all-reduce" = a ring among them, 2 (r - 1) / r of the parameters each way."""
     memory_bytes: float = math.inf
     """Of a worker, for its stages."""
+    cores: float = math.inf
+    """That all workers share, each of which computes on one at a time."""
 
     @property
     def workers(self) -> int:
@@ -354,17 +356,16 @@ def beside(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> Besid
     """What predictions take, and gaps."""
     if not isinstance(schedule, Unbroken):
         return Beside()
-    predicted = runs = 0
+    predicted = runs = average = 0
     for step in range(2 * (layout.stages + 1)):
         begins, ends = layout.first(step), layout.first(step + 1)
         oldest = schedule.version(begins, stage, layout)
         late = [len(schedule.late(one, stage, layout) - {0}) for one in range(oldest, step + 1)]
-        predicted = max(predicted, sum(late))
+        predicted, average = max(predicted, sum(late)), average or int(oldest < step)
         own = range(begins, ends, layout.workers[stage])
         runs = max(runs, len({schedule.version(one, stage, layout) for one in own}))
     predicted *= schedule.predict
     if not schedule.gap_aware:
         return Beside(kept=predicted)
     # A stage that is never late drops each version before the next one comes, and has no average step.
-    average = int(layout.ahead(stage) > 0)
     return Beside(kept=predicted + average, runs=runs, moment=2 * average)

@@ -120,7 +120,10 @@ def passes_s(costs: Costs, plan: Stages) -> float:
                 both[number] += more
     outer_s = max((groups.parcels_s(costs, plan, size, level) for size, level in groups.levels(costs)), default=0.0)
     first_s = sum(once_s(costs, stage.first, stage.end) for stage in plan)
-    return first_s + max(*map(max, others.values()), outer_s * (1 - 1 / costs.microbatches))
+    cores, all_s = costs.cluster.cores, costs.microbatches * costs.total("seconds", 0, costs.count)
+    shared_s = sum(computing for computing, _ in others.values()) / cores
+    rest_of_s = max(*map(max, others.values()), outer_s * (1 - 1 / costs.microbatches), shared_s)
+    return max(first_s + rest_of_s, all_s / cores)
 
 
 def waits(costs: Costs, plan: Stages) -> dict[str, float]:

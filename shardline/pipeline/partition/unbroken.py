@@ -99,7 +99,7 @@ def times(costs: Costs, plan: Stages) -> dict[str, float]:
         behind += copies
     alone = [exchange[worker] + _keeps_one(costs) * compute[worker] for worker in exchange]
     return {
-        "computing": max(compute.values()),
+        "computing": max(*compute.values(), sum(compute.values()) / costs.cluster.cores),
         "links": max(*link.values(), groups.links_s(costs, plan)),
         "servers": costs.servers_s(load),
         "way": flights,
