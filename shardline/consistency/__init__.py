@@ -11,6 +11,7 @@ from shardline.consistency.softsync import SoftSync
 from shardline.consistency.ssp import SSP
 from shardline.consistency.voted import Voted
 from shardline.core.spec import ConsistencySpec
+from shardline.errors import JobError
 from shardline.seams import Table
 
 __all__ = [
@@ -38,5 +39,11 @@ def of(spec: ConsistencySpec) -> Consistency:
 
 
 def named(spec: ConsistencySpec) -> str:
-    """A job's choice as its user has made it, for messages; the same with a pipeline and without."""
-    return str(CONSISTENCIES.parse(spec.mode).plain())
+    """A job's choice as its user has made it, for messages; the same with a pipeline and without.
+
+    As it is written where it does not exist here: a checkpoint may be of a job with a plugin's.
+    """
+    try:
+        return str(CONSISTENCIES.parse(spec.mode).plain())
+    except JobError:
+        return spec.mode

@@ -454,6 +454,13 @@ def test_foreign_checkpoint_is_refused_with_the_difference_named(tmp_path: Path,
     assert sentence in str(caught.value) and "step-00000000 belongs to another job ('digits')" in str(caught.value)
 
 
+def test_a_checkpoint_of_a_mode_that_does_not_exist_here_is_refused_by_its_name(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(job_of(consistency=ConsistencySpec(mode="bounded:by=2"))))
+    with pytest.raises(CheckpointError, match="consistency is sync in the job, bounded:by=2 in the checkpoint"):
+        store.open(0).compatible(job_of())
+
+
 def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     job = job_of(steps=100)

@@ -27,7 +27,8 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
     if remembered.plan_id:
         plan = make_plan(known.tensors, len(settings.ps))
         if plan.plan_id != remembered.plan_id:
-            return f"its parameters were partitioned for a number of parameter servers other than {len(settings.ps)}"
+            servers = f"a number of parameter servers other than {len(settings.ps)}"
+            return f"its parameters were partitioned for {servers}, or by another version of Shardline"
     return ""
 
 
