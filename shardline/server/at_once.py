@@ -72,12 +72,12 @@ class SingleRequests:
     def _fits(self, frame: PushFrameView) -> Attachment | None:
         """The attachment of a frame that is a whole push of gradients, in place or small: one message answers it."""
         header, commit = frame.header, frame.commit
-        if header is None or commit is None or not frame.refs or frame.chunk is not None or frame.bucket is not None:
+        if header is None or commit is None or frame.chunk is not None or frame.bucket is not None:
             return None
         shard = self._backend.shards.get(header.data.shard)
         if shard is None or shard.consistency.whole_pushes or not gradient_kind(header):
             return None
-        if header.empty_buckets or commit.empty_buckets:
+        if header.empty_buckets or not (frame.refs or commit.empty_buckets):
             return None
         attachment = attachment_of(self._attachments, header.data)
         if attachment is None:

@@ -25,6 +25,19 @@ def applies_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
     return shard.counts_inline
 
 
+def stands_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
+    """Whether to count a push without gradients of these buckets on the loop, however large they are.
+
+    So it is where nobody else's gradient belongs to the step, and both published steps are the same: there is nothing
+    to compute or to copy.
+    """
+    for number in numbers:
+        bucket = shard.buckets[number]
+        if bucket.lock.locked() or bucket.changed_step >= bucket.step:
+            return False
+    return shard.replicas == 1 and shard.counts_inline
+
+
 def release_all(slots: Sequence[Slot]) -> None:
     """Release these slots."""
     for slot in slots:

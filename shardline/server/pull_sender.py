@@ -273,7 +273,7 @@ def ready_reply(
     reply.pull.buckets.extend([found.state for found in buckets])
     end = reply.pull.end
     end.outcome, end.timeline = outcome_to_proto(Outcome.SERVED), backend.timeline
-    _tell_state(end, shard, Outcome.SERVED)
+    _tell_state(end, shard, Outcome.SERVED, wanted)
     for found in buckets if wire_bytes else ():
         if len(found.payload):
             # They are queued; who asked for them waits for them, so there is no need to wait here.

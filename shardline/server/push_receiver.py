@@ -32,7 +32,7 @@ from shardline.server.incoming_push import (
     held_bytes,
     room_wanted,
 )
-from shardline.server.inline_apply import applies_inline, release_all
+from shardline.server.inline_apply import applies_inline, release_all, stands_inline
 from shardline.server.slots import NO_BYTES, Slot, opened
 from shardline.server.staging import Ask, AsyncPush, StagingLease
 from shardline.wire.protobuf import ChunkView, PushFrameView
@@ -166,11 +166,25 @@ class PushReceiver:
             raise ProtocolError(f"shard {header.data.shard}: {error}") from None
 
     def _take_empty(self, push: IncomingPush, numbers: Sequence[int]) -> None:
-        """Count buckets without bytes."""
+        """Count buckets without bytes, or keep them until the whole push is there."""
+        found: dict[int, Gradient] = {}
         for number in numbers:
             spec = self._check_bucket(push, number)
             push.done.add(number)
-            self._take(push, [(number, Gradient(None, none_present(spec)), ())])
+            found[number] = Gradient(None, none_present(spec))
+        if not push.by_bucket:
+            push.staged.update(found)
+            return
+        if stands_inline(push.shard, found):
+            for number, gradient in found.items():
+                push.decisions[number] = self._count(push, number, gradient, ())
+            return
+
+        async def count() -> None:
+            for number, gradient in found.items():
+                push.decisions[number] = await self._backend.work(self._count, push, number, gradient, ())
+
+        push.running.append(asyncio.create_task(count()))
 
     def _check_bucket(self, push: IncomingPush, number: int) -> BucketSpec:
         buckets = push.shard.buckets
@@ -374,18 +388,6 @@ class PushReceiver:
                 push.staged[slot.number] = opened(slot, self._backend.buffers.take, repeated=False)
 
         await self._backend.work(stage)
-
-    def _take(self, push: IncomingPush, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
-        """Hand gradients on: counted at once by bucket, or kept until the whole push is there."""
-        if not push.by_bucket:
-            push.staged.update((number, gradient) for number, gradient, _ in items)
-            return
-
-        async def count() -> None:
-            for number, gradient, nonfinite in items:
-                push.decisions[number] = await self._backend.work(self._count, push, number, gradient, nonfinite)
-
-        push.running.append(asyncio.create_task(count()))
 
     def _count(self, push: IncomingPush, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
         """Count one bucket's contribution, or set its initial values. Runs in the pool."""

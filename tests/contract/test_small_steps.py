@@ -22,6 +22,8 @@ from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.shm.server import publish
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server import push_receiver
+from shardline.server.inline_apply import stands_inline
 from tests.support.cluster import Ps
 from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
@@ -164,6 +166,29 @@ def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any, made
     # No other way: gRPC frees a call, with all that it holds, when nothing of it is due.
     left = [call() if isinstance(call, weakref.ref) else sorted(call._state.due) or None for call in made.small]
     assert left == [None, None]
+
+
+def test_a_step_without_gradients_is_one_message_and_counted_where_it_is_read(
+    bench: Any, client: PlainClient, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[bool] = []
+
+    def noted(*arguments: Any) -> bool:
+        where.append(stands_inline(*arguments))
+        return where[-1]
+
+    monkeypatch.setattr(push_receiver, "stands_inline", noted)
+    for step in range(3):
+        nothing = Contribution(payloads=Whole([], (0, FROZEN, STATS)), step=step)
+        done = bench.exchange(nothing, Want(step=step + 1, have_step=step, buckets=[0], wait_s=5.0))
+        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+        assert done.end is not None and done.end.outcome is Outcome.SERVED
+    # Two steps have to be published before they can be the same.
+    assert where == [False, True, True]
+    assert len(made.small) == 3 and not made.streams
+    # A gradient counts as ever, and only once.
+    assert [bench.exchange(gradient(step=3)).acks[0].outcome for _ in range(2)] == [Outcome.COUNTED, Outcome.DUPLICATE]
+    assert client.weights() == AFTER_ONE
 
 
 class Late(Whole):

@@ -39,6 +39,8 @@ class ShardTask:
     want: Want | None
     patience_s: float = 0.0
     """Seconds that one call may wait for gradients that are still being computed."""
+    moves: int | None = None
+    """Bytes that it moves at most, each way; None = those of the whole shard."""
 
 
 @fixed(kw_only=True)

@@ -98,8 +98,8 @@ class Exchange:
     ) -> Running:
         """Start one task per shard.
 
-        meanwhile: what this thread does while nothing has arrived yet. here: it will wait for the end, so a small
-        shard's task runs on it, to its end: to hand it over would take about as long as the rest. Its calls have
+        meanwhile: what this thread does while nothing has arrived yet. here: it will wait for the end, so a task that
+        moves few bytes runs on it, to its end: to hand it over would take about as long as the rest. Its calls have
         deadlines like any other. An interruption that a call misses because it is about to begin still ends its push
         before anything is sent.
         """
@@ -117,7 +117,7 @@ class Exchange:
             grace_s=self.timeouts.total_s,
             on_end=on_end,
         )
-        here = here and len(order) == 1 and self._sizes[order[0]] <= data.QUICK_BYTES
+        here = here and len(order) == 1 and self._moves(tasks[order[0]]) <= data.QUICK_BYTES
         if here:
             meanwhile()
         for shard in order:
@@ -130,6 +130,9 @@ class Exchange:
         if not here:
             meanwhile()
         return running
+
+    def _moves(self, task: ShardTask) -> int:
+        return self._sizes[task.shard] if task.moves is None else task.moves
 
     def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
         """Run one task per shard. Once all have ended, raises the most informative error of all shards."""

@@ -10,13 +10,14 @@ import torch
 
 from shardline.client.exchange.device import HostPath
 from shardline.client.exchange.live import LivePayloads, ReadyPayloads, drop_all
+from shardline.client.exchange.outcomes import ShardTask
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.exchange.running import Running
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.consistency.worker import Stamp
-from shardline.core.exchange import Contribution, Payloads, Whole
+from shardline.core.exchange import Contribution, Payloads, Want, Whole
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
@@ -47,12 +48,13 @@ def filled_payloads(
     """
     spec, staging = tools.plan.shards[shard], tools.staging
     empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
+    coming = [bucket for bucket in buckets if bucket not in empty]
+    nbytes = sum([spec.buckets[bucket].nbytes for bucket in coming])
     in_place = staging.in_place(shard, buckets)
     exact = staging.encoders.coding.is_view
-    if spec.nbytes <= data.SMALL_BYTES or (exact and spec.nbytes <= data.QUICK_BYTES):
+    if nbytes <= data.SMALL_BYTES or (exact and nbytes <= data.QUICK_BYTES):
         # They leave in one message, so there is nothing to choose while others are encoded.
-        coming = sorted(set(buckets).difference(empty), key=ranks.__getitem__)
-        items = [staging.payload(block, shard, bucket) for bucket in coming]
+        items = [staging.payload(block, shard, bucket) for bucket in sorted(coming, key=ranks.__getitem__)]
         return ReadyPayloads(items, empty=empty, in_place=in_place, interrupted=tools.interrupted)
     # Nothing can overtake any more, so use a few large batches: the shard begins with the first while others are
     # encoded. If all bytes are already in place, one is enough. The shard then handles many workers' pushes one after
@@ -61,13 +63,12 @@ def filled_payloads(
     payloads = LivePayloads(
         SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
         functools.partial(staging.payload, block, shard),
-        nbytes=spec.nbytes,
+        nbytes=nbytes,
         in_place=in_place,
         interrupted=tools.interrupted,
     )
-    for bucket in buckets:
-        if bucket not in empty:
-            payloads.offer(bucket)
+    for bucket in coming:
+        payloads.offer(bucket)
     payloads.close(empty)
     return payloads
 
@@ -112,6 +113,14 @@ class OpenStep:
     def uses(self) -> dict[int, None] | None:
         """See Sending.uses; None except in the first step."""
         return self._sending.uses if self.first else None
+
+    def task(self, shard: int, want: Want, *, patience_s: float) -> ShardTask:
+        """A shard's part of the exchange."""
+        pushes = self.pushes[shard]
+        # Where nobody else contributes, only what is pushed changes.
+        alone = self._methods.mode.sums_in_tree and self._methods.held.replicas == 1
+        moves = sum([push.payloads.nbytes for push in pushes]) if alone else None
+        return ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s, moves=moves)
 
     def kept_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the contributed buffers, by name."""

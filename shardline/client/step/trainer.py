@@ -298,7 +298,7 @@ class Trainer:
                 buckets=self._sending.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,
             )
-            tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
+            tasks[shard] = self.open.task(shard, want, patience_s=patience_s)
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
         weights, start = self.weights, self.exchange.start
