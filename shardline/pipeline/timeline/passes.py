@@ -115,10 +115,10 @@ class Timeline:
         spans = _union(_span(self._steps[number].values()) for number in steps)
         length_s = sum(end_s - start_s for start_s, end_s in spans)
         # Without a flush, passes of other steps are between those of these.
-        busy = [0.0] * self.stages
-        for step in self._steps.values():
+        busy, own = [0.0] * self.stages, set(steps)
+        for number, step in self._steps.items():
             for one in step.values():
-                busy[one.report.stage] += _inside(one, spans)
+                busy[one.report.stage] += one.end_s - one.start_s if number in own else _inside(one, spans)
         found = self.of(steps)
         return tuple(
             _stage(stage, [one for one in found if one.report.stage == stage], busy[stage] / self.replicas, length_s)
@@ -160,6 +160,8 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def _inside(one: TaskPass, spans: Sequence[tuple[float, float]]) -> float:
     """Seconds of a pass that are in these times, which do not overlap."""
     inside_s = 0.0
+    if one.end_s <= spans[0][0]:
+        return inside_s
     for start_s, end_s in spans[bisect.bisect_left(spans, one.start_s, key=lambda span: span[1]) :]:
         if start_s >= one.end_s:
             break

@@ -10,6 +10,8 @@ from google.protobuf.message import Message
 
 ValueT = TypeVar("ValueT")
 MessageT = TypeVar("MessageT", bound=Message)
+_known: dict[type[Any], tuple[str, ...]] = {}
+"""Names of the fields, by class."""
 
 
 def to_message(kind: type[MessageT], value: Any, /, **differing: Any) -> MessageT:
@@ -17,7 +19,7 @@ def to_message(kind: type[MessageT], value: Any, /, **differing: Any) -> Message
 
     Raises ValueError if the message lacks a field.
     """
-    same = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in differing}
+    same = {name: getattr(value, name) for name in _names(type(value)) if name not in differing}
     return kind(**same, **differing)
 
 
@@ -27,8 +29,16 @@ def from_message(kind: type[ValueT], message: Message, /, **differing: Any) -> V
     A repeated field becomes a tuple and a map a dict. Fields that contain messages must be in `differing`. Raises
     AttributeError if the message lacks a field.
     """
-    names = [field.name for field in fields(kind) if field.name not in differing]  # type: ignore[arg-type]
-    return kind(**{name: _plain(getattr(message, name)) for name in names}, **differing)
+    same = {name: _plain(getattr(message, name)) for name in _names(kind) if name not in differing}
+    return kind(**same, **differing)
+
+
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    """Of the fields of a dataclass, found once: a heartbeat has hundreds of passes."""
+    found = _known.get(kind)
+    if found is None:
+        found = _known[kind] = tuple(field.name for field in fields(kind))
+    return found
 
 
 def _plain(value: Any) -> Any:
