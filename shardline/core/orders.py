@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardline.core.fixed import fixed
 from shardline.core.placement import Placement, Post
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
@@ -114,7 +115,7 @@ class StepReport:
     measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@fixed(kw_only=True)
 class PassReport:
     """A pass of a pipeline that was computed: one microbatch through one stage, forward or backward."""
 

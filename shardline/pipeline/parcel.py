@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardline.core.fixed import fixed
 from shardline.core.spec import itemsize
 from shardline.errors import JobError
 
@@ -16,7 +17,7 @@ Values = torch.Tensor | tuple[torch.Tensor, ...]
 """What one stage hands to the next."""
 
 
-@dataclass(frozen=True, order=True)
+@fixed(order=True)
 class ParcelKey:
     """Which pass a parcel is for. A repeated pass makes the same bits, so a second parcel of a key changes nothing."""
 
@@ -52,7 +53,7 @@ class Form:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True)
+@fixed()
 class Parcel:
     """The tensors for one pass of one stage."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shardline.core.fixed import fixed
 from shardline.core.orders import PassReport
 from shardline.data import (
     Batch,
@@ -93,7 +95,7 @@ class _Model:
         )
 
 
-@dataclass(frozen=True)
+@fixed()
 class _Given:
     """All that a forward pass depends on, parameters aside."""
 
@@ -115,7 +117,7 @@ class _Given:
         return [one._version for one in found]
 
 
-@dataclass(frozen=True)
+@fixed()
 class _Held:
     """A forward pass that waits for its backward pass."""
 
@@ -132,7 +134,7 @@ class _Held:
         return any(self.needs_grad)
 
 
-@dataclass(frozen=True, order=True)
+@fixed(order=True)
 class At:
     """One microbatch in one stage."""
 
@@ -359,7 +361,7 @@ class StageWork:
 
 def _random_state(device: torch.device) -> bytes:
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-    return state.numpy().tobytes()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _restore(state: bytes, device: torch.device) -> None:

@@ -166,18 +166,22 @@ class PostOffice:
                 self._config,
                 self._peers.get(post.task, post.address),
                 self._who,
-                sent=functools.partial(self._count, post.task),
+                sent=functools.partial(self._sent, post.task),
                 on_fallback=lambda lane, reason: self._metrics.counter(
                     "shardline_lane_fallbacks_total", lane=lane
                 ).inc(),
             )
         return sender
 
-    def _count(self, peer: str, lane: str, packed: Packed) -> None:
+    def _sent(self, peer: str, lane: str, packed: Packed) -> None:
+        self._metrics.later(self._count, (peer, lane, packed.raw_bytes, packed.nbytes))
+
+    def _count(self, parcels: Sequence[tuple[str, str, int, int]]) -> None:
         codec = self._job.codec_parcels if self._job is not None else ""
-        labels = {"peer": peer, "codec": codec or "raw", "lane": lane}
-        self._metrics.counter("shardline_parcel_raw_bytes_total", **labels).inc(packed.raw_bytes)
-        self._metrics.counter("shardline_parcel_wire_bytes_total", **labels).inc(packed.nbytes)
+        for peer, lane, raw_bytes, nbytes in parcels:
+            labels = {"peer": peer, "codec": codec or "raw", "lane": lane}
+            self._metrics.counter("shardline_parcel_raw_bytes_total", **labels).inc(raw_bytes)
+            self._metrics.counter("shardline_parcel_wire_bytes_total", **labels).inc(nbytes)
 
     def passed(self, report: PassReport) -> None:
         """Note a pass that was computed. All ranks compute the same ones."""

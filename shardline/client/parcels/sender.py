@@ -23,6 +23,8 @@ PAUSE_S = 0.1
 LOOK_S = 1.0
 """Seconds between two looks of an idle thread at what has been answered, and whether the line still stands."""
 SLOWEST_BYTES_PER_S = 1e6
+HEARD_BYTES = 4 << 20
+"""Of parcels that were not heard of: their memory is not kept much longer than that of this many."""
 
 
 class ParcelSender:
@@ -52,6 +54,8 @@ class ParcelSender:
         self._queue: deque[Packed] = deque()
         self._unanswered: deque[Packed | None] = deque()
         """Sent on the line; None = not needed any more."""
+        self._unheard_bytes = 0
+        """Of parcels that have left since answers were heard."""
         self._way: ParcelWay | None = None
         self._line: ParcelLine | None = None
         self._resting = False
@@ -103,12 +107,14 @@ class ParcelSender:
         # First: the next stage may be waiting for it.
         left = line.begin(packed)
         self._sent(line.lane, packed)
-        self._hear(line)
+        self._unheard_bytes += packed.nbytes
+        if self._unheard_bytes >= HEARD_BYTES:
+            self._hear(line)
         return left
 
     def _hear(self, line: ParcelLine) -> None:
         """Forget parcels that were answered. Holds the lock. Raises what ParcelLine.answers() raises."""
-        count = line.answers()
+        count, self._unheard_bytes = line.answers(), 0
         if count > len(self._unanswered):
             raise ProtocolError(f"{self._peer} answered {count} parcels of {len(self._unanswered)}")
         for _ in range(count):
