@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardline.core.orders import PassReport
 from shardline.data import BatchSource, DataSource
@@ -23,12 +23,22 @@ class StageRunner:
     Each stage of a replica has its passes in the schedule's order; those of several take turns (1F1B-RR). What a pass
     needs never depends on a later one of the schedule, so whatever else a worker has, there is a pass to compute.
 
-    model: on the device to compute on.
+    model: on the device to compute on. rest: called before a wait in a step that all stages have begun, so that none
+    goes back to the one before; for what can be done now or later.
     """
 
     def __init__(
-        self, model: Layers, job: DataSource, source: BatchSource, pipeline: PipelineSchedule, parcels: Parcels
+        self,
+        model: Layers,
+        job: DataSource,
+        source: BatchSource,
+        pipeline: PipelineSchedule,
+        parcels: Parcels,
+        *,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
+        self._rest = rest
+        self._all_began = False
         self._job = job
         self._pipeline = pipeline
         self._parcels = parcels
@@ -46,7 +56,7 @@ class StageRunner:
         """
         work, tensors = self._work, self._work.tensors
         work.begin(stages)
-        work.version = step
+        work.version, self._all_began = step, False
         for replica, own in sorted(stages.items()):
             tensors.open(replica, own, None if replica == 0 else tensors.in_model())
         try:
@@ -88,6 +98,8 @@ class StageRunner:
             for unit, (at, one) in first.items():
                 if self._work.ready(at, back=one.back):
                     return unit
+            if self._all_began:
+                self._rest()
             needed = [self._work.needs(at, back=one.back) for at, one in first.values()]
             self._parcels.wait([key for key in needed if key is not None])
 
@@ -96,6 +108,8 @@ class StageRunner:
             self._work.backward(at)
         else:
             totals[at.replica] += self._work.forward(at)
+        # What comes to the last stage has gone through all before it; what comes back from it, through all.
+        self._all_began = self._all_began or one.back or at.stage == self._work.last
 
 
 class AtHome:

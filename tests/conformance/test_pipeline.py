@@ -517,6 +517,24 @@ def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
                 assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("pipeline", ["flush", "flush:recompute=true"])
+def test_a_worker_that_waits_rests_only_once_all_have_begun_the_step(pipeline: str) -> None:
+    schedule = PIPELINES.parse(pipeline)
+    job, hosts, mail = job_of(plain_layers, [1, 4]), hosts_of([[0], [1], [2]], 3), Mail()
+    began: set[int] = set()
+    rests: list[set[int]] = []
+
+    def work(number: int) -> None:
+        began.add(number)
+        model = job.build_model()
+        assert isinstance(model, Pipeline)
+        runner = StageRunner(model, job, BatchSource(job), schedule, mail, rest=lambda: rests.append(set(began)))
+        runner.run(0, stages_of(hosts, 1, number))
+
+    run_workers(hosts, mail.turn, work)
+    assert rests and all(found == {0, 1, 2} for found in rests)
+
+
 @EACH_RUN
 def test_replicas_of_a_worker_take_turns(schedule: PipelineSchedule) -> None:
     job, home = job_of(plain_layers, [1, 4], replicas=2), AtHome()

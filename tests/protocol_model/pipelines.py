@@ -300,7 +300,7 @@ class PipelineModel(PipelineChief):
                 name = tensor(stage)
                 where = f"{process.who.task} has another {name} at step {step}"
                 require(torch.equal(process.model[name], right[name]), where)
-        process.step = step
+        process.step, process.all_began = step, False
         if isinstance(self.schedule, Unbroken) and self.schedule.keeps_one:
             process.versions.clear()
         process.versions[step] = {tensor(stage): process.model[tensor(stage)].clone() for stage in stages}
@@ -333,6 +333,9 @@ class PipelineModel(PipelineChief):
             for number, back in self.next(process, chain, stop)
             if self.ready(process, chain, number, back=back)
         ]
+        if not ready and process.all_began and process.local is not None:
+            self.counts.rested += 1
+            process.local.rest()
         if ready:
             self.counts.passes += 1
             self.run(process, *self.random.choice(ready))
@@ -403,6 +406,7 @@ class PipelineModel(PipelineChief):
             chain.backward += 1
             if chain.stage:
                 self.send(process, self.place(chain, number, stage=chain.stage - 1, back=True), returned)
+        process.all_began = process.all_began or back or chain.stage == last
         if self.schedule.flushes:
             chain.todo.popleft()
 

@@ -98,6 +98,7 @@ class PipelineCounts:
     moves: int = 0
     chiefs: int = 0
     looked: int = 0
+    rested: int = 0
     """Workers that found their step closed while they waited for a parcel."""
     passes: int = 0
     late: int = 0
@@ -243,6 +244,8 @@ class Process:
     """Of the open step."""
     step: int = -1
     """-1: to be looked for."""
+    all_began: bool = False
+    """See StageRunner."""
     first: int = 0
     """The step at which the pipeline was empty."""
     met: int = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 
@@ -64,7 +65,12 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
         train_stream(session, optimizer, model, job, schedule)
         return
     if isinstance(model, StagedModel) and schedule.staged:
-        train_stages(session, optimizer, model, StageRunner(model, job, source, schedule, session.parcels))
+        train_stages(
+            session,
+            optimizer,
+            model,
+            StageRunner(model, job, source, schedule, session.parcels, rest=functools.partial(_rest, session)),
+        )
         return
     for step in session.steps():
         with session.attempt():
@@ -89,6 +95,11 @@ def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedM
             _contribute(session, runner.run(step, stages), runner.samples)
             optimizer.step()
     _log_end(session)
+
+
+def _rest(session: Session) -> None:
+    if session.trainer.methods.applied is not None:
+        session.trainer.methods.applied.rest()
 
 
 def train_stream(

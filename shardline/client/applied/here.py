@@ -55,6 +55,8 @@ class AppliedHere(LocalTraining):
         """A step and its gradients, by tensor, if they stay here."""
         self._before: dict[Key, torch.Tensor] = {}
         """The parameters of the step before, if that may be repeated."""
+        self._before_of: int | None = None
+        """Which step that is; None if there are none."""
         self._meanwhile: dict[Key, torch.Tensor] | None = None
         """Set while the step before is repeated: the parameters of `_step`."""
 
@@ -78,6 +80,7 @@ class AppliedHere(LocalTraining):
 
     def _forget(self) -> None:
         self._step, self._kept = None, (None, {})
+        self._before_of = None
         self._before.clear()
 
     @property
@@ -102,7 +105,7 @@ class AppliedHere(LocalTraining):
             self._load(images, step)
         elif self._step is not None and step == self._step + 1 and (not self.keeps or self._kept[0] == self._step):
             self._apply(self._step, told.hyper)
-        elif told.located and self._before and self._step == step + 1:
+        elif told.located and self._before_of == step and self._step == step + 1:
             self._repeat()
         elif self._step != step:
             raise Restart(f"no server has the optimizer state of step {step}; the chief takes the job back")
@@ -123,7 +126,7 @@ class AppliedHere(LocalTraining):
             device, pieces = rule.site.device, rule.site.bucket.slices
             key = shard, number
             gradient, present = ground.gathered(key, self._kept[1]) if self.keeps else ground.mean(key)
-            if self._repeats:
+            if self._repeats and self._before_of != step:
                 self._before[key] = ground.values(key)
             numbers = hyper.get(ground.plan.tensors[pieces[0].tensor].group)
             values = ground.model.whole(shard, number)
@@ -134,10 +137,19 @@ class AppliedHere(LocalTraining):
             if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
                 ground.model.load(shard, number, values)
         ground.model.settle()
-        self._step = step + 1
+        self._step, self._before_of = step + 1, step if self._repeats else None
         # The next step's gradients take this memory.
         self._kept = None, {}
         self._brought.clear()
+
+    @torch.no_grad()
+    def rest(self) -> None:
+        """There is nothing to compute now, and nobody goes back before this step: keep its parameters already."""
+        if self._repeats and self._step is not None and self._meanwhile is None and self._before_of != self._step:
+            self._before_of = None
+            for key in self.ground.rules:
+                self._before[key] = self.ground.values(key)
+            self._before_of = self._step
 
     @torch.no_grad()
     def predict(self, stage: int, late: int) -> dict[str, torch.Tensor]:
@@ -179,7 +191,7 @@ class AppliedHere(LocalTraining):
             rule.load(image.tensors, image.scalars, begun)
             ground.model.load(*key, image.tensors[VALUE].to(rule.site.device))
         ground.model.settle()
-        self._step = step
+        self._step, self._before_of = step, None
         self._before.clear()
         self._brought.clear()
 
