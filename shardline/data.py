@@ -20,9 +20,10 @@ import struct
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,31 +41,42 @@ Batch = Any
 """Result of a job's collate; only its loss function knows the type."""
 
 
-@contextmanager
-def calling(what: str) -> Iterator[None]:
-    """Turn errors of the user's code into a JobError that names it and the line; the original is its cause."""
-    with staying(what):
-        try:
-            yield
-        except ShardlineError:
-            raise
-        except Exception as error:
-            raise JobError(f"{what} raised {type(error).__name__}: {error}{where_raised(error)}") from error
+class _UserCode:
+    """A context manager around the user's code. Not a generator: several are entered in every pass of a pipeline."""
 
+    __slots__ = ("_errors", "_what")
 
-@contextmanager
-def staying(what: str) -> Iterator[None]:
-    """Turn an exit by the user's code, such as sys.exit(), into a JobExitError that names the line."""
-    try:
-        yield
-    except SystemExit as error:
-        code = "" if error.code is None else repr(error.code)
-        raise JobExitError(f"{what} called sys.exit({code}){where_raised(error)}") from error
-    except KeyboardInterrupt as error:
+    def __init__(self, what: str, *, errors: bool) -> None:
+        """errors: turn these into a JobError too."""
+        self._what = what
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            if self._errors and not isinstance(error, ShardlineError):
+                where = where_raised(error)
+                raise JobError(f"{self._what} raised {type(error).__name__}: {error}{where}") from error
+        elif isinstance(error, SystemExit):
+            code = "" if error.code is None else repr(error.code)
+            raise JobExitError(f"{self._what} called sys.exit({code}){where_raised(error)}") from error
         # Tasks handle the signal themselves; elsewhere it is the user's Ctrl-C.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            raise
-        raise JobExitError(f"{what} raised KeyboardInterrupt{where_raised(error)}") from error
+        elif isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            raise JobExitError(f"{self._what} raised KeyboardInterrupt{where_raised(error)}") from error
+
+
+def calling(what: str) -> AbstractContextManager[None]:
+    """Turn errors of the user's code into a JobError that names it and the line; the original is its cause."""
+    return _UserCode(what, errors=True)
+
+
+def staying(what: str) -> AbstractContextManager[None]:
+    """Turn an exit by the user's code, such as sys.exit(), into a JobExitError that names the line."""
+    return _UserCode(what, errors=False)
 
 
 def where_raised(error: BaseException) -> str:
@@ -391,6 +403,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor in it on `device`, including those in lists, tuples, dicts and objects with .to()."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
+    if type(batch) is list:
+        return [to_device(value, device) for value in batch]
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
