@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from shardline.core.identity import Identity
-from shardline.errors import ProtocolError, UnreachableError
+from shardline.errors import ProtocolError, ShardlineError, UnreachableError
 from shardline.host.segments import SegmentError
 from shardline.lanes import candidates
 from shardline.lanes.call_frames import MAX_REPLY_BYTES, CallFrameReader, Kind, frame, read_failure
@@ -44,6 +44,8 @@ class ParcelLine:
         self._sock = sock
         self._left: deque[memoryview] = deque()
         self._reader = CallFrameReader(MAX_REPLY_BYTES)
+        self._failure: Exception | None = None
+        """What follows the answers that were counted."""
 
     @property
     def busy(self) -> bool:
@@ -83,23 +85,25 @@ class ParcelLine:
     def answers(self) -> int:
         """Number of parcels answered since the last call; waits for none.
 
-        Raises what the receiver answered for one that it refused, or OSError if the socket has ended.
+        Raises what the receiver answered for one that it refused, or OSError if the socket has ended: once it has
+        returned the number of those that were answered before.
         """
         count = 0
-        while True:
-            try:
+        try:
+            while self._failure is None:
                 data = self._sock.recv(ANSWER_BYTES)
-            except (*NOT_READY, ssl.SSLWantReadError):
-                return count
-            if not data:
-                raise ConnectionAbortedError("the receiver closed the socket")
-            for kind, body in self._reader.feed(data):
-                if kind is Kind.FAILED:
-                    error = read_failure(body)
-                    raise (UnreachableError if error.code in RETRIED else ProtocolError)(str(error)) from error
-                if kind is not Kind.DONE:
-                    raise ProtocolError(f"the receiver of parcels sent a frame of kind {kind.name}")
-                count += 1
+                if not data:
+                    raise ConnectionAbortedError("the receiver closed the socket")
+                for kind, body in self._reader.feed(data):
+                    _check_answer(kind, body)
+                    count += 1
+        except (*NOT_READY, ssl.SSLWantReadError):
+            return count
+        except (OSError, ShardlineError) as error:
+            self._failure = error
+        if count or self._failure is None:
+            return count
+        raise self._failure
 
     def shut(self) -> None:
         """End it, from any thread."""
@@ -108,6 +112,15 @@ class ParcelLine:
     def close(self) -> None:
         """Free it."""
         self._sock.close()
+
+
+def _check_answer(kind: Kind, body: bytes) -> None:
+    """Raise what an answer says if the parcel was not taken."""
+    if kind is Kind.FAILED:
+        error = read_failure(body)
+        raise (UnreachableError if error.code in RETRIED else ProtocolError)(str(error)) from error
+    if kind is not Kind.DONE:
+        raise ProtocolError(f"the receiver of parcels sent a frame of kind {kind.name}")
 
 
 class ParcelWay:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import grpc
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from shardline.client.overlap.watching import StepAgain
 from shardline.client.parcels.post import PostOffice
 from shardline.core.identity import Identity
 from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError
+from shardline.lanes import call_frames
+from shardline.lanes.parcel_line import ParcelLine
 from shardline.lanes.parcels import WORKER, register_worker
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.parcel_coding import SHAPES, ParcelCoding
@@ -30,6 +34,22 @@ ORDERS = orders("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
 
 
 # Messages
+
+
+def test_answers_that_come_with_an_error_are_counted_before_it_is_raised() -> None:
+    here, there = socket.socketpair()
+    line = ParcelLine("tcp", here)
+    with there:
+        there.sendall(
+            call_frames.frame(call_frames.Kind.DONE) * 2
+            + call_frames.failure(grpc.StatusCode.INVALID_ARGUMENT, "no such pass")
+        )
+    # The third parcel is the one that was refused, and nothing else is said of those after it.
+    assert line.answers() == 2
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="no such pass"):
+            line.answers()
+    line.close()
 
 
 def read(frames: Iterator[worker_pb2.ParcelFrame]) -> Parcel:

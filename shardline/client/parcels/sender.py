@@ -114,14 +114,15 @@ class ParcelSender:
 
     def _hear(self, line: ParcelLine) -> None:
         """Forget parcels that were answered. Holds the lock. Raises what ParcelLine.answers() raises."""
-        count, self._unheard_bytes = line.answers(), 0
-        if count > len(self._unanswered):
-            raise ProtocolError(f"{self._peer} answered {count} parcels of {len(self._unanswered)}")
-        for _ in range(count):
-            self._unanswered.popleft()
-        if count and self._way is not None:
-            self._way.works()
-            self._failing_s, self._told = None, False
+        self._unheard_bytes = 0
+        while count := line.answers():
+            if count > len(self._unanswered):
+                raise ProtocolError(f"{self._peer} answered {count} parcels of {len(self._unanswered)}")
+            for _ in range(count):
+                self._unanswered.popleft()
+            if self._way is not None:
+                self._way.works()
+                self._failing_s, self._told = None, False
 
     def _broke(self, error: Exception) -> None:
         """Give up the line, and repeat what it has not delivered, except what was refused. Holds the lock."""
