@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from shardline.rpc.client import Lease
 from shardline.rpc.v1 import common_pb2
+from shardline.server.staging import Ask, StagingLease
 from tests.support.cluster import Ps
 from tests.support.plain_client import FIRST_W, RATE, PlainClient
 from tests.support.refusals import says
@@ -48,11 +47,15 @@ def test_the_waits_of_one_stream_have_one_limit_since_its_sender_has_one_deadlin
     left_s: list[float] = []
     reserve = ps.store.staging.reserve
 
-    async def slowly(*args: Any, **more: Any) -> Lease:
-        left_s.append(args[4])
+    async def slowly(ask: Ask, patience_s: float) -> StagingLease:
+        left_s.append(patience_s)
         await asyncio.sleep(0.2)
-        return await reserve(*args, **more)
+        return await reserve(ask, patience_s)
 
+    def nothing(ask: Ask) -> None:
+        """No room without a wait."""
+
+    monkeypatch.setattr(ps.store.staging, "lend", nothing)
     monkeypatch.setattr(ps.store.staging, "reserve", slowly)
     pushes = [frame for replica in range(2) for frame in client.gradient(block=(replica, 1))]
     acks, _, end = client.push_pull(pushes, client.pull_request(exact_step=1))
