@@ -47,7 +47,7 @@ DEEP = ("serial", "weight stashing", NONE)
 """What is tried with eight stages too."""
 DIVERGED = 90.0
 """Error of guessing, in percent."""
-TEXT_STEPS, TEXT_RATE = 2000, 2e-3
+TEXT_STEPS, TEXT_WARMUP, TEXT_RATE = 4000, 500, 2e-3
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm" / "job.py"
 
 
@@ -142,7 +142,15 @@ def of_text() -> Task:
         found.eval()
         return float(example["evaluate"](found)["loss"])
 
-    job = replace(example["job"], param_groups=None, replicas=1, clip_norm=0.0, tensor_parallel={}, steps=TEXT_STEPS)
+    job = replace(
+        example["job"],
+        param_groups=None,
+        replicas=1,
+        clip_norm=0.0,
+        tensor_parallel={},
+        steps=TEXT_STEPS,
+        schedule=cosine(warmup_steps=TEXT_WARMUP, final_factor=0.1),
+    )
     return Task(model=model, job=job, score=loss, worst=math.log(vocabulary))
 
 
@@ -224,10 +232,10 @@ ALL = (
         setting="A residual perceptron of two blocks per stage on the digits, plain SGD with a cosine schedule, "
         f"{STEPS} steps of 32 samples; with 2BW in 4 microbatches. Then a transformer on Python's own sources, a byte "
         "at a time: that of examples/charlm, its output layer not tied to the embedding, AdamW, a cosine schedule from "
-        f"{TEXT_RATE:g}, {TEXT_STEPS} steps of 16 x 64 bytes, one seed. Runs in one process, whose bits are those of a "
-        "cluster; with a flush they are those of serial training. Without stashing forward passes have the versions of "
-        "weight stashing, and backward passes the newest; with prediction both have what their version will be when "
-        "the gradient is applied.",
+        f"{TEXT_RATE:g} after a warm-up of {TEXT_WARMUP} of {TEXT_STEPS} steps of 16 x 64 bytes, one seed. Runs in one "
+        "process, whose bits are those of a cluster; with a flush they are those of serial training. Without "
+        "stashing forward passes have the versions of weight stashing, and backward passes the newest; with prediction "
+        "both have what their version will be when the gradient is applied.",
         run=pipelines,
     ),
 )
