@@ -41,7 +41,7 @@ def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | 
 def all_finite(gradients: Collection[Gradient]) -> bool:
     """Whether no gradient has NaN or infinity."""
     return all(
-        gradient.values is None or is_bounded(gradient, gradient.values) or is_finite(gradient.values)
+        gradient.values is None or stays_finite(gradient.bound, gradient.values.dtype) or is_finite(gradient.values)
         for gradient in gradients
     )
 
@@ -49,11 +49,6 @@ def all_finite(gradients: Collection[Gradient]) -> bool:
 def peak(gradient: Gradient, values: torch.Tensor) -> float:
     """The largest magnitude, from the sender or computed now; not finite if an element isn't."""
     return gradient.bound if stays_finite(gradient.bound, values.dtype) else magnitude(values)
-
-
-def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:
-    """Whether the sender's bound shows that all elements are finite, even when doubled."""
-    return stays_finite(gradient.bound, values.dtype)
 
 
 def nonfinite_names(names: Sequence[str], bucket: BucketSpec, values: torch.Tensor) -> list[str]:

@@ -47,8 +47,10 @@ def filled_payloads(
     ranks: see SendQueue.
     """
     spec, staging = tools.plan.shards[shard], tools.staging
-    empty = [bucket for bucket in buckets if staging.is_empty((shard, bucket), block)]
-    coming = [bucket for bucket in buckets if bucket not in empty]
+    empty: list[int] = []
+    coming: list[int] = []
+    for bucket in buckets:
+        (empty if staging.is_empty((shard, bucket), block) else coming).append(bucket)
     nbytes = sum([spec.buckets[bucket].nbytes for bucket in coming])
     in_place = staging.in_place(shard, buckets)
     exact = staging.encoders.coding.is_view
