@@ -73,6 +73,19 @@ def residual(tmp_path: Path) -> Path:
     return path
 
 
+def as_counted(model: nn.Sequential, job: Job) -> Profile:
+    """What measure() returns, with times that follow from the layers alone: a plan depends on no clock."""
+    found = shapes(model, job)
+    seconds = [1e-5 + one.flops / 2e10 for one in found.layers]
+    layers = [replace(one, forward_s=s, backward_s=2 * s) for one, s in zip(found.layers, seconds, strict=True)]
+    return replace(found, layers=tuple(layers), measured="counted")
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardline.pipeline.partition.measure", as_counted)
+
+
 def planned(path: Path, *arguments: str) -> dict[str, Any]:
     out = path.with_suffix(".json")
     assert main(["partition", str(path), *arguments, "--json", str(out)]) == 0
@@ -103,8 +116,9 @@ def test_a_model_like_resnet_is_told_to_be_data_parallel(residual: Path, capsys:
 
 
 def test_a_profile_makes_plans_repeatable_and_of_another_model_is_refused(
-    linear: Path, residual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    linear: Path, residual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("shardline.pipeline.partition.measure", measure)
     profile = tmp_path / "profile.json"
     arguments = ["--link", "1Gbit", "--profile", str(profile), "--pipeline", "double-buffer"]
     first = planned(linear, *arguments)
