@@ -238,6 +238,13 @@ class Sink(Protocol):
         """All bytes of the bucket are in the memory from buffer(); or it is unchanged, or has no bytes."""
         ...
 
+    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+        """All bytes of the bucket are in this memory, which nobody writes to: it came in one message.
+
+        Raises ProtocolError as buffer() does.
+        """
+        ...
+
     def take(self, arrival: Arrival, memory: memoryview) -> None:
         """All bytes of the bucket are in foreign memory, which must be copied before this returns."""
         ...

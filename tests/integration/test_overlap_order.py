@@ -14,6 +14,7 @@ from shardline.client.exchange.priority import pull_order
 from shardline.client.overlap import as_computed
 from shardline.client.step.layout import homes
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
+from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import Lane
 from shardline.testing import reference
 from tests.support.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
@@ -128,6 +129,10 @@ class LateLane(RecordingLane):
                     deferred.append(arrival)
                 else:
                     sink.done(arrival)
+
+            def whole(self, arrival: Arrival, payload: Buffer) -> None:
+                self.buffer(arrival)[:] = payload
+                self.done(arrival)
 
             def take(self, arrival: Arrival, memory: memoryview) -> None:
                 sink.take(arrival, memory)

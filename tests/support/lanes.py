@@ -57,6 +57,10 @@ class Taken:
     def done(self, arrival: Arrival) -> None:
         self.heads.append(arrival)
 
+    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+        self.buffer(arrival)[:] = payload
+        self.done(arrival)
+
     def take(self, arrival: Arrival, memory: memoryview) -> None:
         raise AssertionError("nothing is mapped on this lane")
 

@@ -18,6 +18,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.messages.data import PullReader
@@ -127,13 +128,16 @@ class Sink:
     """Keeps what is whole."""
 
     def __init__(self) -> None:
-        self.whole: list[int] = []
+        self.complete: list[int] = []
 
     def buffer(self, arrival: Arrival) -> memoryview:
         return memoryview(bytearray(arrival.payload_bytes))
 
     def done(self, arrival: Arrival) -> None:
-        self.whole.append(arrival.bucket)
+        self.complete.append(arrival.bucket)
+
+    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+        self.done(arrival)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
         raise AssertionError("nothing is mapped here")
@@ -156,7 +160,7 @@ def test_an_answer_that_ends_within_a_bucket_says_why_and_is_asked_for_again() -
         and reader.end.outcome is Outcome.OVERTAKEN
         and "is no longer available" in reader.end.reason
     )
-    assert sink.whole == []
+    assert sink.complete == []
 
 
 def test_an_answer_that_is_said_to_be_whole_may_not_end_within_a_bucket() -> None:
@@ -202,7 +206,7 @@ def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overt
             reader.feed(reply.pull)
             for number in range(2 if chunks == 1 and reader.end is None else 0):
                 shard.contribute(0, number, Block(0, 1), gradient)
-        assert chunks == 1 and sink.whole == []
+        assert chunks == 1 and sink.complete == []
         assert reader.end is not None and reader.end.outcome is Outcome.OVERTAKEN
         assert "step 0 of bucket 0 is no longer available" in reader.end.reason
         store.close()

@@ -21,7 +21,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
-from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
+from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ProtocolError, UsageError
 from shardline.lanes.open import open_lane
@@ -87,6 +87,11 @@ class ReusingSink:
     def done(self, arrival: Arrival) -> None:
         """See core.exchange.Sink."""
         self.arrived += arrival.payload_bytes
+
+    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+        """See core.exchange.Sink."""
+        copy_bytes(self.buffer(arrival), payload)
+        self.done(arrival)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
         """See core.exchange.Sink."""

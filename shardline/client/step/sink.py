@@ -17,7 +17,7 @@ from shardline.codecs.coding import BucketCoding, Coding, JobCoding
 from shardline.core.exchange import Arrival
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import TensorKind
-from shardline.core.tensor_bytes import borrowed_tensor, memory_of
+from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, memory_of
 from shardline.errors import ProtocolError, UnreachableError
 
 HOLD_S = 3600.0
@@ -96,11 +96,7 @@ class BucketSink:
         Raises ProtocolError for a payload of the wrong length.
         """
         self.first_s = self.first_s or time.monotonic()
-        misfit = self._written(arrival).misfit(arrival.payload_bytes)
-        if misfit:
-            raise ProtocolError(
-                f"shard {self._shard}, bucket {arrival.bucket}: payload of {arrival.payload_bytes} bytes, {misfit}"
-            )
+        self._check(arrival)
         direct = self._direct(arrival)
         if direct is not None:
             self._in_place.add(arrival.bucket)
@@ -113,6 +109,13 @@ class BucketSink:
             held = self._memory[arrival.bucket] = self._new_memory(arrival.payload_bytes)
         return memory_of(held)
 
+    def _check(self, arrival: Arrival) -> None:
+        misfit = self._written(arrival).misfit(arrival.payload_bytes)
+        if misfit:
+            raise ProtocolError(
+                f"shard {self._shard}, bucket {arrival.bucket}: payload of {arrival.payload_bytes} bytes, {misfit}"
+            )
+
     def _new_memory(self, nbytes: int) -> torch.Tensor:
         if self._host is not None:
             return self._host.pinned(nbytes, torch.uint8)
@@ -121,19 +124,31 @@ class BucketSink:
     def done(self, arrival: Arrival) -> None:
         """Load a complete bucket. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
-        load: Callable[[], None] = _nothing
-        if not arrival.unchanged:
-            spec = self._spec(arrival)
-            if arrival.bucket in self._in_place:
-                load = functools.partial(self._received, arrival.bucket)
-            else:
-                payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
-                load = functools.partial(self._load, arrival, payload)
-            self.wire_bytes += arrival.payload_bytes
-            self.raw_bytes += spec.nbytes
-            self._residence.loaded((self._shard, arrival.bucket))
-        else:
+        if arrival.unchanged:
             self._residence.stands((self._shard, arrival.bucket), arrival.step)
+            self._landed(arrival, _nothing)
+        elif arrival.bucket in self._in_place:
+            self._moved(arrival, functools.partial(self._received, arrival.bucket))
+        else:
+            payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
+            self._moved(arrival, functools.partial(self._load, arrival, payload))
+
+    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+        """Load a complete bucket from the message that it came in. See core.exchange.Sink."""
+        if self._host is not None or self._direct(arrival) is not None:
+            # What goes to a device leaves from pinned memory.
+            copy_bytes(self.buffer(arrival), payload)
+            self.done(arrival)
+            return
+        self.first_s = self.first_s or time.monotonic()
+        self._check(arrival)
+        self._moved(arrival, functools.partial(self._load, arrival, memoryview(payload)))
+
+    def _moved(self, arrival: Arrival, load: Callable[[], None]) -> None:
+        """Count a bucket's bytes, which went over the wire."""
+        self.wire_bytes += arrival.payload_bytes
+        self.raw_bytes += self._spec(arrival).nbytes
+        self._residence.loaded((self._shard, arrival.bucket))
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:

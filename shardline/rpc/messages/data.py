@@ -508,9 +508,7 @@ class PullReader:
         if state.unchanged or state.payload_bytes == 0:
             self._sink.done(arrival)
             return
-        self._arrival = arrival
-        self._memory = self._sink.buffer(arrival)
-        self._filled = 0
+        self._arrival, self._filled = arrival, 0
 
     def _chunk(self, chunk: ChunkView) -> None:
         arrival = self._arrival
@@ -522,6 +520,12 @@ class PullReader:
             or end > arrival.payload_bytes
         ):
             raise ProtocolError(f"the shard sent a chunk of bucket {chunk.bucket} at {chunk.offset} out of order")
+        if len(chunk.payload) == arrival.payload_bytes:
+            self._arrival = None
+            self._sink.whole(arrival, chunk.payload)
+            return
+        if self._filled == 0:
+            self._memory = self._sink.buffer(arrival)
         copy_bytes(self._memory[chunk.offset : end], chunk.payload)
         self._filled = end
         if end == arrival.payload_bytes:
