@@ -111,6 +111,15 @@ class Plan:
         return table
 
     @functools.cached_property
+    def kinds(self) -> dict[TensorKind, dict[str, int | None]]:
+        """For each kind of tensor `index`, with None for tensors of other kinds."""
+        tensors, index = self.tensors, self.index
+        return {
+            kind: {name: number if tensors[number].kind is kind else None for name, number in index.items()}
+            for kind in TensorKind
+        }
+
+    @functools.cached_property
     def quantum_base(self) -> tuple[int, ...]:
         """Number of the first quantum of each tensor in plan order, which is also the order for adding up norms."""
         bases, total = [], 0

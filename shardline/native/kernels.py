@@ -81,14 +81,15 @@ class Copies:
             return None
         dtype, addresses = self._target.dtype, self._sources
         for source, (number, first, whole) in zip(sources, self._from, strict=True):
-            # is_plain() of many small tensors would be most of the time.
+            # As is_plain() has it, which would be most of the time for many small tensors. Asked for its sign, each
+            # would let another thread have the interpreter first.
             if (
                 type(source) not in _ORDINARY
                 or source.dtype is not dtype
                 or source.numel() != whole
                 or not source.is_contiguous()
                 or not source.is_cpu
-                or source.is_neg()
+                or (whole == 1 and source.is_neg())
             ):
                 return None
             addresses[number] = source.data_ptr() + first

@@ -182,6 +182,15 @@ def test_copies_of_several_tensors_find_what_is_not_finite_in_any(
 
 
 @at_every_level
+@pytest.mark.parametrize("count", [1, 3])
+def test_halves_of_conjugated_numbers_are_left_to_torch(level: str, count: int) -> None:
+    source = torch.full((count,), 1 + 2j).conj().imag
+    assert source.is_neg()
+    with using(level):
+        assert copied(torch.zeros(count), source) is None
+
+
+@at_every_level
 def test_a_part_that_is_there_already_is_looked_at(level: str) -> None:
     target = torch.arange(8.0)
     with using(level):

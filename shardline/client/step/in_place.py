@@ -316,6 +316,13 @@ class InPlace:
             shard: _Shard(window, {b: span for b, span in enumerate(_spans(plan, shard)) if (shard, b) in covered})
             for shard, window in places.windows.items()
         }
+        self._places: dict[Key, tuple[list[torch.Tensor], list[int]]] = {}
+        """Of each bucket that is read in place: its tensors, and where they have to be."""
+        for s, shard in self._shards.items():
+            for b in shard.spans:
+                held = [piece.tensor for piece in plan.shards[s].buckets[b].slices]
+                where = [shard.window.address + self._regions[number].start for number in held]
+                self._places[s, b] = [layout.tensors[number] for number in held], where
         self._near = {
             (s, b): [(s, other) for other in near]
             for s, shard in self._shards.items()
@@ -377,11 +384,8 @@ class InPlace:
         start, end = shard.spans[key[1]]
         if segment.nbytes != shard.window.nbytes or len(memory) != end - start:
             return False
-        tensors, regions, address = self._layout.tensors, self._regions, shard.window.address
-        for piece in self._plan.shards[key[0]].buckets[key[1]].slices:
-            if tensors[piece.tensor].data_ptr() != address + regions[piece.tensor].start:
-                return False
-        return address_of(memory) - segment.address == start
+        tensors, addresses = self._places[key]
+        return [*map(torch.Tensor.data_ptr, tensors)] == addresses and address_of(memory) - segment.address == start
 
     def stands(self, key: Key, step: int) -> None:
         """See Residence: both areas have an unchanged bucket, and the one that is shown will be overwritten."""

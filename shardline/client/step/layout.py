@@ -44,6 +44,11 @@ class ModelLayout:
             [[flats[piece.tensor][span_of(plan, piece)] for piece in bucket.slices] for bucket in shard.buckets]
             for shard in plan.shards
         ]
+        self._written = [
+            [[self._tensors[piece.tensor] for piece in bucket.slices] for bucket in shard.buckets]
+            for shard in plan.shards
+        ]
+        """The tensors of each bucket, whose writes autograd is told of."""
         self.buffers = [number for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.BUFFER]
         self._saved = {
             number: self._tensors[number].clone(memory_format=torch.contiguous_format) for number in self.buffers
@@ -78,9 +83,7 @@ class ModelLayout:
 
     def mark_written(self, shard: int, bucket: int) -> None:
         """Tell autograd of writes that bypassed it: code that read the tensors too early then fails in backward()."""
-        torch.autograd.graph.increment_version(
-            [self._tensors[piece.tensor] for piece in self.plan.shards[shard].buckets[bucket].slices]
-        )
+        torch.autograd.graph.increment_version(self._written[shard][bucket])
 
     @property
     def unsettled(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ from shardline.host.segments import Segment
 from shardline.native.kernels import Copies
 from shardline.rpc.messages.convert import pack_bits
 
+_LAYOUT = operator.attrgetter("layout")
+_STRIDED = frozenset([torch.strided])
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
 
@@ -103,6 +106,8 @@ class GradientStaging:
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
         """Every bucket."""
         self._specs = {(s, b): plan.shards[s].buckets[b] for s, b in self.keys}
+        self._tensors = {key: [piece.tensor for piece in spec.slices] for key, spec in self._specs.items()}
+        """The tensor of each slice, by number."""
         self.extras = StepExtras()
 
     def clear(self) -> None:
@@ -175,13 +180,8 @@ class GradientStaging:
         keys: None = every bucket. See add_bucket. Returns the names of gradients that are not finite, each once, in the
         plan's order. Raises JobError naming a tensor whose gradient is sparse.
         """
-        for number, gradient in gradients.items():
-            if gradient.layout != torch.strided:
-                raise JobError(
-                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
-                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
-                    "nn.EmbeddingBag), or pass its to_dense()"
-                )
+        if not _STRIDED.issuperset(map(_LAYOUT, gradients.values())):
+            self._refuse_sparse(gradients)
         after = [self._host.mark()] if self._host is not None else ()
 
         def add(key: Key) -> list[int]:
@@ -191,10 +191,20 @@ class GradientStaging:
             return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
 
         # A GPU's copies run one after another anyway.
-        nbytes = sum([gradient.nbytes for gradient in gradients.values()]) if self._host is None else 0
-        found = self._map.each(add, self.keys if keys is None else keys, nbytes)
+        chosen = self.keys if keys is None else keys
+        nbytes = sum([self._specs[key].nbytes for key in chosen]) if self._host is None and gradients else 0
+        found = self._map.each(add, chosen, nbytes)
         bad = set(itertools.chain.from_iterable(found))
         return [self._plan.tensors[number].name for number in sorted(bad)]
+
+    def _refuse_sparse(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        for number, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
+                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
+                    "nn.EmbeddingBag), or pass its to_dense()"
+                )
 
     def add_bucket(
         self,
@@ -215,7 +225,7 @@ class GradientStaging:
         """
         spec = self._specs[key]
         values: torch.Tensor | None = None
-        present = tuple([piece.tensor in source for piece in spec.slices])
+        present = tuple(map(source.__contains__, self._tensors[key]))
         borrowed = False
         checked, bound = spec.kind is not TensorKind.BUFFER, math.inf
         if any(present):
@@ -357,8 +367,8 @@ def fill_bucket(
     Slices without a gradient become zero: they are sent, but count as absent.
     """
     if copy is None:
-        given = [gradients[number] for number in target.tensors if number in gradients]
-        found = target.copies.fill(given) if len(given) == len(target.tensors) else None
+        whole = all(map(gradients.__contains__, target.tensors))
+        found = target.copies.fill([*map(gradients.__getitem__, target.tensors)]) if whole else None
         if found is not None:
             return found
     sources, targets = [], []

@@ -341,5 +341,5 @@ class Trainer:
 
 
 def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
-    index, tensors = plan.index, plan.tensors
-    return {index[name]: tensor for name, tensor in values.items() if tensors[index[name]].kind is kind}
+    numbers = plan.kinds[kind]
+    return {number: tensor for name, tensor in values.items() if (number := numbers[name]) is not None}
