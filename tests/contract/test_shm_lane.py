@@ -187,7 +187,7 @@ def test_pushes_of_one_exchange_get_places_of_their_own(ps: Ps, client: PlainCli
     sink = Mapping()
     bench.lane.exchange(SENDER, pushes, Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
     mapped = bench.lane.mapped
-    assert mapped is not None and sorted(mapped.used) == [0, bench.length, 2 * bench.length]
+    assert mapped is not None and sorted(mapped.used) == [segments.FIRST_BYTES + n * bench.length for n in range(3)]
     assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
     bench.close()
 
@@ -303,7 +303,7 @@ def test_a_socket_that_is_not_there_makes_the_lane_unavailable(bench: ShmBench) 
 
 def test_memory_that_is_full_makes_the_lane_unavailable(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "available_bytes", lambda: 100)
-    with pytest.raises(LaneUnavailable, match="a shared segment of 768 bytes doesn't fit: 100 bytes"):
+    with pytest.raises(LaneUnavailable, match="a shared segment of 2,816 bytes doesn't fit: 100 bytes"):
         bench.pull(0)
 
 

@@ -474,7 +474,7 @@ def another_system(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("happens", "says"),
     [
-        (no_memory, "can't make a shared segment of 768 bytes: .* No space left on device"),
+        (no_memory, "can't make a shared segment of 2,816 bytes: .* No space left on device"),
         (another_system, "shared segments need Linux; this is darwin"),
     ],
 )

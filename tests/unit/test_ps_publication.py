@@ -12,6 +12,7 @@ from shardline.core.gradients import Gradient
 from shardline.core.plan import Plan, ShardSpec, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.host.segments import FIRST_BYTES
 from shardline.storage.publication import PlainPublication, bucket_offsets, view_of
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
@@ -76,7 +77,7 @@ def train(shard: Shard) -> list[torch.Tensor]:
 def test_buckets_lie_one_after_another_aligned_to_cache_lines() -> None:
     spec = plan().shards[0]
     area = PlainPublication(spec, torch.device("cpu"))
-    end = 0
+    end = FIRST_BYTES
     for number, bucket in enumerate(spec.buckets):
         assert area.offset(number) % 64 == 0 and end <= area.offset(number) < end + 64
         end = area.offset(number) + bucket.nbytes
@@ -84,7 +85,8 @@ def test_buckets_lie_one_after_another_aligned_to_cache_lines() -> None:
             values = area.tensor(which, number)
             assert (values.dtype, values.numel()) == (DTYPES[bucket.dtype], bucket.elements)
             assert not values.any()
-            assert values.numel() == 0 or values.data_ptr() == area.tensor(which, 0).data_ptr() + area.offset(number)
+            begin = area.tensor(which, 0).data_ptr() - FIRST_BYTES
+            assert values.numel() == 0 or values.data_ptr() == begin + area.offset(number)
     assert end <= area.nbytes < end + 64
 
 
