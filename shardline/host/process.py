@@ -105,3 +105,8 @@ def memory_limit(device: torch.device, memory_fraction: float | None) -> int | N
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     return int(total * (memory_fraction if memory_fraction is not None else 1.0))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
@@ -14,6 +15,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from shardline.errors import ProtocolError
+from shardline.host.process import usable_cores
 from shardline.lanes.call_frames import (
     MAX_REPLY_BYTES,
     CallError,
@@ -28,6 +30,13 @@ from shardline.lanes.tls_socket import TlsSocket
 from shardline.wire.protobuf import ReplyView, Request, read_reply, write_request
 
 RECEIVE_BYTES = 64 << 10
+LOOK_S = 300e-6
+AWAY_S = 50e-6
+"""Another process had the core if so much time is between two looks."""
+ASLEEP = 500
+"""Number of answers that are waited for asleep then."""
+_looking = threading.Lock()
+"""Held by the one thread of this process that looks."""
 Item = TypeVar("Item")
 
 
@@ -51,6 +60,52 @@ class Talk(Protocol):
         ...
 
 
+class Lookout:
+    """Waits for a socket's answers, one after another, on one thread at a time. poll: to wait for one asleep.
+
+    A thread that falls asleep and is woken loses a fifth of a small step. So after an answer that came within LOOK_S it
+    looks, for so long at most, whether the next one is there, and offers the core to others between two looks. If one
+    takes it, the core is wanted, and the next answers are waited for asleep.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN)
+        # On one core, who looks is in the way of what it looks for.
+        self._several = usable_cores() > 1
+        self._quick = False
+        """The last answer came within LOOK_S, and nobody else wants the core."""
+        self._asleep = 0
+
+    def found(self, began_s: float) -> bool:
+        """Look for the answer that is awaited from now on, if that pays; False: wait for it asleep."""
+        return self._quick and self.look(began_s)
+
+    def came(self, began_s: float) -> None:
+        """Note that the answer has come, whoever has waited for it."""
+        self._asleep -= self._asleep > 0
+        self._quick = self._several and not self._asleep and time.monotonic() - began_s < LOOK_S
+
+    def look(self, began_s: float) -> bool:
+        """Whether the answer came in time. False at once if another thread looks."""
+        if not _looking.acquire(blocking=False):
+            return False
+        try:
+            last_s = began_s
+            while not self.poll.poll(0):
+                os.sched_yield()
+                now_s = time.monotonic()
+                if now_s - last_s > AWAY_S:
+                    self._asleep = ASLEEP
+                    return False
+                if now_s - began_s > LOOK_S:
+                    return False
+                last_s = now_s
+            return True
+        finally:
+            _looking.release()
+
+
 class CallSocket:
     """Calls to one shard, one at a time, over a connected socket. Any thread may call cancel()."""
 
@@ -60,10 +115,8 @@ class CallSocket:
         self._reader = CallFrameReader(MAX_REPLY_BYTES)
         self._frames: deque[Frame] = deque()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-        self._arrival = None if isinstance(sock, TlsSocket) else select.poll()
+        self._lookout = None if isinstance(sock, TlsSocket) else Lookout(sock)
         """Set where bytes that have arrived make the socket readable: what TLS has decrypted doesn't."""
-        if self._arrival is not None:
-            self._arrival.register(sock, select.POLLIN)
         # TLS keeps one state for both directions, and a call may send on one thread and receive on another.
         self._using = threading.Lock()
         self._cancelled = False
@@ -128,9 +181,12 @@ class CallSocket:
                 raise ProtocolError(f"the shard sent a frame of kind {kind.name} on a lane's socket")
 
     def _receive(self, deadline_s: float) -> None:
-        if self._arrival is not None:
+        if self._lookout is not None:
             # A reply is hardly ever there already.
-            self._wait(self._arrival, deadline_s)
+            began_s = time.monotonic()
+            if not self._lookout.found(began_s):
+                self._wait(self._lookout.poll, deadline_s)
+            self._lookout.came(began_s)
         try:
             with self._using:
                 count = self._sock.recv_into(self._buffer)

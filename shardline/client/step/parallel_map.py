@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from shardline.host.process import usable_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -15,11 +16,6 @@ MOST = 4
 """Maximum number of threads, including the caller's: a few saturate the memory bandwidth."""
 WORTH_BYTES = 8 << 20
 """For fewer bytes, the caller alone is done before another thread wakes up."""
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ParallelMap:
