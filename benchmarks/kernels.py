@@ -39,17 +39,19 @@ def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
     momentum = {**PLAIN, "momentum": 0.9}
     all_of_it = {**momentum, "weight_decay": 1e-4, "nesterov": True}
 
-    copies = Copies(target, [(0, 0, elements, elements)])
+    whole = (0, 0, elements, elements)
 
-    def copied() -> None:
+    def copied(copies: Copies) -> None:
         if copies.fill([values]) is None:
             target.copy_(values)
             magnitude(target)
 
     yield "largest magnitude", lambda: magnitude(values)
-    yield "copy with it", copied
+    yield "copy with it", functools.partial(copied, Copies(target, [whole]))
+    yield "copy with it, past the cache", functools.partial(copied, Copies(target, [whole], away=True))
     yield "fingerprint", lambda: fingerprint(tensor_bytes(values))
     yield "sum of 4 in the tree", lambda: tree_sum(several)
+    yield "SGD", lambda: sgd.step(values, gradient, target, None, PLAIN)
     yield "SGD, decay", lambda: sgd.step(values, gradient, target, None, {**PLAIN, "weight_decay": 1e-4})
     yield "SGD, momentum", lambda: sgd.step(values, gradient, target, kept, momentum)
     yield "SGD, momentum, decay, nesterov", lambda: sgd.step(values, gradient, target, kept, all_of_it)

@@ -21,21 +21,48 @@
 #define EACH _Pragma("GCC ivdep")
 #endif
 
-enum { BLOCK = 1024 }; /* Elements that go through several loops while they are in the nearest cache. */
-
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
+
+enum { BLOCK = 1024, PIECE = 128 }; /* Elements that go through several loops while they are in the nearest cache. */
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+
+/* Writes past the cache, which need not be read into it first: for what is not read again before others fill it. In
+ * short pieces, because the memory reads nothing meanwhile. */
+static void put_away(void *target, const void *source, size_t size) {
+    unsigned char *to = target;
+    const unsigned char *from = source;
+    size_t head = -(uintptr_t)to % sizeof(__m128i), at = SMALLER(head, size);
+    memcpy(to, from, at);
+    for (; at + sizeof(__m128i) <= size; at += sizeof(__m128i))
+        _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
+    memcpy(to + at, from + at, size - at);
+}
+static void all_put_away(void) { _mm_sfence(); }
+#else
+#define put_away(target, source, size) memcpy(target, source, size)
+#define all_put_away() ((void)0)
+#endif
 
 /* Largest magnitude: of the bits without the sign, as which NaN is larger than infinity, and infinity than numbers. */
 
 #define SIZE(BITS, value) (int##BITS##_t)((value) & (UINT##BITS##_MAX >> 1))
 
+/* Four quarters side by side: memory gives several streams more than one. */
 #define MAGNITUDE(BITS)                                                                                                \
     static int##BITS##_t most##BITS(const u##BITS *values, size_t count) {                                             \
         int##BITS##_t most = 0;                                                                                        \
-        for (size_t i = 0; i < count; i++) {                                                                           \
-            int##BITS##_t size = SIZE(BITS, values[i]);                                                                \
-            most = size > most ? size : most;                                                                          \
+        size_t part = count / 4;                                                                                       \
+        const u##BITS *b = values + part, *c = b + part, *d = c + part, *rest = d + part;                              \
+        for (size_t i = 0; i < part; i++) {                                                                            \
+            int##BITS##_t one = LARGER(SIZE(BITS, values[i]), SIZE(BITS, b[i]));                                       \
+            int##BITS##_t other = LARGER(SIZE(BITS, c[i]), SIZE(BITS, d[i]));                                          \
+            most = LARGER(most, LARGER(one, other));                                                                   \
         }                                                                                                              \
+        for (size_t i = 0; i < count % 4; i++)                                                                         \
+            most = LARGER(most, SIZE(BITS, rest[i]));                                                                  \
         return most;                                                                                                   \
     }
 
@@ -67,19 +94,30 @@ static double magnitude32(const void *values, size_t count) { return of32(most32
 static double magnitude64(const void *values, size_t count) { return of64(most64(values, count)); }
 
 #define COPIES(BITS)                                                                                                   \
-    static double copies##BITS(void *const *targets, const void *const *sources, const size_t *counts, size_t parts) { \
+    static int##BITS##_t copy##BITS(u##BITS *target, const u##BITS *source, size_t count) {                            \
         int##BITS##_t most = 0;                                                                                        \
-        for (size_t part = 0; part < parts; part++) {                                                                  \
-            u##BITS *target = targets[part];                                                                           \
-            const u##BITS *source = sources[part];                                                                     \
-            size_t count = counts[part];                                                                               \
-            EACH for (size_t i = 0; i < count; i++) {                                                                  \
-                uint##BITS##_t value = source[i];                                                                      \
-                int##BITS##_t size = SIZE(BITS, value);                                                                \
-                target[i] = value;                                                                                     \
-                most = size > most ? size : most;                                                                      \
-            }                                                                                                          \
+        EACH for (size_t i = 0; i < count; i++) {                                                                      \
+            uint##BITS##_t value = source[i];                                                                          \
+            int##BITS##_t size = SIZE(BITS, value);                                                                    \
+            target[i] = value;                                                                                         \
+            most = LARGER(most, size);                                                                                 \
         }                                                                                                              \
+        return most;                                                                                                   \
+    }                                                                                                                  \
+    static double copies##BITS(void *const *targets, const void *const *sources, const size_t *counts, size_t parts,   \
+                               int away) {                                                                             \
+        int##BITS##_t most = 0;                                                                                        \
+        for (size_t part = 0; part < parts; part++)                                                                    \
+            for (size_t at = 0, step = away ? PIECE : counts[part]; at < counts[part]; at += step) {                   \
+                u##BITS *target = (u##BITS *)targets[part] + at;                                                       \
+                const u##BITS *source = (const u##BITS *)sources[part] + at;                                           \
+                size_t count = SMALLER(step, counts[part] - at);                                                       \
+                int##BITS##_t size = away ? most##BITS(source, count) : copy##BITS(target, source, count);             \
+                most = LARGER(most, size);                                                                             \
+                if (away)                                                                                              \
+                    put_away(target, source, count * sizeof *target);                                                  \
+            }                                                                                                          \
+        all_put_away();                                                                                                \
         return of##BITS(most);                                                                                         \
     }
 
@@ -187,8 +225,8 @@ SUM(64)
     static void sgd##BITS(void *target, const void *source, const void *gradient, void *momentum_buffer,               \
                           size_t count, const struct sgd_step *step) {                                                 \
         f##BITS scratch[BLOCK];                                                                                        \
-        for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
-            size_t size = SMALLER((size_t)BLOCK, count - at);                                                          \
+        for (size_t at = 0, block = step->away ? PIECE : BLOCK; at < count; at += block) {                             \
+            size_t size = SMALLER(block, count - at);                                                                  \
             const f##BITS *from = (const f##BITS *)source + at, *g = (const f##BITS *)gradient + at;                   \
             if (step->maximize) {                                                                                      \
                 EACH for (size_t i = 0; i < size; i++)                                                                 \
@@ -211,8 +249,12 @@ SUM(64)
                 } else                                                                                                 \
                     g = kept;                                                                                          \
             }                                                                                                          \
-            madd##BITS((f##BITS *)target + at, g, (REAL)step->rate, from, size, step->fused);                          \
+            f##BITS *to = (f##BITS *)target + at;                                                                      \
+            madd##BITS(step->away ? scratch : to, g, (REAL)step->rate, from, size, step->fused);                       \
+            if (step->away)                                                                                            \
+                put_away(to, scratch, size * sizeof *to);                                                              \
         }                                                                                                              \
+        all_put_away();                                                                                                \
     }
 
 SGD(32, float)

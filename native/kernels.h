@@ -23,6 +23,7 @@ struct sgd_step {
     int maximize;
     int first;           /* the momentum buffer has nothing in it yet */
     int fused;           /* a * b + c is rounded once */
+    int away;            /* the values are written past the cache */
 };
 
 struct kernels {
@@ -32,9 +33,10 @@ struct kernels {
     double (*magnitude_bf16)(const void *values, size_t count);
     double (*magnitude32)(const void *values, size_t count);
     double (*magnitude64)(const void *values, size_t count);
-    /* The same of all that is copied: so many parts, each of its own length. A part's target may be its source. */
-    double (*copies32)(void *const *targets, const void *const *sources, const size_t *counts, size_t parts);
-    double (*copies64)(void *const *targets, const void *const *sources, const size_t *counts, size_t parts);
+    /* The same of all that is copied: so many parts, each of its own length. A part's target may be its source.
+     * away: written past the cache. */
+    double (*copies32)(void *const *targets, const void *const *sources, const size_t *counts, size_t parts, int away);
+    double (*copies64)(void *const *targets, const void *const *sources, const size_t *counts, size_t parts, int away);
     /* Of a sample of at least 64 KiB, never 0. */
     uint64_t (*fingerprint)(const void *data, size_t size);
     /* xxh3-64 of bytes that come in parts, never 0. state: an XXH3_state_t. */

@@ -29,6 +29,8 @@ _SUMS = {torch.float32: "sum32", torch.float64: "sum64"}
 _SGD = {torch.float32: "sgd32", torch.float64: "sgd64"}
 _CASTS = {(torch.float32, torch.bfloat16): "to_bf16", (torch.bfloat16, torch.float32): "from_bf16"}
 _ORDINARY = (Tensor, torch.nn.Parameter)
+MOST_CACHED = 16 << 20
+"""Half of what the last caches of common processors hold."""
 _SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
 
 
@@ -42,6 +44,19 @@ def is_plain(tensor: Tensor) -> bool:
         # A single element may be half of a conjugated number, whose sign is not in memory.
         and tensor.numel() != 1
     )
+
+
+def outgrows_cache(nbytes: int) -> bool:
+    """Whether of so many bytes that are written, read and written again in turns nothing is left in the cache.
+
+    It is faster then to write past the cache: what is written there need not be read into it first.
+    """
+    return nbytes > MOST_CACHED
+
+
+def _memory_outgrows_cache(tensor: Tensor) -> bool:
+    """The same of all memory that a tensor is a part of."""
+    return tensor.is_cpu and tensor.layout is torch.strided and outgrows_cache(tensor.untyped_storage().nbytes())
 
 
 def _takes(tensor: Tensor, like: Tensor) -> bool:
@@ -61,9 +76,10 @@ class Copies:
     """Fills parts of a tensor, again and again, each from a tensor of its own. float32, float64.
 
     parts: (first element in the target, first one in the source, number of elements, and of the whole source).
+    away: the target is written past the cache, see outgrows_cache().
     """
 
-    def __init__(self, target: Tensor, parts: Sequence[tuple[int, int, int, int]]) -> None:
+    def __init__(self, target: Tensor, parts: Sequence[tuple[int, int, int, int]], *, away: bool = False) -> None:
         self._target = target
         self._name = _COPIES.get(target.dtype) if is_plain(target) else None
         if self._name is None:
@@ -73,6 +89,7 @@ class Copies:
         self._counts = (ctypes.c_size_t * len(parts))(*(count for _, _, count, _ in parts))
         self._from = [(number, first * size, whole) for number, (_, first, _, whole) in enumerate(parts)]
         self._sources = addresses()
+        self._away = away
 
     def fill(self, sources: Sequence[Tensor]) -> float | None:
         """Copy all parts; the largest absolute value as magnitude() has it, None: nothing was copied."""
@@ -93,7 +110,7 @@ class Copies:
             ):
                 return None
             addresses[number] = source.data_ptr() + first
-        return float(kernels.call[name](self._targets, addresses, self._counts, len(self._from)))
+        return float(kernels.call[name](self._targets, addresses, self._counts, len(self._from), self._away))
 
 
 def fingerprint(data: Buffer) -> int | None:
@@ -131,10 +148,13 @@ def sgd_step(
     """Write the values after one step of torch.optim.SGD to `target`, and the momentum to its buffer. float32, float64.
 
     momentum_buffer: None without momentum. first: nothing is in it yet. target may be source, nothing else may overlap.
-    Returns whether it was done: a step that is one addition is torch's, which is as fast.
+    Returns whether it was done: a step that is one addition is torch's, which is as fast where the cache is written to.
     """
     several = momentum_buffer is not None or arguments["weight_decay"] or arguments["maximize"]
-    if not several or source.dtype not in _SGD or (kernels := level()) is None:
+    if source.dtype not in _SGD or (kernels := level()) is None:
+        return False
+    away = _memory_outgrows_cache(target) and _memory_outgrows_cache(gradient)
+    if not (several or away):
         return False
     if not all(tensor is None or _takes(tensor, source) for tensor in (source, gradient, target, momentum_buffer)):
         return False
@@ -143,9 +163,8 @@ def sgd_step(
     if fused is None or (fused and not kernels.fma) or not all(_fits(number, source.dtype) for number in numbers):
         return False
     rate, momentum, dampening, decay = numbers
-    step = SgdStep(
-        -rate, momentum, 1 - dampening, decay, bool(arguments["nesterov"]), bool(arguments["maximize"]), first, fused
-    )
+    flags = (bool(arguments["nesterov"]), bool(arguments["maximize"]), first, fused, away)
+    step = SgdStep(-rate, momentum, 1 - dampening, decay, *flags)
     kernels.call[_SGD[source.dtype]](
         target.data_ptr(),
         source.data_ptr(),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 5
+ABI = 6
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
@@ -27,7 +27,7 @@ class SgdStep(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rate", "momentum", "share", "weight_decay")),
-        *((name, ctypes.c_int) for name in ("nesterov", "maximize", "first", "fused")),
+        *((name, ctypes.c_int) for name in ("nesterov", "maximize", "first", "fused", "away")),
     )
 
 
@@ -41,7 +41,7 @@ class _Table(ctypes.Structure):
     _fields_ = (
         ("fma", ctypes.c_int),
         *((f"magnitude{kind}", _function(_NUMBER, _ADDRESS, _COUNT)) for kind in ("_fp16", "_bf16", 32, 64)),
-        *((f"copies{bits}", _function(_NUMBER, *(_ADDRESS,) * 3, _COUNT)) for bits in (32, 64)),
+        *((f"copies{bits}", _function(_NUMBER, *(_ADDRESS,) * 3, _COUNT, ctypes.c_int)) for bits in (32, 64)),
         ("fingerprint", _function(ctypes.c_uint64, _ADDRESS, _COUNT)),
         ("digest_begin", _function(None, _ADDRESS)),
         ("digest_more", _function(None, _ADDRESS, _ADDRESS, _COUNT)),

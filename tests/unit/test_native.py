@@ -113,8 +113,8 @@ def test_the_best_level_is_what_the_kernel_says_of_the_processor() -> None:
 # Magnitude and copy
 
 
-def copied(target: Tensor, source: Tensor) -> float | None:
-    return kernels.Copies(target, [(0, 0, target.numel(), target.numel())]).fill([source])
+def copied(target: Tensor, source: Tensor, *, away: bool = False) -> float | None:
+    return kernels.Copies(target, [(0, 0, target.numel(), target.numel())], away=away).fill([source])
 
 
 @at_every_level
@@ -142,15 +142,15 @@ def test_one_element_that_is_not_finite_is_found_anywhere(
 
 
 @at_every_level
-@given(dtype=REALS, count=SIZES, shift=SHIFTS, seed=SEEDS)
+@given(dtype=REALS, count=SIZES, shift=SHIFTS, seed=SEEDS, away=st.booleans())
 def test_a_copy_has_the_bits_and_the_magnitude(
-    level: str, dtype: torch.dtype, count: int, shift: int, seed: int
+    level: str, dtype: torch.dtype, count: int, shift: int, seed: int, away: bool
 ) -> None:
     source = numbers(seed, dtype, count, shift)
     target, octets = room(dtype, count + 4, 17 - shift)
     octets.fill_(0xA5)
     with using(level):
-        found, expected = copied(target[2:-2], source), kernels.magnitude(source)
+        found, expected = copied(target[2:-2], source, away=away), kernels.magnitude(source)
     assert found is not None and expected is not None
     assert found == expected or (math.isnan(found) and math.isnan(expected))
     assert torch.equal(target[2:-2].view(torch.uint8), source.view(torch.uint8))
@@ -161,15 +161,16 @@ def test_a_copy_has_the_bits_and_the_magnitude(
 @pytest.mark.parametrize("level", [*LEVELS, None])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 @pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("away", [False, True])
 def test_copies_of_several_tensors_find_what_is_not_finite_in_any(
-    level: str | None, bad: float | None, where: int
+    level: str | None, bad: float | None, where: int, away: bool
 ) -> None:
     sources = [torch.full((300,), float(number)) for number in (3, -5, 4)]
     if bad is not None:
         sources[where][107] = bad
     target = torch.zeros(1000)
     # Each a part of its source, and room between them.
-    copies = kernels.Copies(target, [(310 * number, 100, 200, 300) for number in range(3)])
+    copies = kernels.Copies(target, [(310 * number, 100, 200, 300) for number in range(3)], away=away)
     with using(level):
         found = copies.fill(sources)
     assert (found is None) is (level is None)
@@ -191,10 +192,11 @@ def test_halves_of_conjugated_numbers_are_left_to_torch(level: str, count: int) 
 
 
 @at_every_level
-def test_a_part_that_is_there_already_is_looked_at(level: str) -> None:
+@pytest.mark.parametrize("away", [False, True])
+def test_a_part_that_is_there_already_is_looked_at(level: str, away: bool) -> None:
     target = torch.arange(8.0)
     with using(level):
-        assert kernels.Copies(target, [(0, 0, 8, 8)]).fill([target]) == 7.0
+        assert kernels.Copies(target, [(0, 0, 8, 8)], away=away).fill([target]) == 7.0
     assert torch.equal(target, torch.arange(8.0))
 
 
@@ -278,7 +280,15 @@ def native_steps(values: Tensor, gradients: list[Tensor], given: Mapping[str, An
 
 @at_every_level
 @pytest.mark.parametrize("fused", [True, False])
-@given(dtype=REALS, count=SIZES, shift=SHIFTS, seed=SEEDS, arguments=ARGUMENTS, beside=st.booleans())
+@given(
+    dtype=REALS,
+    count=SIZES,
+    shift=SHIFTS,
+    seed=SEEDS,
+    arguments=ARGUMENTS,
+    beside=st.booleans(),
+    away=st.booleans(),
+)
 def test_sgd_is_torchs(
     level: str,
     fused: bool,
@@ -288,6 +298,7 @@ def test_sgd_is_torchs(
     seed: int,
     arguments: Mapping[str, Any],
     beside: bool,
+    away: bool,
 ) -> None:
     """Where torch rounds a product before it adds it, and where not. test_update_sgd.py has torch.optim itself."""
     if fused and not kernels._torch_fuses(dtype):
@@ -296,10 +307,11 @@ def test_sgd_is_torchs(
     expected = steps_of_torch(values, gradients, arguments, fused=fused)
     with pytest.MonkeyPatch.context() as patch, using(level):
         patch.setattr(kernels, "_torch_fuses", lambda dtype: fused)
+        patch.setattr(kernels, "MOST_CACHED", -1 if away else math.inf)
         found = native_steps(values.clone(), gradients, arguments, beside=beside)
         table = library.level()
     several = arguments["momentum"] or arguments["weight_decay"] or arguments["maximize"]
-    assert table is not None and bool(found) is bool(several and (table.fma or not fused))
+    assert table is not None and bool(found) is bool((several or away) and (table.fma or not fused))
     assert not found or all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 

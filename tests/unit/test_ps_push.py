@@ -17,6 +17,7 @@ import torch
 from shardline.codecs.base import PLAIN_TURN
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.tensor_bytes import borrowed_tensor
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
@@ -368,7 +369,8 @@ class Segment:
         self._memory = memoryview(memory)
 
     def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
-        return ShmTicket(self._memory[offset : offset + nbytes])
+        memory = self._memory[offset : offset + nbytes]
+        return ShmTicket(memory, borrowed_tensor(memory, "uint8"))
 
     def published(self, bucket: int, step: int) -> None:
         raise AssertionError("nothing is pulled here")

@@ -26,7 +26,7 @@ from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError
 from shardline.host.segments import Segment
-from shardline.native.kernels import Copies
+from shardline.native.kernels import Copies, outgrows_cache
 from shardline.rpc.messages.convert import pack_bits
 
 _LAYOUT = operator.attrgetter("layout")
@@ -53,9 +53,12 @@ class StepExtras:
 
 
 class GradientMemory:
-    """Memory of one bucket's gradient. values: all of it; parts: views of its slices, in order."""
+    """Memory of one bucket's gradient. values: all of it; parts: views of its slices, in order.
 
-    def __init__(self, plan: Plan, spec: BucketSpec, values: torch.Tensor) -> None:
+    away: nobody reads it before it has left the cache.
+    """
+
+    def __init__(self, plan: Plan, spec: BucketSpec, values: torch.Tensor, *, away: bool = False) -> None:
         self.values = values
         self.parts = [values[piece.offset : piece.end] for piece in spec.slices]
         self.tensors = [piece.tensor for piece in spec.slices]
@@ -66,6 +69,7 @@ class GradientMemory:
                 (piece.offset, span_of(plan, piece).start, piece.elements, plan.tensors[piece.tensor].elements)
                 for piece in spec.slices
             ],
+            away=away,
         )
 
 
@@ -105,6 +109,7 @@ class GradientStaging:
         """Fingerprints of gradients in memory that the shard reads."""
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
         """Every bucket."""
+        self._away = outgrows_cache(sum(shard.nbytes for shard in plan.shards))
         self._specs = {(s, b): plan.shards[s].buckets[b] for s, b in self.keys}
         self._tensors = {key: [piece.tensor for piece in spec.slices] for key, spec in self._specs.items()}
         """The tensor of each slice, by number."""
@@ -150,7 +155,8 @@ class GradientStaging:
         self._shared.add(key)
         place = self._places.get(key)
         if place is None or place[0] is not memory:
-            place = self._places[key] = memory, GradientMemory(self._plan, spec, tensor_from_bytes(memory, spec.dtype))
+            values = tensor_from_bytes(memory, spec.dtype)
+            place = self._places[key] = memory, GradientMemory(self._plan, spec, values, away=self._away)
         return place[1]
 
     def _buffer(self, key: Key) -> GradientMemory:

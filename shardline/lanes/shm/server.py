@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from shardline.core.plan import ShardSpec
+from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor
 from shardline.errors import ProtocolError, UnreachableError, UsageError
 from shardline.host import segments
@@ -81,15 +82,17 @@ class ShmTicket:
     whole = True
     matches = None
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, values: torch.Tensor) -> None:
+        """values: the same memory as uint8, a part of the whole segment's: its size tells what a pass over it costs."""
         self.memory = memory
+        self._values = values
         self._tensors: dict[str, torch.Tensor] = {}
 
     def tensor(self, dtype: str) -> torch.Tensor:
         """See attachments.Ticket: the same one in every step."""
         found = self._tensors.get(dtype)
         if found is None:
-            found = self._tensors[dtype] = borrowed_tensor(self.memory, dtype)
+            found = self._tensors[dtype] = self._values.view(DTYPES[dtype])
         return found
 
     async def wait(self) -> None:
@@ -162,7 +165,8 @@ class ShmAttachment:
                 f"a reference to {nbytes} bytes at {offset} of the segment of {self.holder.task} is invalid; it has "
                 f"{held.nbytes} bytes, and offsets are multiples of {segments.ALIGNMENT_BYTES}"
             )
-        made = ShmTicket(held.memory[offset : offset + nbytes])
+        values = borrowed_tensor(held.memory, "uint8")
+        made = ShmTicket(held.memory[offset : offset + nbytes], values[offset : offset + nbytes])
         if len(self._tickets) < MAX_TICKETS:
             self._tickets[offset, nbytes] = made
         return made
