@@ -297,13 +297,9 @@ class SendSocket(_Direction[_Payload]):
 
 Ends = tuple[ReceiveSocket, SendSocket] | tuple[EngineReceive, EngineSend]
 """Those of an attachment's bytes: on threads of Python's, or on the engine."""
-MakeEnds = Callable[
-    [asyncio.AbstractEventLoop, Callable[[], None], Callable[[], None], Callable[[str], None]],
-    Ends,
-]
 
 
-class _Changes:
+class Changes:
     """Wakes the coroutines that wait for one end of the bytes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -323,20 +319,24 @@ class _Changes:
     def happened(self) -> None:
         """Have the conditions looked at again. From any thread."""
         if self._waiters:
-            post(self._loop, self._wake)
+            post(self._loop, self.wake)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """The same on the loop's own thread, which then need not be woken."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
 
+MakeEnds = Callable[[asyncio.AbstractEventLoop, Changes, Changes, Callable[[str], None]], Ends]
+
+
 class TcpAttachment:
     """One open tcp lane; see attachments.Attachment.
 
-    ends: makes both ends of the bytes, given the loop and what to call when a bucket has come, when one has left, and
-    with the reason when an end broke.
+    ends: makes both ends of the bytes, given the loop, whom to tell when a bucket has come and when one has left, and
+    what to call with the reason when an end broke.
     answers: serves the calls. take: memory for an incoming bucket. forget: called once when the attachment can't be
     used any more.
     """
@@ -361,10 +361,10 @@ class TcpAttachment:
         self._take = take
         self._forget = forget
         self._failing = threading.Lock()
-        self.arrivals, self._room = _Changes(loop), _Changes(loop)
+        self.arrivals, self._room = Changes(loop), Changes(loop)
         self.incoming: ReceiveSocket | EngineReceive
         self.outgoing: SendSocket | EngineSend
-        self.incoming, self.outgoing = ends(loop, self.arrivals.happened, self._room.happened, self._fail)
+        self.incoming, self.outgoing = ends(loop, self.arrivals, self._room, self._fail)
         self.calls = CallServer(loop, answers, who=holder.task, broke=self._fail)
 
     def expect(self, offset: int, nbytes: int, digest: int) -> TcpTicket:

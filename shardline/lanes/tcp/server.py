@@ -13,7 +13,7 @@ from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.call_server import Answers
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
-from shardline.lanes.tcp.attachment import Ends, ReceiveSocket, SendSocket, TcpAttachment
+from shardline.lanes.tcp.attachment import Changes, Ends, ReceiveSocket, SendSocket, TcpAttachment
 from shardline.lanes.tcp.lines import EngineReceive, EngineSend
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import MAX_GUESTS, TokenAcceptor
@@ -130,20 +130,20 @@ class TcpOffer:
     def _ends(
         self,
         loop: asyncio.AbstractEventLoop,
-        came: Callable[[], None],
-        left: Callable[[], None],
+        came: Changes,
+        left: Changes,
         broke: Callable[[str], None],
     ) -> Ends:
         if self._engine is not None:
             engine = self._engine
             return (
-                EngineReceive(engine, loop, self._timeout_s, came, broke),
-                EngineSend(engine, loop, self._timeout_s, left, broke),
+                EngineReceive(engine, loop, self._timeout_s, came.wake, broke),
+                EngineSend(engine, loop, self._timeout_s, left.wake, broke),
             )
         assert self._sender is not None
         return (
-            ReceiveSocket(self._receiver, self._timeout_s, came, broke),
-            SendSocket(self._sender, self._timeout_s, left, broke),
+            ReceiveSocket(self._receiver, self._timeout_s, came.happened, broke),
+            SendSocket(self._sender, self._timeout_s, left.happened, broke),
         )
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
