@@ -17,6 +17,7 @@ from shardline.lanes.attachments import Attachment
 from shardline.rpc.v1 import data_pb2
 from shardline.server.backend import HostedShard
 from shardline.server.inline_apply import release_all
+from shardline.server.pace import Race
 from shardline.server.slots import Slot, slot_bytes
 from shardline.server.staging import Ask, AsyncPush, worker_index
 
@@ -45,6 +46,15 @@ class IncomingPush:
     """Set for an asynchronous push, which is kept whole until its commit."""
     applying: bool = False
     """Set while the pool applies an asynchronous push, which then gives its room back by itself."""
+
+    @property
+    def race(self) -> Race | None:
+        """The pushes that it keeps pace with: those of its step, if its bytes move and every replica is needed."""
+        if self.attachment is None or self.attachment.borrowed or not self.in_tree or self.header.partial:
+            return None
+        shard = self.shard
+        needs_all = shard.replicas > 1 and not shard.consistency.drops_late
+        return (shard.number, self.header.step) if needs_all else None
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""

@@ -33,6 +33,7 @@ from shardline.server.incoming_push import (
     room_wanted,
 )
 from shardline.server.inline_apply import applies_inline, release_all, stands_inline
+from shardline.server.pace import Runner
 from shardline.server.slots import NO_BYTES, Slot, opened
 from shardline.server.staging import Ask, AsyncPush, StagingLease
 from shardline.wire.protobuf import ChunkView, PushFrameView
@@ -320,9 +321,14 @@ class PushReceiver:
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
         """Receive referred buckets, a window of them at a time, and hand them on as they are complete."""
+        with self._backend.staging.pace.run(push.race) as runner:
+            await self._receive(push, attachment, runner)
+
+    async def _receive(self, push: IncomingPush, attachment: Attachment, runner: Runner) -> None:
+        """See _drain()."""
         coming: deque[Slot] = deque()
         while True:
-            while push.referred and len(coming) < attachment.window:
+            while push.referred and len(coming) < attachment.window and runner.may_expect():
                 slot = push.referred[0]
                 try:
                     # Don't wait while other buckets of this push arrive: they have to be handed on.
@@ -332,6 +338,10 @@ class PushReceiver:
                 push.referred.popleft()
                 slot.ticket = attachment.expect(slot.offset, slot.size, slot.digest)
                 coming.append(slot)
+                runner.expected += 1
+            if not coming and push.referred:
+                await runner.turn()
+                continue
             if not coming:
                 if push.committed or push.more is None:
                     return
@@ -339,23 +349,11 @@ class PushReceiver:
                 # The call's deadline ends this wait if the sender falls silent.
                 await push.more.wait()
                 continue
-            arrived = await self._arrived(coming)
+            arrived = await _arrived(coming)
+            runner.took(len(arrived))
             for slot in arrived:
                 self._weigh(push, slot, 0 if attachment.borrowed else len(slot.memory))
             self._take_slots(push, arrived)
-
-    async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
-        """The leading slots that are complete; waits for the first."""
-        arrived: list[Slot] = []
-        while not arrived:
-            while coming and (ticket := coming[0].ticket) is not None and ticket.whole:
-                slot = coming.popleft()
-                slot.memory, slot.matches = ticket.memory, ticket.matches
-                arrived.append(slot)
-            if not arrived:
-                assert ticket is not None
-                await ticket.wait()
-        return arrived
 
     # Whole buckets
 
@@ -536,6 +534,20 @@ class PushReceiver:
         # A task's error references its frames, and those reference the push.
         push.draining = None
         push.running.clear()
+
+
+async def _arrived(coming: deque[Slot]) -> list[Slot]:
+    """The leading slots that are complete; waits for the first."""
+    arrived: list[Slot] = []
+    while not arrived:
+        while coming and (ticket := coming[0].ticket) is not None and ticket.whole:
+            slot = coming.popleft()
+            slot.memory, slot.matches = ticket.memory, ticket.matches
+            arrived.append(slot)
+        if not arrived:
+            assert ticket is not None
+            await ticket.wait()
+    return arrived
 
 
 def _where(push: IncomingPush, number: int) -> str:

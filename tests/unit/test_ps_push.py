@@ -26,6 +26,7 @@ from shardline.server import inline_apply as quick
 from shardline.server.at_once import SingleRequests
 from shardline.server.calls import OpenCalls
 from shardline.server.incoming_push import PushResult
+from shardline.server.pace import AHEAD, PATIENCE_S
 from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, RequestView, read_push, read_reply
@@ -443,6 +444,49 @@ class WireOffer(SegmentOffer):
 
     def open(self, holder: Holder, shard: Any, loop: Any, answer: Any) -> Opening:
         return Opening(attachment=Wire(holder, self._memory))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_push_ahead_of_another_of_its_step_is_received_when_that_one_has_moved_or_has_not_for_long(
+    partial: bool,
+) -> None:
+    async def main() -> None:
+        store = make_store(buckets=6)
+        pace, now_s = store.staging.pace, 0.0
+        pace.clock = lambda: now_s
+        attachments, wires, receivers = Attachments(), [], []
+        attachments.offer(WireOffer(encoded(store, 0)))
+        for worker in range(2):
+            holder = Holder(task=f"worker/{worker}", incarnation=1, shard=0)
+            number, opening = attachments.open("tcp", holder, store.shards[0], asyncio.get_running_loop(), no_calls)
+            assert isinstance(opening.attachment, Wire)
+            receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
+            data = {"lane": common_pb2.LANE_TCP, "attachment": number}
+            await receiver.feed(head(store, worker, data=data, partial=partial))
+            wires.append(opening.attachment)
+            receivers.append(receiver)
+
+        async def refer(worker: int, *buckets: int) -> int:
+            """Refer to buckets, all of whose bytes are there; how many of the first worker's are expected then."""
+            refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in buckets]
+            await receivers[worker].feed(PushFrameView(refs=refs))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return wires[0].expected
+
+        await refer(1, 0)
+        assert await refer(0, *range(6)) == (6 if partial else 1 + AHEAD)
+        assert await refer(1, 1) == (6 if partial else 2 + AHEAD)
+        now_s += PATIENCE_S
+        assert await refer(1) == (6 if partial else 2 + AHEAD)
+        pace.changed()
+        assert await refer(1) == 6
+        for receiver in receivers:
+            await receiver.abandon()
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
 
 
 @pytest.mark.parametrize("fresh", [True, False])

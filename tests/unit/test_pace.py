@@ -1,0 +1,90 @@
+"""Pushes of one step keep pace: which of them may expect its next bucket."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from shardline.server.pace import AHEAD, PATIENCE_S, Pace, Race, Runner
+
+RACE: Race = (0, 7)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def take(runner: Runner) -> bool:
+    """Expect the next bucket, if it may."""
+    if not runner.may_expect():
+        return False
+    runner.expected += 1
+    return True
+
+
+def several(pace: Pace, stack: ExitStack, count: int, race: Race | None = RACE) -> list[Runner]:
+    return [stack.enter_context(pace.run(race)) for _ in range(count)]
+
+
+def test_who_is_ahead_waits_for_the_slowest_and_the_slowest_never_waits() -> None:
+    with ExitStack() as stack:
+        first, second = several(Pace(Clock()), stack, 2)
+        assert [take(first) for _ in range(AHEAD + 1)] == [True] * AHEAD + [False]
+        first.took(AHEAD)
+        # All that it may have has come: it waits for the other.
+        assert not take(first)
+        for number in range(1, 5):
+            assert take(second)
+            second.took(1)
+            assert take(first) and not take(first)
+            first.took(1)
+            assert (second.came, first.came) == (number, number + AHEAD)
+
+
+def test_who_does_not_move_or_has_ended_holds_up_nobody() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    with pace.run(RACE) as first:
+        assert all(take(first) for _ in range(AHEAD))
+        with pace.run(RACE):
+            assert not take(first)
+            clock.now_s += PATIENCE_S
+            assert take(first)
+        assert take(first)
+        with pace.run(RACE):
+            assert not take(first)
+        assert take(first)
+
+
+@pytest.mark.parametrize("other", [(0, 8), (1, 7), None])
+def test_pushes_of_other_steps_and_shards_and_those_that_need_not_keep_pace_are_no_matter(other: Race | None) -> None:
+    with ExitStack() as stack:
+        pace = Pace(Clock())
+        first, _ = several(pace, stack, 1) + several(pace, stack, 1, other)
+        free, _ = several(pace, stack, 2, None)
+        assert all(take(one) for one in (first, free) for _ in range(4))
+
+
+def test_who_waits_is_woken_by_a_bucket_that_comes_by_an_end_and_by_time() -> None:
+    async def main() -> None:
+        pace = Pace()
+        with pace.run(RACE) as first:
+            for act in ("comes", "ends", "nothing"):
+                with ExitStack() as stack:
+                    second = stack.enter_context(pace.run(RACE))
+                    waiting = asyncio.create_task(first.turn())
+                    await asyncio.sleep(0)
+                    assert not waiting.done()
+                    if act == "comes":
+                        second.took(1)
+                    elif act == "ends":
+                        stack.close()
+                    await asyncio.wait_for(waiting, 20.0)
+
+    asyncio.run(main())
