@@ -5,8 +5,9 @@ unevenly: without a rule one worker has sent everything when another is in the m
 can be pulled. So a push that is ahead is not received from: its socket fills, its worker stops sending, and the link is
 left to those behind.
 
-A push that is ahead stays ahead, so none is later for it. One that does not move, as while its worker computes or waits
-for room, holds up nobody for longer than PATIENCE_S.
+What counts is what has come while both moved: a push that began long before another, perhaps since its own link is
+slow, keeps its lead and is not held back for it. One that does not move, as while its worker computes or waits for
+room, holds up nobody for longer than PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -33,18 +34,30 @@ class Runner:
         self.expected = 0
         """Buckets that are received or have come."""
         self.came = 0
+        self.beside = self._level()
+        """The same, counted from where the slowest was when this one began, or moved again."""
         self.moved_s = pace.clock()
 
     def may_expect(self) -> bool:
-        """Whether its next bucket may be received now."""
-        slowest = self._pace.slowest(self)
-        return slowest is None or self.expected < slowest + AHEAD
+        """Whether its next bucket may be received now. So it is of one of those that move, or all of theirs come."""
+        coming = self.expected - self.came
+        return not any(
+            self.expected >= other.came + AHEAD and self.beside + coming >= other.beside + AHEAD
+            for other in self._pace.moving(self)
+        )
 
     def took(self, count: int) -> None:
         """So many of its buckets have come."""
+        if not self._pace.moves(self):
+            self.beside = max(self.beside, self._level())
         self.came += count
+        self.beside += count
         self.moved_s = self._pace.clock()
         self._pace.changed()
+
+    def _level(self) -> int:
+        """Where the slowest of the others is."""
+        return min((other.beside for other in self._pace.moving(self)), default=0)
 
     async def turn(self) -> None:
         """Wait until may_expect() is worth another look."""
@@ -76,13 +89,15 @@ class Pace:
                 del self._races[race]
             self.changed()
 
-    def slowest(self, runner: Runner) -> int | None:
-        """Buckets that have come in the slowest of the others that move; None = there is none."""
+    def moves(self, runner: Runner) -> bool:
+        """Whether some bucket of a push has come of late."""
+        return runner.moved_s > self.clock() - PATIENCE_S
+
+    def moving(self, runner: Runner) -> list[Runner]:
+        """The others that a push keeps pace with now."""
         if runner.race is None:
-            return None
-        since_s = self.clock() - PATIENCE_S
-        others = [one.came for one in self._races[runner.race] if one is not runner and one.moved_s > since_s]
-        return min(others, default=None)
+            return []
+        return [one for one in self._races.get(runner.race, ()) if one is not runner and self.moves(one)]
 
     def changed(self) -> None:
         """Some push has moved or ended."""

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardline.server.pace import AHEAD, PATIENCE_S, Pace, Race, Runner
 
@@ -60,6 +62,63 @@ def test_who_does_not_move_or_has_ended_holds_up_nobody() -> None:
         with pace.run(RACE):
             assert not take(first)
         assert take(first)
+
+
+def test_who_began_first_keeps_its_lead_and_who_catches_up_is_not_held() -> None:
+    with ExitStack() as stack:
+        pace = Pace(Clock())
+        first = stack.enter_context(pace.run(RACE))
+        for _ in range(5):
+            assert take(first)
+            first.took(1)
+        second = stack.enter_context(pace.run(RACE))
+        # The first one's link is slow: while one bucket of it comes, three of the other do.
+        for _ in range(2):
+            assert take(first)
+            for _ in range(3):
+                assert take(second)
+                second.took(1)
+            first.took(1)
+        assert (first.came, second.came) == (7, 6)
+        # Side by side they keep pace: the second may be two ahead of what has come of the first.
+        assert [take(second) for _ in range(4)] == [True, True, True, False]
+
+
+def test_who_moves_again_is_not_waited_for_until_it_has_caught_up() -> None:
+    clock = Clock()
+    with ExitStack() as stack:
+        first, second = several(Pace(clock), stack, 2)
+        clock.now_s += PATIENCE_S
+        for _ in range(6):
+            assert take(first)
+            first.took(1)
+        assert take(second)
+        second.took(1)
+        assert second.came == 1
+        assert [take(first) for _ in range(4)] == [True, True, True, False]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["take", "come", "time", "end"])), max_size=60))
+def test_one_of_them_may_always_go_on(acts: list[tuple[int, str]]) -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    with ExitStack() as stack:
+        held = [ExitStack() for _ in range(4)]
+        runners = [one.enter_context(pace.run(RACE)) for one in held]
+        for number, act in acts:
+            runner = runners[number]
+            if act == "take":
+                take(runner)
+            elif act == "come" and runner.expected > runner.came:
+                runner.took(1)
+            elif act == "time":
+                clock.now_s += PATIENCE_S / 3
+            elif act == "end":
+                held[number].close()
+                runners[number] = held[number].enter_context(pace.run(RACE))
+            assert any(one.may_expect() or one.expected > one.came for one in runners)
+        for one in held:
+            stack.push(one)
 
 
 @pytest.mark.parametrize("other", [(0, 8), (1, 7), None])
