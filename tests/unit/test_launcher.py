@@ -341,7 +341,8 @@ def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_rol
         assert cluster.lacking(begun=True) == ""
         cluster.kill("worker/1", restart=False)
         assert cluster.lacking(begun=True) == "no task is left to train"
-    with LocalCluster(launch(tmp_path, out=tmp_path / "second", workers=1)) as cluster:
+    staying = job_file(tmp_path, stays="worker/0")
+    with LocalCluster(launch(tmp_path, job=staying, out=tmp_path / "second", workers=1)) as cluster:
         cluster.kill("worker/0")
         # The others do nothing and may be done already.
         ends = iter(lambda: next_end(cluster), None)
