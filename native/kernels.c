@@ -40,10 +40,11 @@ static void put_away(void *target, const void *source, size_t size) {
         _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
     memcpy(to + at, from + at, size - at);
 }
-static void all_put_away(void) { _mm_sfence(); }
+/* Other threads see what is put away after what was written before this, and before what is written after this. */
+static void keep_order(void) { _mm_sfence(); }
 #else
 #define put_away(target, source, size) memcpy(target, source, size)
-#define all_put_away() ((void)0)
+#define keep_order() ((void)0)
 #endif
 
 /* Largest magnitude: of the bits without the sign, as which NaN is larger than infinity, and infinity than numbers. */
@@ -107,6 +108,7 @@ static double magnitude64(const void *values, size_t count) { return of64(most64
     static double copies##BITS(void *const *targets, const void *const *sources, const size_t *counts, size_t parts,   \
                                int away) {                                                                             \
         int##BITS##_t most = 0;                                                                                        \
+        keep_order();                                                                                                  \
         for (size_t part = 0; part < parts; part++)                                                                    \
             for (size_t at = 0, step = away ? PIECE : counts[part]; at < counts[part]; at += step) {                   \
                 u##BITS *target = (u##BITS *)targets[part] + at;                                                       \
@@ -117,7 +119,7 @@ static double magnitude64(const void *values, size_t count) { return of64(most64
                 if (away)                                                                                              \
                     put_away(target, source, count * sizeof *target);                                                  \
             }                                                                                                          \
-        all_put_away();                                                                                                \
+        keep_order();                                                                                                  \
         return of##BITS(most);                                                                                         \
     }
 
@@ -225,6 +227,7 @@ SUM(64)
     static void sgd##BITS(void *target, const void *source, const void *gradient, void *momentum_buffer,               \
                           size_t count, const struct sgd_step *step) {                                                 \
         f##BITS scratch[BLOCK];                                                                                        \
+        keep_order();                                                                                                  \
         for (size_t at = 0, block = step->away ? PIECE : BLOCK; at < count; at += block) {                             \
             size_t size = SMALLER(block, count - at);                                                                  \
             const f##BITS *from = (const f##BITS *)source + at, *g = (const f##BITS *)gradient + at;                   \
@@ -254,7 +257,7 @@ SUM(64)
             if (step->away)                                                                                            \
                 put_away(to, scratch, size * sizeof *to);                                                              \
         }                                                                                                              \
-        all_put_away();                                                                                                \
+        keep_order();                                                                                                  \
     }
 
 SGD(32, float)

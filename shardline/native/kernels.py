@@ -41,7 +41,8 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        # A single element may be half of a conjugated number, whose sign is not in memory.
+        # A single element may be half of a conjugated number, whose sign is not in memory. So may several that were
+        # made by as_strided or private functions of torch: nobody's gradients are.
         and tensor.numel() != 1
     )
 

@@ -7,7 +7,8 @@ left to those behind.
 
 What counts is what has come while both moved: a push that began long before another, perhaps since its own link is
 slow, keeps its lead and is not held back for it. One that does not move, as while its worker computes or waits for
-room, holds up nobody for longer than PATIENCE_S.
+room, holds up nobody for longer than the patience; and none is held up for longer than twice that, because its worker
+waits for its socket to take more, and gives up in the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE_S = 0.5
-"""Seconds after which a push that has not moved is not waited for; well below any --timeout."""
+"""Seconds after which a push that has not moved is not waited for, unless the timeouts call for fewer."""
 AHEAD = 2
 """Buckets that a push may expect beyond those that have come in the slowest one: one that comes and one behind it."""
 Race = tuple[int, int]
@@ -39,7 +40,9 @@ class Runner:
         self.moved_s = pace.clock()
 
     def may_expect(self) -> bool:
-        """Whether its next bucket may be received now. So it is of one of those that move, or all of theirs come."""
+        """Whether its next bucket may be received now. Some push always may, or has buckets coming."""
+        if self._pace.clock() - self.moved_s > 2 * self._pace.patience_s:
+            return True
         coming = self.expected - self.came
         return not any(
             self.expected >= other.came + AHEAD and self.beside + coming >= other.beside + AHEAD
@@ -56,8 +59,11 @@ class Runner:
         self._pace.changed()
 
     def _level(self) -> int:
-        """Where the slowest of the others is."""
-        return min((other.beside for other in self._pace.moving(self)), default=0)
+        """Where the slowest of the others is, or the fastest if none moves: it is not to wait for this one later."""
+        moving = self._pace.moving(self)
+        if moving:
+            return min(other.beside for other in moving)
+        return max((other.beside for other in self._pace.others(self)), default=0)
 
     async def turn(self) -> None:
         """Wait until may_expect() is worth another look."""
@@ -69,6 +75,8 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.patience_s = PATIENCE_S
+        """Twice that must be well below the time in which a worker's socket has to take something."""
         self._races: dict[Race, list[Runner]] = {}
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -91,13 +99,17 @@ class Pace:
 
     def moves(self, runner: Runner) -> bool:
         """Whether some bucket of a push has come of late."""
-        return runner.moved_s > self.clock() - PATIENCE_S
+        return runner.moved_s > self.clock() - self.patience_s
 
     def moving(self, runner: Runner) -> list[Runner]:
         """The others that a push keeps pace with now."""
+        return [one for one in self.others(runner) if self.moves(one)]
+
+    def others(self, runner: Runner) -> list[Runner]:
+        """The other pushes of its race."""
         if runner.race is None:
             return []
-        return [one for one in self._races.get(runner.race, ()) if one is not runner and self.moves(one)]
+        return [one for one in self._races.get(runner.race, ()) if one is not runner]
 
     def changed(self) -> None:
         """Some push has moved or ended."""
@@ -111,7 +123,7 @@ class Pace:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
-            await asyncio.wait({waiter}, timeout=PATIENCE_S)
+            await asyncio.wait({waiter}, timeout=self.patience_s)
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)

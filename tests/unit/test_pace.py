@@ -98,6 +98,37 @@ def test_who_moves_again_is_not_waited_for_until_it_has_caught_up() -> None:
         assert [take(first) for _ in range(4)] == [True, True, True, False]
 
 
+def test_none_is_held_for_long_whatever_the_others_do() -> None:
+    clock = Clock()
+    with ExitStack() as stack:
+        first, second = several(Pace(clock), stack, 2)
+        second.took(1)
+        assert all(take(first) for _ in range(AHEAD + 1))
+        first.took(AHEAD + 1)
+        for _ in range(4):
+            assert not take(first)
+            clock.now_s += PATIENCE_S / 2
+            second.moved_s = clock.now_s
+        assert not take(first)
+        clock.now_s += 0.001
+        assert take(first)
+
+
+def test_who_stood_still_does_not_hold_up_one_that_has_paused_meanwhile() -> None:
+    clock = Clock()
+    with ExitStack() as stack:
+        first, second = several(Pace(clock), stack, 2)
+        clock.now_s += PATIENCE_S
+        for _ in range(40):
+            assert take(first)
+            first.took(1)
+        # The first one's next gradient takes its time; meanwhile the second goes on.
+        clock.now_s += PATIENCE_S
+        assert take(second)
+        second.took(1)
+        assert take(first)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["take", "come", "time", "end"])), max_size=60))
 def test_one_of_them_may_always_go_on(acts: list[tuple[int, str]]) -> None:
     clock = Clock()
