@@ -29,7 +29,7 @@ Race = tuple[int, int]
 class Runner:
     """The position of one push."""
 
-    def __init__(self, pace: Pace, race: Race | None) -> None:
+    def __init__(self, pace: Pace, race: Race) -> None:
         self._pace = pace
         self.race = race
         self.expected = 0
@@ -81,12 +81,9 @@ class Pace:
         self._waiters: list[asyncio.Future[None]] = []
 
     @contextmanager
-    def run(self, race: Race | None) -> Iterator[Runner]:
-        """A push while it is received. race: None = it keeps pace with nobody."""
+    def run(self, race: Race) -> Iterator[Runner]:
+        """A push while it is received."""
         runner = Runner(self, race)
-        if race is None:
-            yield runner
-            return
         runners = self._races.setdefault(race, [])
         runners.append(runner)
         try:
@@ -107,8 +104,6 @@ class Pace:
 
     def others(self, runner: Runner) -> list[Runner]:
         """The other pushes of its race."""
-        if runner.race is None:
-            return []
         return [one for one in self._races.get(runner.race, ()) if one is not runner]
 
     def changed(self) -> None:

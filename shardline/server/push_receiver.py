@@ -321,14 +321,18 @@ class PushReceiver:
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
         """Receive referred buckets, a window of them at a time, and hand them on as they are complete."""
-        with self._backend.staging.pace.run(push.race) as runner:
+        race = push.race
+        if race is None:
+            await self._receive(push, attachment, None)
+            return
+        with self._backend.staging.pace.run(race) as runner:
             await self._receive(push, attachment, runner)
 
-    async def _receive(self, push: IncomingPush, attachment: Attachment, runner: Runner) -> None:
-        """See _drain()."""
+    async def _receive(self, push: IncomingPush, attachment: Attachment, runner: Runner | None) -> None:
+        """See _drain(). runner: None = the push keeps pace with nobody."""
         coming: deque[Slot] = deque()
         while True:
-            while push.referred and len(coming) < attachment.window and runner.may_expect():
+            while push.referred and len(coming) < attachment.window and (runner is None or runner.may_expect()):
                 slot = push.referred[0]
                 try:
                     # Don't wait while other buckets of this push arrive: they have to be handed on.
@@ -338,8 +342,10 @@ class PushReceiver:
                 push.referred.popleft()
                 slot.ticket = attachment.expect(slot.offset, slot.size, slot.digest)
                 coming.append(slot)
-                runner.expected += 1
+                if runner is not None:
+                    runner.expected += 1
             if not coming and push.referred:
+                assert runner is not None, "what keeps pace with nobody takes a bucket or raises NoRoomError"
                 await runner.turn()
                 continue
             if not coming:
@@ -350,7 +356,8 @@ class PushReceiver:
                 await push.more.wait()
                 continue
             arrived = await _arrived(coming)
-            runner.took(len(arrived))
+            if runner is not None:
+                runner.took(len(arrived))
             for slot in arrived:
                 self._weigh(push, slot, 0 if attachment.borrowed else len(slot.memory))
             self._take_slots(push, arrived)
