@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -321,11 +322,7 @@ class PushReceiver:
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
         """Receive referred buckets, a window of them at a time, and hand them on as they are complete."""
-        race = push.race
-        if race is None:
-            await self._receive(push, attachment, None)
-            return
-        with self._backend.staging.pace.run(race) as runner:
+        with self._backend.staging.pace.run(push.race) if push.race else nullcontext() as runner:
             await self._receive(push, attachment, runner)
 
     async def _receive(self, push: IncomingPush, attachment: Attachment, runner: Runner | None) -> None:
@@ -344,8 +341,7 @@ class PushReceiver:
                 coming.append(slot)
                 if runner is not None:
                     runner.expected += 1
-            if not coming and push.referred:
-                assert runner is not None, "what keeps pace with nobody takes a bucket or raises NoRoomError"
+            if not coming and push.referred and runner is not None:
                 await runner.turn()
                 continue
             if not coming:
