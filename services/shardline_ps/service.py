@@ -57,7 +57,7 @@ class PsProcess:
             self.store.free_memory = free_memory
         # The answer must arrive before the sender's own deadline, which is rpc_s plus time for the bytes.
         self.store.staging_wait_s = config.timeouts.rpc_s / 2
-        self.store.staging.pace.patience_s = min(PATIENCE_S, config.timeouts.rpc_s / 4)
+        self.store.pace.patience_s = min(PATIENCE_S, config.timeouts.rpc_s / 4)
         # Within the deadline of Configure, with time left to create the new shards.
         self.store.let_go_s = config.timeouts.rpc_s / 2
         self.ended = threading.Event()

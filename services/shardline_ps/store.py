@@ -25,6 +25,7 @@ from shardline.errors import ProtocolError, UsageError
 from shardline.host.loop_posts import post
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.server.buffers import Buffers
+from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Ledger, Staging
 from shardline.storage.publication import PlainPublication, Publication
@@ -128,6 +129,7 @@ class ParameterStore:
         self.staging_bytes = staging_bytes
         self.staging = Staging()
         """Decides who may send the next contribution."""
+        self.pace = Pace()
         self.buffers = Buffers(lambda: self.staging.limit, lambda: self.staging.in_use)
         """Memory for incoming contributions."""
         self.heap_trimmer = HeapTrimmer(lambda: self.staging.limit - max(self.staging.in_use, self.buffers.held_bytes))

@@ -31,6 +31,7 @@ from shardline.wire.protobuf import ReplyView, Request, read_reply, write_reques
 
 RECEIVE_BYTES = 64 << 10
 LOOK_S = 300e-6
+"""Seconds for which a thread looks for an answer at most, and in which the one before has to have come."""
 AWAY_S = 50e-6
 """Another process had the core if so much time is between two looks."""
 ASLEEP = 500

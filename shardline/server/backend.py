@@ -20,6 +20,7 @@ from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
 from shardline.server.buffers import Buffers
+from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
 from shardline.storage.base import ParameterBlock
@@ -180,6 +181,8 @@ class Backend(Protocol):
     """Room for incoming contributions."""
     staging_wait_s: float
     """Seconds that one stream may wait for room in total."""
+    pace: Pace
+    """Of synchronous pushes whose bytes move."""
     buffers: Buffers
     """Memory for incoming buckets."""
     pool_threads: int

@@ -322,7 +322,7 @@ class PushReceiver:
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
         """Receive referred buckets, a window of them at a time, and hand them on as they are complete."""
-        with self._backend.staging.pace.run(push.race) if push.race else nullcontext() as runner:
+        with self._backend.pace.run(push.race) if push.race else nullcontext() as runner:
             await self._receive(push, attachment, runner)
 
     async def _receive(self, push: IncomingPush, attachment: Attachment, runner: Runner | None) -> None:

@@ -44,7 +44,7 @@ class Signal:
 
     async def wait(self, waiter: asyncio.Future[bool], timeout_s: float) -> bool:
         """Wait for an armed future; False after timeout_s."""
-        # Half of what asyncio.wait_for() does for each bucket.
+        # asyncio.wait_for() takes twice as many calls, for every bucket.
         timer = self._loop.call_later(timeout_s, _expire, waiter)
         try:
             return await waiter

@@ -46,7 +46,6 @@ from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block, sibling, split
 from shardline.core.spec import TensorKind
 from shardline.host.loop_posts import post
-from shardline.server.pace import Pace
 
 SPARE_BYTES = 64 << 20
 """Part of the default limit that is left for contributions out of tree order."""
@@ -376,8 +375,6 @@ class Staging:
     def __init__(self) -> None:
         self.ledger = Ledger(SPARE_BYTES, {}, 1, total_waits=False, view=lambda shard, bucket: None)
         """The rule that decides now; configure() replaces it."""
-        self.pace = Pace()
-        """Of those that have room and are received."""
         self._held: Callable[[], int] = lambda: 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[_Waiter] = []

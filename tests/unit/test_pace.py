@@ -30,6 +30,13 @@ def take(runner: Runner) -> bool:
     return True
 
 
+def bring(runner: Runner, count: int = 1) -> None:
+    """Expect buckets, which it may, and receive each before the next."""
+    for _ in range(count):
+        assert take(runner)
+        runner.took(1)
+
+
 def several(pace: Pace, stack: ExitStack, count: int, race: Race = RACE) -> list[Runner]:
     return [stack.enter_context(pace.run(race)) for _ in range(count)]
 
@@ -42,8 +49,7 @@ def test_who_is_ahead_waits_for_the_slowest_and_the_slowest_never_waits() -> Non
         # All that it may have has come: it waits for the other.
         assert not take(first)
         for number in range(1, 5):
-            assert take(second)
-            second.took(1)
+            bring(second)
             assert take(first) and not take(first)
             first.took(1)
             assert (second.came, first.came) == (number, number + AHEAD)
@@ -68,16 +74,12 @@ def test_who_began_first_keeps_its_lead_and_who_catches_up_is_not_held() -> None
     with ExitStack() as stack:
         pace = Pace(Clock())
         first = stack.enter_context(pace.run(RACE))
-        for _ in range(5):
-            assert take(first)
-            first.took(1)
+        bring(first, 5)
         second = stack.enter_context(pace.run(RACE))
         # The first one's link is slow: while one bucket of it comes, three of the other do.
         for _ in range(2):
             assert take(first)
-            for _ in range(3):
-                assert take(second)
-                second.took(1)
+            bring(second, 3)
             first.took(1)
         assert (first.came, second.came) == (7, 6)
         # Side by side they keep pace: the second may be two ahead of what has come of the first.
@@ -89,11 +91,8 @@ def test_who_moves_again_is_not_waited_for_until_it_has_caught_up() -> None:
     with ExitStack() as stack:
         first, second = several(Pace(clock), stack, 2)
         clock.now_s += PATIENCE_S
-        for _ in range(6):
-            assert take(first)
-            first.took(1)
-        assert take(second)
-        second.took(1)
+        bring(first, 6)
+        bring(second)
         assert second.came == 1
         assert [take(first) for _ in range(4)] == [True, True, True, False]
 
@@ -119,13 +118,10 @@ def test_who_stood_still_does_not_hold_up_one_that_has_paused_meanwhile() -> Non
     with ExitStack() as stack:
         first, second = several(Pace(clock), stack, 2)
         clock.now_s += PATIENCE_S
-        for _ in range(40):
-            assert take(first)
-            first.took(1)
+        bring(first, 40)
         # The first one's next gradient takes its time; meanwhile the second goes on.
         clock.now_s += PATIENCE_S
-        assert take(second)
-        second.took(1)
+        bring(second)
         assert take(first)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
-import math
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,136 +12,33 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.codecs.base import PLAIN_TURN
-from shardline.core.plan import make_plan
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
-from shardline.core.tensor_bytes import borrowed_tensor
-from shardline.errors import NonFiniteError, ProtocolError
+from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import inline_apply as quick
-from shardline.server.at_once import SingleRequests
-from shardline.server.calls import OpenCalls
-from shardline.server.incoming_push import PushResult
 from shardline.server.pace import AHEAD, PATIENCE_S
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.update import rule
-from shardline.wire.protobuf import ChunkView, PushFrameView, RequestView, read_push, read_reply
-from shardline_ps.store import ParameterStore, PsConfiguration
+from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
 from tests.support.builders import roll_back
 from tests.support.lanes import no_calls
+from tests.support.pushes import (
+    ELEMENTS,
+    NBYTES,
+    Segment,
+    SegmentOffer,
+    bucket_frame,
+    bucket_head,
+    encoded,
+    head,
+    make_store,
+    nothing_is_left,
+    push,
+    push_frames,
+    run,
+)
 
-ELEMENTS = 1024
-NBYTES = 4 * ELEMENTS
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-
-
-def make_store(
-    mode: str = "sync",
-    *,
-    replicas: int = 2,
-    buckets: int = 1,
-    threads: int = 2,
-    staging: int | None = None,
-    codec: str = "raw",
-) -> ParameterStore:
-    """Inside a running loop: one shard with buckets of ELEMENTS float32 each, active, with values of one."""
-    tensors = [TensorSpec(name=f"t{n}", shape=(ELEMENTS,), dtype="float32") for n in range(buckets)]
-    store = ParameterStore(device=torch.device("cpu"), pool_threads=threads, staging_bytes=staging)
-    store.staging_wait_s = 0.05
-    configuration = PsConfiguration(
-        job="j",
-        timeline=1,
-        plan=make_plan(tensors, 1, bucket_bytes=NBYTES),
-        shards=(0,),
-        rule=rule("SGD", ({"lr": 0.5},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(mode=mode),
-        replicas=replicas,
-        cut_every=0,
-        codec=codec,
-    )
-    store.configure(configuration, asyncio.get_running_loop())
-    store.authority.active = True
-    assert len(store.shards[0].buckets) == buckets
-    for bucket in store.shards[0].buckets:
-        assert bucket.spec.elements == ELEMENTS
-        store.shards[0].initialize(bucket.number, torch.ones(ELEMENTS))
-    return store
-
-
-def head(store: ParameterStore, worker: int = 0, *, data: dict[str, Any] | None = None, **more: Any) -> PushFrameView:
-    """A push's first frame: of replica `worker` where it is synchronous."""
-    assert store.configuration is not None
-    settings = {
-        "job": "j",
-        "timeline": 1,
-        "plan_id": store.configuration.plan.plan_id,
-        "task": f"worker/{worker}",
-        "incarnation": 1,
-    }
-    header = data_pb2.PushHeader(
-        data=common_pb2.DataHeader(**{**settings, **(data or {})}),
-        block=data_pb2.Block(first=worker, count=1),
-        codec=store.configuration.codec,
-        **more,
-    )
-    return PushFrameView(header=header)
-
-
-def bucket_head(store: ParameterStore, number: int) -> data_pb2.BucketHeader:
-    return data_pb2.BucketHeader(
-        bucket=number, dtype=common_pb2.DTYPE_FLOAT32, elements=ELEMENTS, payload_bytes=len(encoded(store, number))
-    )
-
-
-def encoded(store: ParameterStore, number: int) -> bytes:
-    """A gradient of ones."""
-    assert store.configuration is not None
-    return bytes(store.coding.push.bucket(0, number).encoder.encode(torch.ones(ELEMENTS), PLAIN_TURN))
-
-
-def bucket_frame(store: ParameterStore, number: int) -> PushFrameView:
-    """A whole bucket in one frame."""
-    raw = encoded(store, number)
-    return PushFrameView(
-        bucket=bucket_head(store, number),
-        chunk=ChunkView(number, 0, memoryview(raw)),
-        bucket_commit=data_pb2.BucketCommit(bucket=number, bytes=len(raw), chunks=1),
-    )
-
-
-def push_frames(store: ParameterStore, worker: int = 0, **more: Any) -> Iterator[PushFrameView]:
-    yield head(store, worker, **more)
-    for bucket in store.shards[0].buckets:
-        yield bucket_frame(store, bucket.number)
-    yield PushFrameView(commit=data_pb2.Commit(buckets=len(store.shards[0].buckets)))
-
-
-async def push(store: ParameterStore, frames: Iterator[PushFrameView]) -> PushResult | None:
-    """A stream of its own for these frames; the result of the last."""
-    receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
-    result = None
-    try:
-        for frame in frames:
-            result = await receiver.feed(frame)
-    finally:
-        await receiver.abandon()
-    return result
-
-
-async def nothing_is_left(store: ParameterStore) -> None:
-    """Leases that threads gave back are taken by the loop soon."""
-    for _ in range(200):
-        if not store.staging.leased and not store.staging.ledger.entries:
-            break
-        await asyncio.sleep(0.01)
-    assert store.staging.leased == 0 and store.staging.ledger.entries == []
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 30.0))
 
 
 # Room is given back
@@ -358,49 +253,6 @@ def test_a_push_whose_call_ends_while_it_is_applied_is_applied_to_every_bucket()
     run(main)
 
 
-class Segment:
-    """A worker's memory, as lane shm has it."""
-
-    lane = "shm"
-    borrowed = True
-    window = 1 << 30
-
-    def __init__(self, holder: Holder, memory: bytes) -> None:
-        self.holder = holder
-        self._memory = memoryview(memory)
-
-    def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
-        memory = self._memory[offset : offset + nbytes]
-        return ShmTicket(memory, borrowed_tensor(memory, "uint8"))
-
-    def published(self, bucket: int, step: int) -> None:
-        raise AssertionError("nothing is pulled here")
-
-    def reply_slot(self, bucket: int, nbytes: int) -> None:
-        raise AssertionError("nothing is pulled here")
-
-    async def send(self, payload: Any, intact: Any) -> None:
-        raise AssertionError("nothing is pulled here")
-
-    def abort(self, reason: str) -> None:
-        """There is nothing to end."""
-
-    close = functools.partialmethod(abort, "closed")
-
-
-class SegmentOffer:
-    lane = "shm"
-
-    def __init__(self, memory: bytes) -> None:
-        self._memory = memory
-
-    def open(self, holder: Holder, shard: Any, loop: Any, answer: Any) -> Opening:
-        return Opening(attachment=Segment(holder, self._memory))
-
-    def close(self) -> None:
-        """Nobody comes."""
-
-
 def test_first_values_wait_for_room_until_those_before_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "QUICK_BYTES", 0)
 
@@ -452,7 +304,7 @@ def test_a_push_ahead_of_another_of_its_step_is_received_when_that_one_has_moved
 ) -> None:
     async def main() -> None:
         store = make_store(buckets=6)
-        pace, now_s = store.staging.pace, 0.0
+        pace, now_s = store.pace, 0.0
         pace.clock = lambda: now_s
         attachments, wires, receivers = Attachments(), [], []
         attachments.offer(WireOffer(encoded(store, 0)))
@@ -641,176 +493,5 @@ def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int)
         await receiver.abandon()
         await nothing_is_left(store)
         store.close()
-
-    run(main)
-
-
-# Steps in one request
-
-
-class Published(Segment):
-    def published(self, bucket: int, step: int) -> tuple[int, int]:  # type: ignore[override]
-        return step & 1, bucket * NBYTES
-
-
-class PublishedOffer(SegmentOffer):
-    def open(self, holder: Holder, shard: Any, loop: Any, answer: Any) -> Opening:
-        return Opening(attachment=Published(holder, self._memory))
-
-
-class Steps:
-    """Workers that push a step of one bucket in place and pull the next, each in one request."""
-
-    def __init__(self, store: ParameterStore) -> None:
-        self.store = store
-        self.attachments = Attachments()
-        self.attachments.offer(PublishedOffer(encoded(store, 0)))
-        self.calls, self.results = OpenCalls(), list[PushResult]()
-        self.single = SingleRequests(store, self.attachments, self.calls, self.results.append)
-        self.written: list[bytes] = []
-
-    def request(self, worker: int, step: int = 0) -> RequestView:
-        holder = Holder(task=f"worker/{worker}", incarnation=1, shard=0)
-        shard: Any = self.store.shards[0]
-        number, _ = self.attachments.open("shm", holder, shard, asyncio.get_running_loop(), no_calls)
-        frame = head(self.store, worker, data={"lane": common_pb2.LANE_SHM, "attachment": number}, step=step)
-        frame.refs = [data_pb2.BucketRef(bucket=bucket_head(self.store, 0))]
-        frame.commit = data_pb2.Commit(buckets=1, bytes=NBYTES)
-        assert frame.header is not None
-        pull = data_pb2.PullRequest(data=frame.header.data, exact_step=step + 1, wait_s=20.0)
-        return RequestView(push=frame, pull=pull)
-
-    async def write(self, message: bytes) -> None:
-        self.written.append(message)
-
-    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
-        """There is none."""
-
-
-def told(messages: list[bytes]) -> tuple[list[int], list[int]]:
-    """(outcomes of acks, steps of the buckets that were served) in these replies."""
-    views = [read_reply(message) for message in messages]
-    acks = [view.ack.outcome for view in views if view.ack is not None]
-    return acks, [state.step for view in views if view.pull is not None for state in view.pull.buckets]
-
-
-def test_a_small_step_is_answered_at_once_in_one_message() -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=1))
-        answered = steps.single.answer(steps.request(0))
-        assert answered is not None and answered.rest is None and len(answered.replies) == 1
-        assert told(answered.replies) == ([common_pb2.OUTCOME_COUNTED], [1])
-        assert [result.task for result in steps.results] == ["worker/0"]
-        assert torch.equal(steps.store.shards[0].buckets[0].values, torch.full((ELEMENTS,), 0.5))
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-def test_a_small_step_that_waits_for_others_is_acknowledged_at_once_and_served_when_they_came() -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=2))
-        first = steps.single.answer(steps.request(0))
-        assert first is not None and first.rest is not None
-        assert told(first.replies) == ([common_pb2.OUTCOME_COUNTED], [])
-        waiting = asyncio.create_task(first.rest(steps))
-        await asyncio.sleep(0)
-        assert [call.senders for call in steps.calls.open] == [{("worker/0", 1)}], "a fence can end it"
-        last = steps.single.answer(steps.request(1))
-        assert last is not None and last.rest is None
-        assert told(last.replies) == ([common_pb2.OUTCOME_COUNTED], [1])
-        await waiting
-        assert told(steps.written) == ([], [1]) and not steps.calls.open
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-def test_a_step_that_threads_count_waits_in_a_task_and_is_answered_in_one_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=1))
-        monkeypatch.setattr(quick, "QUICK_BYTES", NBYTES - 1)
-        answered = steps.single.answer(steps.request(0))
-        assert answered is not None and answered.replies == [] and answered.rest is not None
-        await answered.rest(steps)
-        assert len(steps.written) == 1 and told(steps.written) == ([common_pb2.OUTCOME_COUNTED], [1])
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-@pytest.mark.parametrize("patience_s", [0.0, 0.05])
-def test_a_step_in_one_request_that_finds_no_room_is_told_to_wait_and_pulls_nothing(patience_s: float) -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=4))
-        staging = steps.store.staging
-        staging.ledger.limit, steps.store.staging_wait_s = staging.ledger.reserved, patience_s
-        answered = steps.single.answer(steps.request(3))
-        assert answered is not None
-        if answered.rest is not None:
-            await answered.rest(steps)
-        assert told([*answered.replies, *steps.written]) == ([common_pb2.OUTCOME_WAITING], [])
-        assert [result.task for result in steps.results] == ["worker/3"] and not steps.calls.open
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-def test_a_step_whose_wait_is_cancelled_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=2, threads=1))
-        monkeypatch.setattr(quick, "QUICK_BYTES", NBYTES - 1)
-        gate = threading.Event()
-        blocked = steps.store.pool.submit(gate.wait, 20.0)
-        answered = steps.single.answer(steps.request(0))
-        assert answered is not None and answered.rest is not None
-        task = asyncio.create_task(answered.rest(steps))
-        await asyncio.sleep(0.01)
-        assert not steps.written
-        task.cancel()
-        await asyncio.sleep(0.01)
-        gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert blocked.result(20.0) and not steps.calls.open
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-def test_a_step_with_nan_ends_its_attachment() -> None:
-    async def main() -> None:
-        steps = Steps(make_store(replicas=1))
-        steps.attachments.offer(PublishedOffer(torch.full((ELEMENTS,), math.nan).numpy().tobytes()))
-        with pytest.raises(NonFiniteError, match="t0"):
-            steps.single.answer(steps.request(0))
-        assert steps.attachments.count() == {"shm": 0}
-        assert torch.equal(steps.store.shards[0].buckets[0].values, torch.ones(ELEMENTS))
-        await nothing_is_left(steps.store)
-        steps.store.close()
-
-    run(main)
-
-
-@pytest.mark.parametrize("change", ["several requests", "asynchronous", "first values"])
-def test_what_is_no_step_in_one_request_is_left_alone(change: str) -> None:
-    async def main() -> None:
-        steps = Steps(make_store("async" if change == "asynchronous" else "sync", replicas=1))
-        request = steps.request(0)
-        assert request.push is not None and request.push.header is not None
-        if change == "several requests":
-            request.push.commit = None
-        elif change == "first values":
-            request.push.header.kind = data_pb2.PUSH_KIND_INIT
-        assert steps.single.answer(request) is None
-        assert not steps.results and steps.attachments.count() == {"shm": 1}
-        steps.store.close()
 
     run(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,8 +28,6 @@ from shardline.host.segments import Segment
 from shardline.native.kernels import Copies, outgrows_cache
 from shardline.rpc.messages.convert import pack_bits
 
-_LAYOUT = operator.attrgetter("layout")
-_STRIDED = frozenset([torch.strided])
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
 
@@ -186,8 +183,13 @@ class GradientStaging:
         keys: None = every bucket. See add_bucket. Returns the names of gradients that are not finite, each once, in the
         plan's order. Raises JobError naming a tensor whose gradient is sparse.
         """
-        if not _STRIDED.issuperset(map(_LAYOUT, gradients.values())):
-            self._refuse_sparse(gradients)
+        for number, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
+                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
+                    "nn.EmbeddingBag), or pass its to_dense()"
+                )
         after = [self._host.mark()] if self._host is not None else ()
 
         def add(key: Key) -> list[int]:
@@ -202,15 +204,6 @@ class GradientStaging:
         found = self._map.each(add, chosen, nbytes)
         bad = set(itertools.chain.from_iterable(found))
         return [self._plan.tensors[number].name for number in sorted(bad)]
-
-    def _refuse_sparse(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        for number, gradient in gradients.items():
-            if gradient.layout != torch.strided:
-                raise JobError(
-                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline "
-                    "supports only dense gradients: create its layer with sparse=False (nn.Embedding, "
-                    "nn.EmbeddingBag), or pass its to_dense()"
-                )
 
     def add_bucket(
         self,

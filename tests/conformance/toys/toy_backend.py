@@ -32,6 +32,7 @@ from shardline.lanes.attachments import Attachments
 from shardline.rpc.server import RpcServer
 from shardline.server.buffers import Buffers
 from shardline.server.data_plane import data_plane_alone
+from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
 from shardline.storage.publication import PlainPublication, Publication, areas
@@ -150,7 +151,7 @@ class Aggregator:
     def __init__(self, config: RoleConfig, job: str, timeline: int, plan: Plan, members: Mapping[str, int]) -> None:
         self.job, self.timeline, self.plan, self.members = job, timeline, plan, dict(members)
         self.coding = coding_of("raw", plan)
-        self.staging, self.buffers = Staging(), Buffers(lambda: 64 << 20)
+        self.staging, self.pace, self.buffers = Staging(), Pace(), Buffers(lambda: 64 << 20)
         self.bytes_in = self.bytes_out = 0
         self._pool = ThreadPoolExecutor(self.pool_threads)
         self.attachments, self._offers = Attachments(), []
