@@ -15,15 +15,10 @@ import bisect
 import functools
 import hashlib
 import random
-import signal
 import struct
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,58 +27,10 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from shardline.errors import JobError, JobExitError, ShardlineError
-
-_OTHERS = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<")
-"""Files that are not the user's code: this library, Python's, and code without a file."""
+from shardline.errors import JobError, calling
 
 Batch = Any
 """Result of a job's collate; only its loss function knows the type."""
-
-
-class _UserCode:
-    """A context manager around the user's code. Not a generator: several are entered in every pass of a pipeline."""
-
-    __slots__ = ("_errors", "_what")
-
-    def __init__(self, what: str, *, errors: bool) -> None:
-        """errors: turn these into a JobError too."""
-        self._what = what
-        self._errors = errors
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            if self._errors and not isinstance(error, ShardlineError):
-                where = where_raised(error)
-                raise JobError(f"{self._what} raised {type(error).__name__}: {error}{where}") from error
-        elif isinstance(error, SystemExit):
-            code = "" if error.code is None else repr(error.code)
-            raise JobExitError(f"{self._what} called sys.exit({code}){where_raised(error)}") from error
-        # Tasks handle the signal themselves; elsewhere it is the user's Ctrl-C.
-        elif isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            raise JobExitError(f"{self._what} raised KeyboardInterrupt{where_raised(error)}") from error
-
-
-def calling(what: str) -> AbstractContextManager[None]:
-    """Turn errors of the user's code into a JobError that names it and the line; the original is its cause."""
-    return _UserCode(what, errors=True)
-
-
-def staying(what: str) -> AbstractContextManager[None]:
-    """Turn an exit by the user's code, such as sys.exit(), into a JobExitError that names the line."""
-    return _UserCode(what, errors=False)
-
-
-def where_raised(error: BaseException) -> str:
-    """The innermost line of the user's code, such as " (job.py, line 41)"; empty if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(_OTHERS) and "site-packages" not in f.filename]
-    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 def derive(seed: int, *numbers: int) -> int:
@@ -436,7 +383,7 @@ def replica_gradients(
     .grad is the mean over the microbatches; None if a parameter took no part. The forward passes change the model's
     buffers. In asynchronous mode `step` is the number of the batch and replica is 0. The worker, the training chief and
     shardline.testing.reference all compute through this function. The loss may be NaN: handling it is up to the caller.
-    Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters.
+    Raises JobError if the job's loss or its backward pass raises, or it isn't a scalar that depends on the parameters.
     """
     model.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
@@ -453,7 +400,7 @@ def replica_gradients(
         check_loss(loss)
         if microbatch == job.accumulate - 1:
             watch.backward(functools.partial(_mean, total, loss, job.accumulate), samples)
-        with staying(f"backward(), in step {step} of replica {replica},"):
+        with calling(f"backward(), in step {step} of replica {replica},"):
             (loss / job.accumulate).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total / job.accumulate, samples
@@ -464,13 +411,17 @@ def _mean(total: float, last: torch.Tensor, count: int) -> float:
 
 
 def check_loss(loss: object) -> None:
-    """Raise JobError unless this is a scalar tensor that depends on the parameters."""
+    """Raise JobError unless this is a real scalar tensor that depends on the parameters."""
     if not isinstance(loss, torch.Tensor):
         raise JobError(f"loss(model, batch) returned {type(loss).__name__}; it must return a scalar tensor")
     if loss.numel() != 1:
         raise JobError(
             f"loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; it must be a scalar, the mean over "
             "the batch: call .mean() on it"
+        )
+    if loss.is_complex():
+        raise JobError(
+            f"loss(model, batch) returned a tensor of dtype {loss.dtype}; it must be real: return its .abs() or .real"
         )
     if not loss.requires_grad:
         raise JobError(

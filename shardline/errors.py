@@ -21,6 +21,13 @@ Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 
 
 from __future__ import annotations
 
+import signal
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import PurePath
+from types import TracebackType
 from typing import ClassVar
 
 
@@ -148,3 +155,88 @@ def exit_code_name(code: int) -> str:
         if cls.exit_code == code:
             return cls.__name__
     return {130: "interrupted", 143: "terminated"}.get(code, "InternalError")
+
+
+# Exceptions of the user's code
+
+PACKAGES = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
+_PYTHON = (sysconfig.get_paths()["stdlib"], "<")
+"""Beginnings of the names of files that are Python's own, and of code without a file."""
+
+
+class _UserCode:
+    """A context manager around the user's code. Not a generator: several are entered in every pass of a pipeline."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            if not isinstance(error, ShardlineError) and not _is_own(trace.tb_next if trace is not None else None):
+                raise _of_job(self._what, error) from error
+        elif isinstance(error, SystemExit):
+            code = "" if error.code is None else repr(error.code)
+            raise JobExitError(f"{self._what} called sys.exit({code}){where_raised(error)}") from error
+        # Tasks handle the signal themselves; elsewhere it is the user's Ctrl-C.
+        elif isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            raise JobExitError(f"{self._what} raised KeyboardInterrupt{where_raised(error)}") from error
+
+
+def calling(what: str) -> AbstractContextManager[None]:
+    """Turn errors of the user's code, and exits such as sys.exit(), into a JobError that names it and the line.
+
+    The original is its cause. Errors of Shardline's own code that is called within stay what they are.
+    """
+    return _UserCode(what)
+
+
+def of_user_code(error: BaseException, what: str) -> ShardlineError | None:
+    """The error that ends the job for an exception that got here: itself, or a JobError if the user's code was running.
+
+    None for a defect in Shardline. what: whose code it is, such as "the job".
+    """
+    if isinstance(error, ShardlineError):
+        return error
+    return _of_job(what, error) if isinstance(error, Exception) and where_raised(error) else None
+
+
+def _of_job(what: str, error: Exception) -> JobError:
+    return JobError(f"{what} raised {type(error).__name__}: {error}{where_raised(error)}")
+
+
+def where_raised(error: BaseException) -> str:
+    """The innermost line of the user's code, such as " (job.py, line 41)"; empty if there is none."""
+    last = None
+    for owner, frame, line in _frames(error.__traceback__):
+        if owner == "user":
+            last = (frame, line)
+    return f" ({last[0]}, line {last[1]})" if last is not None else ""
+
+
+def _is_own(trace: TracebackType | None) -> bool:
+    """Whether Shardline's own code raised, called by nobody but itself, torch and Python."""
+    owners = [owner for owner, _, _ in _frames(trace) if owner != "python"]
+    return bool(owners) and owners[-1] == "shardline" and {"shardline", "torch"}.issuperset(owners)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str, int]]:
+    """(owner, file, line) from the outermost frame on; owner: shardline, torch, python, package or user."""
+    for frame, line in traceback.walk_tb(trace):
+        name, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        top = name.partition(".")[0]
+        if top in PACKAGES:
+            owner = "shardline"
+        elif top == "torch":
+            owner = "torch"
+        elif not {"site-packages", "dist-packages"}.isdisjoint(PurePath(path).parts):
+            owner = "package"
+        else:
+            owner = "python" if path.startswith(_PYTHON) else "user"
+        yield owner, path, line

@@ -40,8 +40,8 @@ from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
-from shardline.data import Batch, DataOrder, calling, seed_everything
-from shardline.errors import JobError
+from shardline.data import Batch, DataOrder, seed_everything
+from shardline.errors import JobError, calling
 from shardline.fit import check_fit, divide
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors

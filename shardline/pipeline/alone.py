@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
+from shardline.errors import calling
 from shardline.pipeline.base import PipelineSchedule
 from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.parcel import ParcelKey, flat, memory_order, unflat
@@ -168,7 +169,8 @@ class Delayed:
             self._enter()
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
-            loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
+            with calling(f"loss(model, batch), in step {step} of replica {replica},"):
+                loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
             check_loss(loss)
             after = _copies(buffers)
             self._enter(back=True)
@@ -176,7 +178,8 @@ class Delayed:
             _assign(buffers, before)
             if self._gaps is not None:
                 self._begin_parts(parts)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            with calling(f"backward(), in step {step} of replica {replica},"):
+                (loss / count).backward()  # type: ignore[no-untyped-call]
             _assign(buffers, after)
             total += float(loss.detach())
         _assign(dict(model.named_parameters()), self._history[step])

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardline.data import Batch, BatchSource, DataSource, calling, to_device
+from shardline.data import Batch, BatchSource, DataSource, to_device
+from shardline.errors import calling
 
 Place = tuple[int, int, int]
 """(step, replica, microbatch)."""

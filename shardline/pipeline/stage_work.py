@@ -19,13 +19,11 @@ from shardline.data import (
     Batch,
     BatchSource,
     DataSource,
-    calling,
     check_loss,
     derive,
     seed_everything,
-    staying,
 )
-from shardline.errors import JobError
+from shardline.errors import JobError, calling
 from shardline.pipeline.batches import Batches
 from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
@@ -321,7 +319,7 @@ class StageWork:
         parcel = self._parcels.take(at.key(back=True)) if held.waits and at.stage < self.last else None
         if at.stage == self.last or (parcel is not None and parcel.places):
             outputs = self._repeated(at, held) if held.outputs is None else held.outputs
-            with staying(f"backward(), {at}"):
+            with calling(f"backward(), {at}"):
                 self._go_back(at, outputs, parcel)
         end_s, given = time.monotonic(), held.given
         if any(value.requires_grad for value in given.inputs):

@@ -1,16 +1,17 @@
-"""Code of a job file that ends the process: it is named, with its line, wherever it is called from."""
+"""Code of a job file that raises or ends the process: it is named, with its line, wherever it is called from."""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardline.data import BatchSource, calling, replica_gradients, staying
-from shardline.errors import JobError, JobExitError
+from shardline.data import BatchSource, replica_gradients
+from shardline.errors import JobError, JobExitError, TensorError, calling, of_user_code
 from shardline.job import Job, load_job
 
 JOB = """
@@ -111,6 +112,32 @@ def test_sys_exit_anywhere_in_a_job_file_is_an_error_of_the_job_with_its_line(tm
     assert ("SystemExit: 3" if place == "end" else "sys.exit(3)") in str(caught.value), caught.value
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_anywhere_in_a_job_file_is_an_error_of_the_job_with_its_line(tmp_path: Path, place: str) -> None:
+    data = "Stream" if place in ("set_epoch", "iter", "next") else "Samples"
+    path, line = write(tmp_path, place, "raise LookupError('mine')", data)
+    with pytest.raises(JobError) as caught:
+        train(path)
+    assert caught.value.exit_code == 2
+    assert "LookupError: mine" in str(caught.value), caught.value
+    assert f"job.py, line {line}" in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("return (model(batch) * 1j).sum()", r"returned a tensor of dtype torch\.complex64; it must be real"),
+        ("model.weight.register_hook(lambda gradient: 1 / 0)", r"backward\(\), .*ZeroDivisionError: .*line {line}\)"),
+        ("value = model(batch).exp(); model = lambda _: value; value.add_(1)", r"backward\(\), .*inplace operation"),
+    ],
+    ids=["complex", "hook", "in-place"],
+)
+def test_a_loss_that_has_no_gradient_is_an_error_of_the_job(tmp_path: Path, statement: str, says: str) -> None:
+    path, line = write(tmp_path, "loss", statement, "Samples")
+    with pytest.raises(JobError, match=says.format(line=line)):
+        train(path)
+
+
 def test_a_job_that_ends_nothing_is_trained_and_scored(tmp_path: Path) -> None:
     for data in ("Samples", "Stream"):
         path, _ = write(tmp_path, "loss", "assert True", data)
@@ -151,24 +178,39 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("context", [calling, staying])
-def test_keyboard_interrupt_of_the_job_is_named_and_that_of_a_person_is_theirs(context: Callable[[str], Any]) -> None:
+def test_keyboard_interrupt_of_the_job_is_named_and_that_of_a_person_is_theirs() -> None:
     # A process started in the background has the signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), context("loss"):
+        with pytest.raises(KeyboardInterrupt), calling("loss"):
             interrupt()
         signal.signal(signal.SIGINT, lambda *_: None)
         says = r"^loss raised KeyboardInterrupt \(.*test_job_exits\.py, line \d+\)$"
-        with pytest.raises(JobExitError, match=says), context("loss"):
+        with pytest.raises(JobExitError, match=says), calling("loss"):
             interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_staying_lets_other_errors_be_what_they_are() -> None:
-    with pytest.raises(ZeroDivisionError), staying("backward()"):
-        raise ZeroDivisionError
+@pytest.mark.parametrize(("module", "ends"), [("shardline.client.hooks", ZeroDivisionError), ("job_hooks", JobError)])
+def test_a_defect_in_shardline_is_no_error_of_the_job(module: str, ends: type[Exception]) -> None:
+    code: dict[str, Any] = {"__name__": module}
+    exec(compile("def fired(value): 1 / 0", "hooks.py", "exec"), code)
+    value = torch.ones(2, requires_grad=True)
+    value.register_post_accumulate_grad_hook(code["fired"])  # type: ignore[no-untyped-call]
+    with pytest.raises(ends), calling("backward()"):
+        value.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_an_exception_of_the_users_code_is_known_wherever_it_is_caught() -> None:
+    with pytest.raises(LookupError) as caught:
+        raise LookupError("mine")
+    known = of_user_code(caught.value, "the job")
+    assert isinstance(known, JobError)
+    assert re.fullmatch(r"the job raised LookupError: mine \(.*test_job_exits\.py, line \d+\)", str(known))
+    error = TensorError("no such tensor")
+    assert of_user_code(error, "the job") is error
+    assert of_user_code(ZeroDivisionError("raised by nobody"), "the job") is None
 
 
 def test_the_evaluator_ends_where_evaluate_ends_it_and_not_where_it_raises(tmp_path: Path) -> None:

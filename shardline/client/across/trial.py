@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything
-from shardline.errors import JobError, ShardlineError
+from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
+from shardline.errors import JobError, ShardlineError, calling
 from shardline.pipeline.across import SharedLayer
 
 NEAR, NEAR_HALF = 1e-3, 5e-2

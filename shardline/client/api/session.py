@@ -30,7 +30,7 @@ from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec
-from shardline.data import Watch, where_raised
+from shardline.data import Watch
 from shardline.errors import (
     FencedError,
     JobError,
@@ -39,6 +39,7 @@ from shardline.errors import (
     TensorError,
     UnreachableError,
     UsageError,
+    where_raised,
 )
 from shardline.host.process import Termination, resolve_device
 from shardline.observability.line_rate import meter_line

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardline.data import BatchSource, DataSource, calling, check_loss, derive, seed_everything, to_device
-from shardline.errors import JobError
+from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything, to_device
+from shardline.errors import JobError, calling
 from shardline.pipeline.parcel import memory_order, only_input
 from shardline.pipeline.partition.alive import Alive
 from shardline.pipeline.partition.profile import Handed, Layer, Profile

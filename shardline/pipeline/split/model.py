@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.tensor_bytes import same_bits
-from shardline.data import calling
-from shardline.errors import JobError
+from shardline.errors import JobError, calling
 from shardline.pipeline.hosts import hosts_of
 from shardline.pipeline.parcel import pack, unpack
 from shardline.pipeline.split.trace import SHARED, Inputs, Name, Traced, trace

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.data import calling
-from shardline.errors import JobError
+from shardline.errors import JobError, calling
 from shardline.pipeline.split.trace import EmptyStagesError
 
 if TYPE_CHECKING:
