@@ -8,27 +8,27 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardline.cli.terminal import PlainConsole
 from shardline.core.status import ChiefStatus
 from shardline.host.printable import printable
+from shardline.observability.view import enumerate_few, left_s, still
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24
-MOST_NAMED = 4
-"""Most awaited tasks that are named."""
 OTHER_COLUMNS = 72
 """Characters beside the bar, so that 80 columns show every figure in full."""
 
 
 def waiting_text(status: ChiefStatus) -> str:
     """What the job does while it takes no steps, such as "waiting for ps/1"; empty while it trains."""
+    if status.standstill is not None:
+        return still(status.standstill)
     if status.phase == "waiting":
         lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
         missing = [*status.missing, *lost]
-        rest = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-        return f"waiting for {', '.join(missing[:MOST_NAMED])}{rest}" if missing else "waiting for tasks"
+        return f"waiting for {enumerate_few(missing) or 'tasks'}"
     return {"init": "preparing parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
 
 
@@ -56,10 +56,12 @@ def line(status: ChiefStatus) -> str:
     """One line such as "step 120/400  loss 0.3100  52.1 steps/s  3.4 MB/s  ETA 5 s"."""
     total = f"/{status.steps}" if status.steps else ""
     parts = [f"step {status.step}{total}", figures(status), scores(status), waiting_text(status)]
-    left = status.steps - status.step
-    if left > 0 and status.steps_per_s > 0 and status.phase in ("running", "stopping"):
-        parts.append(f"ETA {_duration(left / status.steps_per_s)}")
-    return "  ".join(part for part in parts if part)
+    return "  ".join(part for part in [*parts, eta(status)] if part)
+
+
+def eta(status: ChiefStatus) -> str:
+    """The time left, such as "ETA 5 s"; empty if it is unknown."""
+    return f"ETA {_duration(left)}" if (left := left_s(status)) else ""
 
 
 def _duration(seconds: float) -> str:
@@ -127,11 +129,10 @@ class BarDisplay:
             BarColumn(bar_width=max(MIN_BAR, min(MAX_BAR, console.width - OTHER_COLUMNS))),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[eta]}", markup=False),
             console=console,
         )
-        self._bar = self._progress.add_task("starting", total=None, figures="")
+        self._bar = self._progress.add_task("starting", total=None, figures="", eta="")
 
     def update(self, status: ChiefStatus) -> None:
         """Redraw."""
@@ -145,6 +146,7 @@ class BarDisplay:
             completed=status.step,
             total=status.steps or None,
             figures=figures(status),
+            eta=eta(status),
         )
 
     def say(self, sentence: str) -> None:

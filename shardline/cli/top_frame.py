@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.host.printable import printable
-from shardline.observability.view import ClusterView, EventView, ShardView, TaskView, codec_text
+from shardline.observability.view import ClusterView, EventView, ShardView, StandstillView, TaskView, codec_text
 
 POINTS = 240
 """Most points of a curve; older ones are dropped."""
@@ -155,6 +155,12 @@ def silence_text(silence: ChiefSilence, address: str) -> str:
     )
 
 
+def standstill_text(found: StandstillView) -> str:
+    """Since when the job has not moved, and for whom it waits."""
+    whom = f": waiting for {found.facts}" if found.facts else ""
+    return f"no step since {clock(found.since)} ({seconds(found.seconds)}){whom}"
+
+
 def frame(
     view: ClusterView,
     curves: Curves,
@@ -213,11 +219,14 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
     title.append(printable(view.job) or "job", style="bold")
     title.append(glyphs.between.join(["", *(fact for fact in map(printable, facts) if fact)]), style="dim")
     title.append(glyphs.between)
-    title.append(printable(view.doing), style="bold green" if view.phase == "running" else "bold yellow")
+    moves = view.phase == "running" and view.standstill is None
+    title.append(printable(view.doing), style="bold green" if moves else "bold yellow")
     yield title
+    if view.standstill is not None:
+        yield Text(printable(standstill_text(view.standstill)), style="bold yellow", overflow="fold")
     yield _progress(view, width, glyphs)
     figures = [
-        f"{view.steps_per_s:.1f} steps/s",
+        f"{view.steps_per_s:.1f} steps/s" if view.standstill is None else f"{glyphs.none} steps/s",
         f"push {size(view.push_bytes_per_s)}/s",
         f"pull {size(view.pull_bytes_per_s)}/s",
     ]

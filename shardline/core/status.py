@@ -180,6 +180,24 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """A task that a job which stands still waits for."""
+
+    task: str
+    why: str
+    """Facts about it, such as "replica 1, last heard 11 s ago"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """No step has ended for much longer than usual."""
+
+    seconds: float
+    """Time since the job last moved."""
+    awaited: tuple[Awaited, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChiefStatus:
     """The job as the chief sees it."""
 
@@ -242,3 +260,5 @@ class ChiefStatus:
     """Current faults that do not stop the job (checkpoints, logs, the journal), a sentence each."""
     stages: tuple[StageStatus, ...] = ()
     """Of a pipeline whose first step is done."""
+    standstill: Standstill | None = None
+    """None while the job moves, and before it trains."""

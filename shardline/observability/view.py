@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.core.status import ChiefStatus, StageStatus, TaskStatus, Traffic
+from shardline.core.status import ChiefStatus, StageStatus, Standstill, TaskStatus, Traffic
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
 dead, left."""
 GONE = ("dead", "left")
+MOST_NAMED = 4
+"""Most awaited tasks that are named."""
 PLAIN = "raw"
 """The codec that sends bytes as they are."""
 PHASE_WORDS: Mapping[str, str] = {
@@ -157,6 +159,19 @@ class EventView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StandstillView:
+    """No step has ended for much longer than usual."""
+
+    since: float
+    """Unix time of the last movement."""
+    seconds: float
+    whom: str
+    """The tasks that are waited for, such as "worker/1"; empty if none is known."""
+    facts: str
+    """The same with what is known of them: "worker/1 (replica 1, last heard 11 s ago)"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterView:
     """The whole cluster at one time."""
 
@@ -211,6 +226,8 @@ class ClusterView:
     """Current faults that do not stop the job, one sentence each."""
     stages: tuple[StageStatus, ...]
     """Of a pipeline whose first step is done."""
+    standstill: StandstillView | None
+    """None while the job moves; otherwise there are no steps per second and no time left."""
     out_dir: str
     dead_s: float
     """Seconds of silence after which a task is dead."""
@@ -256,6 +273,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         events=tuple(EventView(time=e.time, level=e.level, sentence=e.sentence) for e in status.said),
         faults=status.faults,
         stages=status.stages,
+        standstill=_standstill(status),
         out_dir=status.out_dir,
         dead_s=status.dead_s,
     )
@@ -263,12 +281,38 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
 
 def doing(status: ChiefStatus) -> str:
     """What the job is doing, such as "training" or "waiting for ps/1, worker/0"."""
+    if status.standstill is not None:
+        return still(status.standstill)
     if status.phase == "waiting":
         lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
         awaited = [*status.missing, *lost]
         if awaited:
             return f"waiting for {', '.join(awaited)}"
     return PHASE_WORDS.get(status.phase, status.phase)
+
+
+def still(standstill: Standstill) -> str:
+    """A standstill in few words: "standing still for 12 s, waiting for worker/1"."""
+    whom = enumerate_few([one.task for one in standstill.awaited])
+    return f"standing still for {standstill.seconds:.0f} s{', waiting for ' if whom else ''}{whom}"
+
+
+def enumerate_few(names: Sequence[str]) -> str:
+    """The first few names: "ps/0, ps/1, ps/2, ps/3 and 2 more"."""
+    rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + rest
+
+
+def _standstill(status: ChiefStatus) -> StandstillView | None:
+    found = status.standstill
+    if found is None:
+        return None
+    return StandstillView(
+        since=status.time - found.seconds,
+        seconds=found.seconds,
+        whom=enumerate_few([one.task for one in found.awaited]),
+        facts=enumerate_few([f"{one.task} ({one.why})" for one in found.awaited]),
+    )
 
 
 def left_s(status: ChiefStatus) -> float | None:

@@ -13,18 +13,26 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardline.core.orders import PassReport
-from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
+from shardline.core.status import (
+    Awaited,
+    CheckpointStatus,
+    ChiefStatus,
+    EventStatus,
+    ShardStatus,
+    Standstill,
+    TaskStatus,
+)
 from shardline.errors import UsageError
 from shardline.security import PLAIN, Security
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from tests.e2e.support import (
-    DEATH_TIMEOUT_S,
     Command,
     HandCluster,
     assert_refused,
@@ -46,7 +54,7 @@ pytestmark = [
 ]
 
 TOKEN = "correct-horse-battery"
-DEAD_S = DEATH_TIMEOUT_S / 3
+STILL_TIMEOUT_S = 45
 SPOKEN_S = 3.0
 """From the chief's knowing to the page's showing, on a busy machine."""
 PHONE = (390, 844)
@@ -74,6 +82,15 @@ def step(browser: Browser) -> int:
     return int(browser.text("#step").replace(",", "").replace("–", "0"))
 
 
+def figures(browser: Browser) -> dict[str, str]:
+    """The figures beside the progress, without their notes."""
+    found: dict[str, str] = browser.ask(
+        "Object.fromEntries([...document.querySelectorAll('#figures > div')]"
+        ".map((e) => [e.children[0].innerText, e.children[1].firstChild.data]))"
+    )
+    return found
+
+
 def row(task: str) -> str:
     return f"document.querySelector('#tasks tr[data-key=\"{task}\"]')?.innerText"
 
@@ -87,7 +104,8 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
 ) -> None:
     job = write_job(tmp_path / "job.py", steps=1_000_000, checkpoint_every=50, replicas=2)
     out = tmp_path / "out"
-    flags = ["--workers", "2", "--no-restart", "--timeout", str(DEATH_TIMEOUT_S)]
+    # A third of it passes while nothing moves: long enough for the banner.
+    flags = ["--workers", "2", "--no-restart", "--timeout", str(STILL_TIMEOUT_S)]
     command = Command(*train_command(job, out, *flags))
     try:
         url = page_of(out, command)
@@ -112,12 +130,16 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
         looks_right_everywhere(browser)
 
         os.kill(pid_of(out, "worker/1"), signal.SIGKILL)
-        took_s = browser.wait(f"{row('worker/1')}?.includes('dead')", "worker/1 dead", limit_s=60)
-        assert took_s < DEAD_S + SPOKEN_S
+        browser.wait("!document.querySelector('#still').hidden", "that nothing moves")
+        assert re.search(r"No step since \d\d:\d\d:\d\d: waiting for worker/1\s", browser.text("#still"))
+        assert browser.text("#contact") == "connected; the job stands still"
+        assert figures(browser)["Steps/s"] == "–" and browser.text("#left") == ""
+        browser.wait(f"{row('worker/1')}?.includes('dead')", "worker/1 dead", limit_s=60)
         browser.wait("document.querySelector('#events').innerText.includes('worker/1 is dead')", "its sentence")
         assert "1 of" not in browser.text("#tasks-count")
         after = step(browser)
         browser.wait(f"Number(document.querySelector('#step').innerText.replaceAll(',', '')) > {after}", "going on")
+        browser.wait("document.querySelector('#still').hidden", "the end of the standstill")
 
         command.signal(signal.SIGINT)
         browser.wait("document.querySelector('#contact').className.includes('ended')", "the end", limit_s=60)
@@ -289,6 +311,63 @@ def test_what_fails_stands_on_the_page_for_as_long_as_it_does(browser: Browser) 
         server.show(ChiefStatus(phase="running"))
         browser.wait("document.querySelector('#faults').hidden", "the end of the faults")
         assert browser.console == []
+    finally:
+        server.close()
+
+
+HELD = ShardStatus(shard=0, version=330, pushes=660, bytes=9 << 20, standby="synced", standby_task="ps/1")
+STILL = ChiefStatus(
+    job="digits",
+    phase="running",
+    step=330,
+    steps=5000,
+    seconds=20.0,
+    time=1_000_000.0,
+    shard_bytes=(8 << 20,),
+    tasks=(
+        TaskStatus(task="ps/0", state="alive", shards=(replace(HELD, waiting_for=(1,)),)),
+        TaskStatus(task="worker/1", state="suspect", last_heard_s=11.0, replicas=(1,)),
+    ),
+    checkpoints=(CheckpointStatus(step=300, path="/home/me/digits/step-00000300", bytes=9 << 20, age_s=9.0),),
+    standstill=Standstill(seconds=12.0, awaited=(Awaited(task="worker/1", why="replica 1, last heard 11 s ago"),)),
+)
+
+
+def test_a_job_that_stands_still_is_told_with_time_and_names_until_it_moves(browser: Browser) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        server.show(STILL)
+        browser.open(url)
+        browser.wait("!document.querySelector('#still').hidden", "the standstill")
+        since = time.strftime("%H:%M:%S", time.localtime(STILL.time - 12.0))
+        assert browser.text("#still").split("\n\n") == [
+            f"No step since {since}: waiting for worker/1",
+            "For 12 s; awaited: worker/1 (replica 1, last heard 11 s ago)",
+        ]
+        assert browser.text("#contact") == "connected; the job stands still"
+        assert figures(browser)["Steps/s"] == "–" and browser.text("#left") == ""
+        server.show(replace(STILL, standstill=None, steps_per_s=10.0))
+        browser.wait("document.querySelector('#still').hidden", "the next step")
+        assert browser.text("#contact") == "live"
+        assert figures(browser)["Steps/s"] == "10" and browser.text("#left").endswith(" left")
+        assert browser.console == []
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("width", [900, 1280, 1920])
+def test_every_column_of_the_shards_is_in_sight(browser: Browser, width: int) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        server.show(STILL)
+        browser.resize(width, 800)
+        browser.open(url)
+        browser.wait("document.querySelectorAll('#shards tbody tr').length", "the shards")
+        tables = "[...document.querySelectorAll('#shards, #checkpoints')]"
+        assert browser.ask(f"{tables}.every((e) => e.scrollWidth <= e.parentElement.clientWidth)")
+        assert "replica 1" in browser.text("#shards tbody")
     finally:
         server.close()
 

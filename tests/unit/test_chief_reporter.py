@@ -8,6 +8,7 @@ import pytest
 from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
+from shardline_chief.rules.state.motion import STILL_S
 
 
 def report(step: int, replica: int = 0, loss: float = 1.0) -> StepReport:
@@ -63,17 +64,18 @@ def test_rate_is_over_the_last_seconds_and_survives_a_counter_that_starts_again(
     assert rate.per_second == pytest.approx(5.0)
 
 
-def test_rate_is_steady_where_a_counter_is_read_more_often_than_it_is_told_and_falls_when_it_stands() -> None:
+def test_rate_is_steady_where_a_counter_is_read_more_often_than_it_is_told_and_none_when_it_stands() -> None:
     rate = Rate()
     shown = []
     for half in range(20):
         rate.add(50.0 * (half // 2), half / 2)
         shown.append(rate.per_second)
     assert shown[4:] == pytest.approx([50.0] * 16)
+    # Told last at 9 s.
     rate.add(450.0, 13.0)
     assert rate.per_second == pytest.approx(50.0)
-    rate.add(450.0, 40.0)
-    assert 0.0 < rate.per_second < 10.0
+    rate.add(450.0, 9.0 + STILL_S)
+    assert rate.per_second == 0.0
 
 
 def test_logs_hold_mean_loss_by_timeline_and_step_and_every_event(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, environment_security, environment_switch
-from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill, TaskStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
@@ -390,6 +390,26 @@ def test_line_of_a_job_that_is_over_promises_no_time_and_long_times_are_no_secon
         assert progress.line(dataclasses.replace(RUNNING, steps=steps)).endswith(f"  ETA {expected}")
 
 
+STILL = dataclasses.replace(
+    RUNNING,
+    steps_per_s=0.0,
+    bytes_per_s=0.0,
+    standstill=Standstill(seconds=12.3, awaited=(Awaited(task="worker/1", why="last heard 12 s ago"),)),
+)
+
+
+def test_a_job_that_stands_still_has_no_rates_and_names_whom_it_waits_for() -> None:
+    said = "standing still for 12 s, waiting for worker/1"
+    shown = progress.line(STILL)
+    assert shown.endswith(f"  {said}") and "steps/s" not in shown and "ETA" not in shown
+    assert said in cluster_commands.headline(STILL)[0]
+    console = PlainConsole(file=io.StringIO(), width=160, force_terminal=True)
+    with progress.BarDisplay(console) as display:
+        display.update(STILL)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said in shown and "ETA" not in shown
+
+
 def test_lines_come_every_few_seconds_and_the_last_one_always() -> None:
     stream = io.StringIO()
     times = iter([0.0, 0.0, 0.5, 1.0, 3.5, 3.5, 4.0])
@@ -405,7 +425,7 @@ def test_bar_shows_loss_and_rates() -> None:
         display.update(RUNNING)
         display.say("worker/1 was killed")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("training", "120/400", "loss 0.3100", "50.0 steps/s", "3.4 MB/s", "worker/1 was killed"):
+    for part in ("training", "120/400", "loss 0.3100", "50.0 steps/s", "3.4 MB/s", "ETA 6 s", "worker/1 was killed"):
         assert part in shown
 
 

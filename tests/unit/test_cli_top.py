@@ -23,7 +23,15 @@ from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.top import Keys, Poller, Screen
 from shardline.cli.top_frame import ASCII, FANCY, ChiefSilence, Curves, bar, frame, plain_line, seconds, size, sparkline
-from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
+from shardline.core.status import (
+    Awaited,
+    CheckpointStatus,
+    ChiefStatus,
+    EventStatus,
+    ShardStatus,
+    Standstill,
+    TaskStatus,
+)
 from shardline.errors import UnreachableError, UsageError
 from shardline.observability.view import ClusterView, cluster_view
 
@@ -175,6 +183,19 @@ def test_job_that_has_not_begun_shows_what_it_waits_for_and_no_figures_it_does_n
     assert lines[0].endswith(" · waiting for ps/0")
     assert lines[1].endswith("step 0/400  0%")
     assert not any(line.startswith(("loss", "evaluated", "checkpoint", "shard")) for line in lines)
+
+
+def test_job_that_stands_still_says_since_when_and_for_whom_and_has_no_rates() -> None:
+    awaited = (Awaited(task="worker/1", why="replica 1, last heard 11 s ago"),)
+    still = Standstill(seconds=12.3, awaited=awaited)
+    view = cluster_view(dataclasses.replace(STATUS, steps_per_s=0.0, push_bytes_per_s=0.0, standstill=still))
+    lines = drawn(view, 120)
+    assert lines[0].endswith(" · standing still for 12 s, waiting for worker/1")
+    since = time.strftime("%H:%M:%S", time.localtime(NOON - 12.3))
+    assert lines[1] == f"no step since {since} (12 s): waiting for worker/1 (replica 1, last heard 11 s ago)"
+    assert " left" not in lines[2] and lines[3].startswith("– steps/s")
+    assert "standing still for 12 s, waiting for worker/1" in plain_line(view)
+    assert "steps/s" not in plain_line(view)
 
 
 def test_script_without_an_end_has_no_bar() -> None:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus, Traffic
+from shardline.core.status import (
+    Awaited,
+    CheckpointStatus,
+    ChiefStatus,
+    EventStatus,
+    ShardStatus,
+    Standstill,
+    TaskStatus,
+    Traffic,
+)
 from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view, codec_text
 from shardline.rpc.messages.status import STANDBY_STATES, chief_status_from_proto, chief_status_to_proto
 
@@ -135,6 +144,18 @@ def test_who_is_waited_for_is_named() -> None:
     assert cluster_view(STATUS).doing == "training"
 
 
+def test_a_standstill_names_a_few_of_the_tasks_that_are_waited_for() -> None:
+    awaited = tuple(Awaited(task=f"worker/{number}", why="dead") for number in range(6))
+    view = cluster_view(replace(STATUS, time=100.0, standstill=Standstill(seconds=12.5, awaited=awaited)))
+    assert view.standstill is not None
+    assert (view.standstill.since, view.standstill.seconds) == (87.5, 12.5)
+    assert view.standstill.whom == "worker/0, worker/1, worker/2, worker/3 and 2 more"
+    assert view.standstill.facts.startswith("worker/0 (dead), ") and view.standstill.facts.endswith(" and 2 more")
+    assert view.doing == f"standing still for 12 s, waiting for {view.standstill.whom}"
+    nobody = replace(STATUS, standstill=Standstill(seconds=12.5))
+    assert cluster_view(nobody).doing == "standing still for 12 s"
+
+
 def test_a_view_is_json_without_nan() -> None:
     view = cluster_view(replace(STATUS, loss=math.nan, last_metrics={"loss": math.inf}))
     text = json.dumps(as_json(view), allow_nan=False)
@@ -177,4 +198,7 @@ def test_a_status_is_the_same_after_its_way_over_the_wire() -> None:
     status = replace(
         STATUS, time=7.5, rule="SGD", replicas=2, staleness=0.5, staleness_max=3, dead_s=20.0, page="http://x/"
     )
+    assert chief_status_from_proto(chief_status_to_proto(status)) == status
+    awaited = tuple(Awaited(task=f"worker/{number}", why="last heard 11 s ago") for number in range(6))
+    status = replace(status, standstill=Standstill(seconds=12.5, awaited=awaited))
     assert chief_status_from_proto(chief_status_to_proto(status)) == status

@@ -26,6 +26,7 @@ from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import add_rates, recall
+from shardline_chief.rules.state.motion import patience_s
 
 log = logging.getLogger("shardline_chief")
 
@@ -49,7 +50,7 @@ class Rate:
     """Units per second over the last WINDOW_S seconds, from readings of a counter.
 
     A counter is read more often than its task reports it, so only changed readings count; otherwise the rate would
-    swing between two values. If a counter stands still for long, the rate falls.
+    swing between two values. If a counter stands still for much longer than usual, the rate is 0.
     """
 
     def __init__(self) -> None:
@@ -74,9 +75,9 @@ class Rate:
             return 0.0
         (from_s, first), (to_s, last) = self._readings[0], self._readings[-1]
         usual_s = (to_s - from_s) / (len(self._readings) - 1)
-        if self._now_s - to_s > max(WINDOW_S, 2 * usual_s):
-            to_s = self._now_s
-        return (last - first) / (to_s - from_s) if to_s > from_s else 0.0
+        if to_s <= from_s or self._now_s - to_s >= patience_s(usual_s):
+            return 0.0
+        return (last - first) / (to_s - from_s)
 
 
 class StepBoard:

@@ -140,6 +140,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
     last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
     now = time.time()
+    still = program.standstill(now_s)
     return ChiefStatus(
         job=state.job.name if state.job is not None else "",
         phase=state.phase.name.lower(),
@@ -147,7 +148,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         steps=state.job.steps if state.job is not None else 0,
         first_step=state.progress.first_step,
         loss=reporter.loss,
-        steps_per_s=reporter.step_rate.per_second,
+        steps_per_s=reporter.step_rate.per_second if still is None else 0.0,
         bytes_per_s=reporter.byte_rate.per_second,
         seconds=state.figures.seconds(now_s),
         tasks=rows,
@@ -179,6 +180,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         shard_bytes=tuple(shard.nbytes for shard in state.layout.plan.shards) if state.layout.plan is not None else (),
         page=page,
         stages=reporter.passes.figures(),
+        standstill=still,
         faults=tuple(fault for fault in (*state.figures.faults.values(), reporter.failure) if fault),
     )
 

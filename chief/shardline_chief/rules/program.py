@@ -16,7 +16,7 @@ from typing import Any
 from shardline.codecs.auto import CodecSpeed
 from shardline.core.orders import JobView, Orders
 from shardline.core.spec import JobSpec
-from shardline.core.status import PsStatus, TaskStatus
+from shardline.core.status import PsStatus, Standstill, TaskStatus
 from shardline_chief.rules import admission, views
 from shardline_chief.rules.actions import Action, CommandResult, Found, Resume, Saved
 from shardline_chief.rules.events import (
@@ -37,6 +37,7 @@ from shardline_chief.rules.member_journal import MemberJournal
 from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.standstill import note_motion, standstill
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
@@ -109,6 +110,7 @@ class Program:
         self.lives(now_s)
         self.machine.handle(Tick(), now_s)
         self._progress(now_s)
+        note_motion(self.state, now_s)
 
     def lives(self, now_s: float) -> None:
         """Declare tasks suspect, then dead, if they were silent for too long."""
@@ -207,3 +209,7 @@ class Program:
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
         """The tasks, for `shardline status`."""
         return views.rows(self.state, now_s)
+
+    def standstill(self, now_s: float) -> Standstill | None:
+        """Since when the job has not moved, and for whom it waits; None while it moves."""
+        return standstill(self.state, now_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardline.core.status import (
+    Awaited,
     CheckpointStatus,
     ChiefStatus,
     EventStatus,
@@ -13,6 +14,7 @@ from shardline.core.status import (
     ShardStatus,
     StageStatus,
     StandbyStatus,
+    Standstill,
     TaskStatus,
     Traffic,
 )
@@ -125,6 +127,15 @@ def task_status_to_proto(value: TaskStatus) -> chief_pb2.TaskStatus:
     )
 
 
+def _standstill_from_proto(message: chief_pb2.Standstill) -> Standstill:
+    return from_message(Standstill, message, awaited=tuple(from_message(Awaited, one) for one in message.awaited))
+
+
+def _standstill_to_proto(value: Standstill) -> chief_pb2.Standstill:
+    awaited = [to_message(chief_pb2.Awaited, one) for one in value.awaited]
+    return to_message(chief_pb2.Standstill, value, awaited=awaited)
+
+
 def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
     """The message as a value. Raises ProtocolError if this version doesn't know the phase."""
     return from_message(
@@ -135,6 +146,7 @@ def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
         said=tuple(from_message(EventStatus, event) for event in message.said),
         checkpoints=tuple(from_message(CheckpointStatus, checkpoint) for checkpoint in message.checkpoints),
         stages=tuple(from_message(StageStatus, stage) for stage in message.stages),
+        standstill=_standstill_from_proto(message.standstill) if message.HasField("standstill") else None,
     )
 
 
@@ -148,4 +160,5 @@ def chief_status_to_proto(value: ChiefStatus) -> chief_pb2.ChiefStatusReply:
         said=[to_message(chief_pb2.EventStatus, event) for event in value.said],
         checkpoints=[to_message(chief_pb2.CheckpointStatus, checkpoint) for checkpoint in value.checkpoints],
         stages=[to_message(chief_pb2.StageStatus, stage) for stage in value.stages],
+        standstill=_standstill_to_proto(value.standstill) if value.standstill is not None else None,
     )

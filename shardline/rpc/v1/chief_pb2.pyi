@@ -1043,6 +1043,57 @@ class StageStatus(_message.Message):
 Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
 
 @_typing.final
+class Awaited(_message.Message):
+    """A task that a job which stands still waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    why: _builtins.str
+    """What is known of it, such as "replica 1, last heard 11 s ago"."""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Awaited: _TypeAlias = Awaited  # noqa: Y015
+
+@_typing.final
+class Standstill(_message.Message):
+    """No step has ended for much longer than usual."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Seconds since the job last moved."""
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedCompositeFieldContainer[Global___Awaited]: ...
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        awaited: _abc.Iterable[Global___Awaited] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standstill: _TypeAlias = Standstill  # noqa: Y015
+
+@_typing.final
 class ChiefStatusReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1125,6 +1176,7 @@ class ChiefStatusReply(_message.Message):
     CODEC_DOWN_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     CODEC_PARCELS_FIELD_NUMBER: _builtins.int
+    STANDSTILL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -1194,6 +1246,10 @@ class ChiefStatusReply(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]:
         """Of a pipeline whose first step is done."""
 
+    @_builtins.property
+    def standstill(self) -> Global___Standstill:
+        """Absent while the job moves, and before it trains."""
+
     def __init__(
         self,
         *,
@@ -1236,10 +1292,11 @@ class ChiefStatusReply(_message.Message):
         codec_down: _builtins.str = ...,
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
         codec_parcels: _builtins.str = ...,
+        standstill: Global___Standstill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["standstill", b"standstill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "standstill", b"standstill", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ function put(element, text) {
 
 function show(view) {
   head(view);
+  standstill(view);
   progress(view);
   figures(view);
   pipeline.show(view);
@@ -31,6 +32,17 @@ function head(view) {
   const mode = { sync: "synchronous", async: "asynchronous" }[view.mode];
   const replicas = view.mode === "sync" && view.replicas ? plural(view.replicas, "replica") : "";
   put(at("about"), [mode, view.rule, replicas, ...view.codecs.map(codec)].filter(Boolean).join(" · "));
+}
+
+// The alert changes with the tasks only: a screen reader would read out each second.
+function standstill(view) {
+  const still = view.standstill;
+  const card = at("still");
+  card.hidden = !still;
+  document.body.classList.toggle("standing", Boolean(still));
+  if (!still) return;
+  put(card.firstElementChild, `No step since ${clock(still.since)}${still.whom ? `: waiting for ${still.whom}` : ""}`);
+  put(card.lastElementChild, `For ${seconds(still.seconds)}${still.facts ? `; awaited: ${still.facts}` : ""}`);
 }
 
 function progress(view) {
@@ -159,12 +171,12 @@ function shards(view) {
       cells: [
         `shard ${shard.shard}`,
         shard.state === "alive" ? shard.ps : { text: `${shard.ps} ${shard.state}`, chip: shard.state },
+        { text: shard.waiting_for.length ? `replica ${ranges(shard.waiting_for)}` : "", kind: "soft" },
         standby(shard),
         { text: bytes(shard.bytes), share: shard.share },
         number(bytes(shard.held_bytes)),
         number(count(shard.version)),
         number(shard.staleness ? `${figure(shard.staleness, 3)}, at most ${count(shard.staleness_max)}` : figure(shard.staleness, 3)),
-        { text: shard.waiting_for.length ? `replica ${ranges(shard.waiting_for)}` : "", kind: "soft" },
       ],
     })),
   );
@@ -219,7 +231,7 @@ function contact(state, since) {
   put(
     at("contact"),
     {
-      live: "live",
+      live: document.body.classList.contains("standing") ? "connected; the job stands still" : "live",
       unreached: `can't reach the chief; trying since ${when}`,
       lost: `lost contact with the chief since ${when}`,
       over: `the job has ended; last update at ${when}`,

@@ -79,8 +79,8 @@ export class Feed {
     this.heard = new Date();
     this.pause = ASK_MS;
     this.ended = view.phase === "ended";
-    this.onContact(this.ended ? "over" : "live", this.heard);
     this.onView(view);
+    this.onContact(this.ended ? "over" : "live", this.heard);
   }
 
   changed(news) {

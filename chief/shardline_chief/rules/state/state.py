@@ -20,6 +20,7 @@ from shardline_chief.rules.state.checkpoints import Checkpoints
 from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
+from shardline_chief.rules.state.motion import Motion
 from shardline_chief.rules.state.outbox import Outbox
 from shardline_chief.rules.state.progress import ChoiceLog, Progress
 from shardline_chief.rules.state.settings import ChiefSettings
@@ -44,6 +45,7 @@ class State:
         self.saves = Checkpoints(resume)
         self.losses = Losses()
         self.figures = JobFigures(now_s)
+        self.motion = Motion()
         self.outbox = Outbox(self.layout)
         self.events: deque[Event] = deque()
         """Events emitted by rules; the machine handles them once the rule has returned."""

@@ -1,0 +1,97 @@
+"""A job that stands still: since when, and which tasks it waits for. Pure functions of the state and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardline.core.status import Awaited, Standstill
+from shardline_chief.rules.stages import PREPARATION, RECOVERY, TAKEOVER, Stage
+from shardline_chief.rules.state.membership import Life, Member
+from shardline_chief.rules.state.state import State
+
+STEPPING = frozenset({Stage.TRAINING, Stage.CHOOSING, Stage.REACHING})
+"""Stages in which steps are made."""
+
+
+def note_motion(state: State, now_s: float) -> None:
+    """Look whether the job has moved; call it with each tick."""
+    if state.stage in STEPPING:
+        shards = state.progress.shards.values()
+        # Local training moves between two rounds, in which servers see nothing.
+        told = max(state.tasks.steps.values(), default=0)
+        moves = sum(shard.step_min + shard.step_max + shard.version for shard in shards)
+        state.motion.note((state.layout.timeline, moves, told), now_s)
+
+
+def standstill(state: State, now_s: float) -> Standstill | None:
+    """The job's standstill, or None while it moves, before it trains, and once its steps are done."""
+    seconds = state.motion.still_s(now_s)
+    if seconds is None or state.stage not in STEPPING | PREPARATION | RECOVERY | TAKEOVER:
+        return None
+    return Standstill(seconds=seconds, awaited=tuple(_awaited(state, now_s)))
+
+
+def _awaited(state: State, now_s: float) -> list[Awaited]:
+    if lost := _servers(state, now_s):
+        return lost
+    if state.stage in PREPARATION - {Stage.READY} or state.stage is Stage.PLACING:
+        return [Awaited(task=task, why="its shards are being prepared") for task in _holders(state)]
+    if state.stage is Stage.FINDING:
+        return [Awaited(task="chief/0", why="it reads the checkpoint to go back to")]
+    if state.tasks.too_few() or state.lacks_team or not state.tasks.trainers():
+        return [Awaited(task=task, why=_life(state.tasks.members.get(task), now_s)) for task in _absent(state)]
+    return _trainers(state, now_s)
+
+
+def _holders(state: State) -> list[str]:
+    """Servers that have shards, or had them before they were lost."""
+    home = state.losses.now.home if state.losses.now is not None else ()
+    return sorted({place.task for place in (*home, *state.layout.placement)})
+
+
+def _servers(state: State, now_s: float) -> list[Awaited]:
+    """Servers with shards that are silent, or that a task can't reach."""
+    found = []
+    for task in _holders(state):
+        member = state.tasks.members.get(task)
+        cut_off = [other for other, servers in state.tasks.suspects.items() if task in servers]
+        if member is None or member.state is not Life.ALIVE:
+            found.append(Awaited(task=task, why=_life(member, now_s)))
+        elif cut_off:
+            found.append(Awaited(task=task, why=f"it does not answer {', '.join(sorted(cut_off))}"))
+    return found
+
+
+def _absent(state: State) -> Iterable[str]:
+    """Trainers of the cluster spec that are not there."""
+    return [named.partition(" ")[0] for named in state.tasks.awaited()]
+
+
+def _trainers(state: State, now_s: float) -> list[Awaited]:
+    """Trainers whose work the lowest open step lacks; the silent ones alone if there are some."""
+    lowest = min((shard.step_min for shard in state.progress.shards.values()), default=0)
+    lacking = {r for s in state.progress.shards.values() if s.step_min == lowest for r in s.waiting_for}
+    replicas = state.job.replicas if state.job is not None else 1
+    owners: dict[str, set[int]] = {}
+    for unit, task in {**state.work.homes, **state.work.assignment}.items():
+        if unit % replicas in lacking:
+            owners.setdefault(task, set()).add(unit % replicas)
+    if not owners:
+        # Each worker pushes for itself, or no push of the step has come yet.
+        owners = {member.task: set() for member in state.tasks.working()}
+    members = {task: state.tasks.members.get(task) for task in sorted(owners)}
+    silent = {task: member for task, member in members.items() if member is None or member.state is not Life.ALIVE}
+    found = []
+    for task, member in (silent or members).items():
+        numbers = ", ".join(map(str, sorted(owners[task])))
+        has = f"replica {numbers}, " if numbers else ""
+        at = f"at step {state.tasks.steps[task]}, " if task in state.tasks.steps else ""
+        found.append(Awaited(task=task, why=f"{has}{at}{_life(member, now_s)}"))
+    return found
+
+
+def _life(member: Member | None, now_s: float) -> str:
+    if member is None:
+        return "has not joined"
+    ago = f"last heard {max(0.0, now_s - member.last_heard_s):.0f} s ago"
+    return {Life.ALIVE: "alive", Life.SUSPECT: ago, Life.DEAD: f"dead, {ago}", Life.LEFT: "has left"}[member.state]
