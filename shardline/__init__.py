@@ -7,7 +7,13 @@ session = shardline.connect()       # or three lines in your own training script
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+# Before anything imports grpc, which reads it then: its fork handlers abort children of a busy process, and no child of
+# a task uses gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from shardline import schedule as schedule
@@ -190,6 +196,12 @@ _HOMES = {
     "Sync": "shardline.consistency:Eager",
     "Torch": "shardline.update.torch_optim.rule:Torch",
 }
+
+if "multiprocessing.spawn" in sys.modules:
+    # A child of a task, such as a worker of a DataLoader, gets objects of the job file's classes.
+    from shardline.host.python_file import find_files
+
+    find_files()
 
 
 def __getattr__(name: str) -> Any:

@@ -460,7 +460,7 @@ def _run_job_file(path: Path) -> object:
                 f"training script with `shardline train --script {path}`"
             )
 
-    module = run_file(path, "shardline_job", check=check)
+    module = run_file(path, "job", check=check)
     if not hasattr(module, "job"):
         raise JobError(f"{path} ended without defining `job`; add `job = shardline.Job(...)` at its top level")
     return module

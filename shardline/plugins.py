@@ -51,7 +51,7 @@ def load() -> None:
         try:
             for path in names:
                 if path not in _loaded:
-                    _loaded[path] = run_file(Path(path), "shardline_plugin")
+                    _loaded[path] = run_file(Path(path), "plugin")
         except JobError as error:
             raise UsageError(f"plugin {error}") from error
         finally:

@@ -19,7 +19,10 @@ log = logging.getLogger("shardline.host.process")
 
 
 class Termination:
-    """SIGTERM and SIGINT as an event. A second signal changes nothing: the shutdown has its own deadlines."""
+    """SIGTERM and SIGINT as an event. A second signal changes nothing: the shutdown has its own deadlines.
+
+    Forked children don't inherit it: a signal for one of them says nothing about the task.
+    """
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -45,6 +48,39 @@ class Termination:
         # The handler interrupts the main thread, which may hold any lock: return at once.
         for callback in self._callbacks:
             threading.Thread(target=callback, name="termination", daemon=True).start()
+
+
+class OwnProcess:
+    """The process that holds a task. Its forked children have copies, which must not speak for the task."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.ended = False
+        """The task has ended, so a child may do as it likes."""
+        self._pid = os.getpid()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a forked child's copy."""
+        return not self.ended and os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise UsageError in a forked child."""
+        if self.elsewhere:
+            raise UsageError(
+                f"process {os.getpid()} is a forked child of {self.task} (process {self._pid}), which alone may train; "
+                "make steps there only"
+            )
+
+
+def _answer_as_usual() -> None:
+    """In a forked child: signals end it, as they would without its parent's handlers."""
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Termination):
+            signal.signal(number, usual)
+
+
+os.register_at_fork(after_in_child=_answer_as_usual)
 
 
 def tell_ready(ready_fd: int | None, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs a Python file named by the user as a module of its own."""
+"""Runs a Python file named by the user as a module of its own, which its child processes can import too."""
 
 from __future__ import annotations
 
@@ -6,21 +6,57 @@ import ast
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
 from shardline.errors import JobError, ShardlineError
 
+PREFIX = "shardline_"
+"""Modules' names begin with it."""
 
-def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = lambda tree: None) -> ModuleType:
-    """The module created by running the file, under a unique name.
 
-    check: inspects the parsed file before any of it runs, and may raise. The file's folder becomes first on sys.path,
-    as with `python FILE`. Raises JobError with the file, the line and the original error.
+class _FileFinder(MetaPathFinder):
+    """Finds modules of run_file() on sys.path, of which a child has its parent's."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        kind, _, rest = fullname.removeprefix(PREFIX).partition("_")
+        stem, _, digest = rest.rpartition("_")
+        if not fullname.startswith(PREFIX) or not digest:
+            return None
+        files = (Path(folder, f"{stem}.py") for folder in sys.path)
+        file = next((file for file in files if file.exists() and module_name(file, kind) == fullname), None)
+        return importlib.util.spec_from_file_location(fullname, file.resolve()) if file is not None else None
+
+
+def find_files() -> None:
+    """Have this process import the modules that its parent made of files.
+
+    Such a name is in every pickled object of a class of the file, also in those for a worker of a DataLoader.
+    """
+    if not any(isinstance(finder, _FileFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_FileFinder())
+
+
+def module_name(path: Path, kind: str) -> str:
+    """The unique name of a file's module: shardline_KIND_STEM_DIGEST."""
+    resolved = path.resolve()
+    return f"{PREFIX}{kind}_{resolved.stem}_{hashlib.blake2b(os.fsencode(resolved), digest_size=6).hexdigest()}"
+
+
+def run_file(path: Path, kind: str, *, check: Callable[[ast.Module], None] = lambda tree: None) -> ModuleType:
+    """The module created by running the file, under a unique name by which child processes can import it.
+
+    kind: a word for the name, such as "job". check: inspects the parsed file before any of it runs, and may raise. The
+    file's folder becomes first on sys.path, as with `python FILE`. Raises JobError with the file, the line and the
+    original error.
     """
     resolved = path.resolve()
     try:
@@ -34,7 +70,7 @@ def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = l
     folder = str(resolved.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    name = f"{prefix}_{resolved.stem}_{hashlib.blake2b(str(resolved).encode(), digest_size=6).hexdigest()}"
+    name = module_name(resolved, kind)
     spec = importlib.util.spec_from_file_location(name, resolved)
     assert spec is not None and spec.loader is not None  # a .py file has both
     module = importlib.util.module_from_spec(spec)

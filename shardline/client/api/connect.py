@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -33,6 +34,9 @@ from shardline.rpc.names import wait_for_own_name
 from shardline.seams import Resident
 from shardline.update import RULES
 
+_session: Session | None = None
+"""The newest one; a forked child has its parent's."""
+
 
 def connect(
     *,
@@ -56,6 +60,8 @@ def connect(
 
     Raises ClusterSpecError, JobError, UsageError.
     """
+    global _session
+    _check_process()
     config = _config(cluster, task, timeout_s, device)
     protect_output()
     log.setup(config.task)
@@ -68,7 +74,7 @@ def connect(
     termination = Termination()
     if threading.current_thread() is threading.main_thread():
         termination.install()
-    session = Session(
+    session = _session = Session(
         config,
         termination=termination,
         script=ScriptSettings(
@@ -86,6 +92,22 @@ def connect(
     # A script that ends without close() has done its part: nobody should wait for it.
     atexit.register(_close_at_exit, session)
     return session
+
+
+def _check_process() -> None:
+    """Raise UsageError in a child process that would take its parent's task."""
+    # As multiprocessing itself asks, of a child that is importing its parent's script.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            f"shardline.connect() was called in a child process that imports {Path(sys.argv[0]).name} to find its "
+            "classes, as the start methods spawn and forkserver do; put the script's own code under "
+            'if __name__ == "__main__":'
+        )
+    if _session is not None and _session.owner.elsewhere:
+        raise UsageError(
+            f"shardline.connect() was called in a forked child of the process that is connected as "
+            f"{_session.config.task}; connect in one of them only"
+        )
 
 
 def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:

@@ -41,7 +41,7 @@ from shardline.errors import (
     UsageError,
     where_raised,
 )
-from shardline.host.process import Termination, resolve_device
+from shardline.host.process import OwnProcess, Termination, resolve_device
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink
@@ -72,6 +72,7 @@ class Session:
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
+        self.owner = OwnProcess(config.task)
 
     # State
 
@@ -210,16 +211,14 @@ class Session:
             cancelled=self._termination.event,
         )
         self._loop.finder.follow(link)
-        self._termination.call(self._asked_to_end)
         link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
-        self._termination.call(link.cancel_join)
+        for callback in (self._asked_to_end, link.cancel_join):
+            self._termination.call(callback)
         if not link.join():
             log.info("asked to end before the chief admitted this worker")
             self.shutdown()
             raise SystemExit(0)
         log.info("joined as %s, incarnation %#x, metrics at %s", link.task, link.incarnation, self.metrics.url)
-
-    # Orders
 
     def _asked_to_end(self) -> None:
         log.info("asked to end: returning the replicas of this worker to the chief")
@@ -238,8 +237,6 @@ class Session:
         Raises JobError, and reports it to the chief, if the body omits optimizer.step(): docs/scripts.md says when.
         """
         return self._loop.steps(total)
-
-    # One step
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for the body of a loop over steps(): leaves it quietly if it has to repeat the step."""
@@ -273,8 +270,8 @@ class Session:
 
         keep: the tensors are not written to until the step is closed, so they need not be copied.
         """
-        given = self._gradients() if gradients is None else gradients
-        self._loop.contribute(replica, given, loss=loss, samples=samples, hyper=hyper, keep=keep)
+        gradients = self._gradients() if gradients is None else gradients
+        self._loop.contribute(replica, gradients, loss=loss, samples=samples, hyper=hyper, keep=keep)
 
     def _gradients(self) -> Mapping[str, torch.Tensor]:
         """The gradients in .grad, by name."""
@@ -294,6 +291,7 @@ class Session:
         Outside of steps(): True also after a standby has taken over, since the contribution is sent again. Raises
         RolledBackError if the job rolled back.
         """
+        self.owner.check()
         return self._loop.finish(self._gradients, loss, hyper)
 
     def wait(self) -> None:
@@ -369,7 +367,7 @@ class Session:
 
     def fail(self, error: ShardlineError) -> None:
         """Report to the chief why this worker can't continue."""
-        if self._link is not None and not isinstance(error, FencedError):
+        if self._link is not None and not self.owner.elsewhere and not isinstance(error, FencedError):
             self._loop.place.fail(self._link, error)
 
     def close(self) -> None:
@@ -377,7 +375,7 @@ class Session:
 
         Raises JobError if a backward pass sent gradients and no step() followed; the job ends with this error.
         """
-        if self._closed:
+        if self._closed or self.owner.elsewhere:
             return
         self._closed = True
         try:
@@ -399,7 +397,9 @@ class Session:
 
     def shutdown(self) -> None:
         """Free sockets and threads without reporting to the chief."""
-        self._closed = True
+        if self.owner.elsewhere:
+            return
+        self.owner.ended = self._closed = True
         if self._loop.lent is not None:
             self._loop.lent.close()
         if self._link is not None:
