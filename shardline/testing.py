@@ -25,7 +25,7 @@ from torch import nn
 
 from shardline import cadence, consistency, pipeline
 from shardline.core.digest import params_sha256
-from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, padded
+from shardline.core.plan import BucketSpec, Plan, Slice, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
@@ -81,10 +81,7 @@ def reference(
     choices: the replicas that make each step, from step 0 on, as a run with spares has journaled them; () = all of
     them in every step.
     Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, or in a pipeline with one
-    replica, on one machine class. With
-    `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, like a parameter server's
-    buckets: for other lengths, fused kernels round the last few elements of a tensor differently. Raises NonFiniteError
-    under the policy "stop", naming tensor, replica and step.
+    replica, on one machine class. Raises NonFiniteError under the policy "stop", naming tensor, replica and step.
     """
     with _threads(job.threads):
         run = _Run(job, choices)
@@ -260,21 +257,12 @@ class _Run:
 
 
 class _Stepper:
-    """The torch.optim object, and the flat padded copies it steps on if it is fused."""
+    """The torch.optim object."""
 
     def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
         self.optimizer = job.build_optimizer(model)
         self.schedule = complete(job.schedule, job.steps)
         self.trained = trained
-        self.stepped: Values = dict(trained)
-        if any(group.get("fused") for group in self.optimizer.param_groups):
-            self.stepped = {name: nn.Parameter(_padded(value)) for name, value in trained.items()}
-            names = {id(value): name for name, value in trained.items()}
-            groups = [
-                {**group, "params": [self.stepped[names[id(p)]] for p in group["params"] if id(p) in names]}
-                for group in self.optimizer.param_groups
-            ]
-            self.optimizer = type(self.optimizer)(groups, **job.optimizer_args)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, gradients: Gradients, clock: int) -> None:
@@ -282,54 +270,28 @@ class _Stepper:
         rate_factor = factor(self.schedule, clock)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rate_factor
-        for name, value in self.stepped.items():
-            gradient = gradients[name]
-            flat = gradient is not None and value is not self.trained[name]
-            value.grad = _padded(gradient) if flat and gradient is not None else gradient
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, value in self.stepped.items():
-                if value is not self.trained[name]:
-                    self.trained[name].copy_(self._shaped(name, value))
+        for name, value in self.trained.items():
+            value.grad = gradients[name]
+        # Where a server's rounding depends on the number of threads, it is that of one.
+        with _threads(1):
+            self.optimizer.step()
 
     def parameters(self) -> Values:
         """Copies of the trained parameters."""
         return _copies(self.trained)
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Copies of the optimizer's state by name, in the parameters' shapes."""
-        found = {}
-        for name, value in self.stepped.items():
-            if self.optimizer.state.get(value):
-                found[name] = {
-                    key: self._shaped(name, item) if isinstance(item, torch.Tensor) else item
-                    for key, item in self.optimizer.state[value].items()
-                }
-        return found
-
-    def _shaped(self, name: str, item: torch.Tensor) -> torch.Tensor:
-        """A copy of a value or a state; a flat padded one gets the parameter's shape."""
-        stepped, trained = self.stepped[name], self.trained[name]
-        copy = item.detach().clone()
-        if stepped is trained or copy.shape != stepped.shape:
-            return copy
-        return copy[: trained.numel()].reshape(trained.shape)
+        """Copies of the optimizer's state by name."""
+        return {
+            name: {key: _copy(item) for key, item in self.optimizer.state[value].items()}
+            for name, value in self.trained.items()
+            if self.optimizer.state.get(value)
+        }
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse of state()."""
-        with torch.no_grad():
-            for name, value in self.stepped.items():
-                if value is not self.trained[name]:
-                    value.copy_(_padded(self.trained[name]))
         for name, items in state.items():
-            value = self.stepped[name]
-            flat = value is not self.trained[name]
-            self.optimizer.state[value] = {
-                key: (_padded(item) if flat and item.shape == self.trained[name].shape else item.clone())
-                if isinstance(item, torch.Tensor)
-                else item
-                for key, item in items.items()
-            }
+            self.optimizer.state[self.trained[name]] = {key: _copy(item) for key, item in items.items()}
 
 
 class _RuleStepper:
@@ -401,11 +363,8 @@ class _RuleStepper:
             into[tensor.name].copy_(whole.view(tensor.shape))
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy, padded with zeros to a multiple of 64 elements."""
-    flat = tensor.new_zeros(padded(tensor.numel()))
-    flat[: tensor.numel()] = tensor.detach().reshape(-1)
-    return flat
+def _copy(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item
 
 
 def _copies(values: Mapping[str, torch.Tensor]) -> Values:

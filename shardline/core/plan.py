@@ -4,7 +4,7 @@
 
 A tensor is cut only at multiples of its quantum (about 16,384 elements of whole rows). Slices are packed into buckets
 of one dtype, kind, parameter group, fragment and codec, and start at multiples of 64 elements, padded with zeros: then
-element-wise rules, including fused kernels, give the same bits wherever a tensor is cut. PROTOCOL 1.1.
+element-wise rules give the same bits wherever a tensor is cut. PROTOCOL 1.1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -142,6 +143,18 @@ def quantum_rows(tensor: TensorSpec) -> int:
     return max(1, -(-QUANTUM_ELEMENTS // max(1, tensor.row_elements)))
 
 
+def cut_rows(tensor: TensorSpec) -> int:
+    """Number of rows between two positions where make_plan cuts: whole quanta.
+
+    Tensors whose own end is not at a multiple of 64 elements are cut only at such multiples: torch may round their last
+    elements otherwise than the rest, so all other pieces must end where vectors do.
+    """
+    step = quantum_rows(tensor)
+    if tensor.elements % ALIGNMENT_ELEMENTS == 0:
+        return step
+    return step * (ALIGNMENT_ELEMENTS // math.gcd(ALIGNMENT_ELEMENTS, step * tensor.row_elements))
+
+
 def num_quanta(tensor: TensorSpec) -> int:
     """Number of quanta of a tensor; 0 if it has no elements."""
     if tensor.elements == 0:
@@ -171,7 +184,7 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
     """Pieces of at most about target_bytes, each a whole number of quanta."""
     size = itemsize(tensor.dtype)
     total = tensor.elements * size
-    step = quantum_rows(tensor)
+    step = cut_rows(tensor)
     if tensor.whole or total < SPLIT_FLOOR_BYTES or total <= target_bytes or tensor.rows <= step:
         return [_Piece(number, 0, tensor.rows, tensor.elements, total)]
     row_bytes = tensor.row_elements * size
@@ -196,9 +209,9 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean if tensors can be cut
     that finely. Hence balance <= 1.1 whenever the mean shard has at least 10 * PIECE_FLOOR_BYTES (640 KiB) and no
-    single quantum, whole tensor or tensor under SPLIT_FLOOR_BYTES exceeds a tenth of it. If there are fewer pieces than
-    shards, the plan has fewer shards: none is empty, so nobody ever waits for one. Raises JobError for an empty model,
-    a repeated name, an unknown dtype or num_shards < 1.
+    single cut_rows(), whole tensor or tensor under SPLIT_FLOOR_BYTES exceeds a tenth of it. If there are fewer pieces
+    than shards, the plan has fewer shards: none is empty, so nobody ever waits for one. Raises JobError for an empty
+    model, a repeated name, an unknown dtype or num_shards < 1.
     """
     if num_shards < 1:
         raise JobError(f"the cluster has {num_shards} parameter servers; it needs at least 1")

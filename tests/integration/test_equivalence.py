@@ -123,15 +123,18 @@ def test_parameter_groups_keep_their_own_arguments_and_ungrouped_parameters_stay
         assert torch.equal(cluster.state().params["4.bias"], job.build_model().state_dict()["4.bias"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_float_types_end_in_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "apply"),
+    covering([torch.float64, torch.bfloat16], ["nesterov", "adamw"], ["server", "worker"]),
+)
+def test_other_float_types_end_in_the_bits_of_the_reference(dtype: torch.dtype, optimizer: str, apply: str) -> None:
     def model() -> nn.Module:
         return mlp().to(dtype)
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         return mse(model, [part.to(dtype) for part in batch])
 
-    job = make_job("adamw", model=model, loss=loss, replicas=2)
+    job = make_job(optimizer, model=model, loss=loss, replicas=2, apply=apply)
     with Cluster(job, ps=2) as cluster:
         cluster.train([[0], [1]])
         assert_same_end(cluster.state(), reference(job))

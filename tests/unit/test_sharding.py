@@ -23,6 +23,7 @@ from shardline.core.plan import (
     Slice,
     balance,
     check_plan,
+    cut_rows,
     make_plan,
     num_quanta,
     padded,
@@ -193,7 +194,7 @@ def smallest_piece_bytes(tensor: TensorSpec) -> int:
     size = itemsize(tensor.dtype)
     if tensor.whole or tensor.elements * size < SPLIT_FLOOR_BYTES:
         return padded(tensor.elements) * size
-    return padded(min(quantum_rows(tensor), tensor.rows) * tensor.row_elements) * size
+    return padded(min(cut_rows(tensor), tensor.rows) * tensor.row_elements) * size
 
 
 def fragment_pieces(plan: Plan, fragment: int) -> list[list[int]]:

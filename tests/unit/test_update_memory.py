@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.spec import ScheduleSpec, TensorSpec
 from shardline.update import bucket_rule, rule
-from shardline.update.torch_optim.runs import ElementwiseStates
+from shardline.update.base import padding_positions
 
 CPU = torch.device("cpu")
 
@@ -55,16 +55,15 @@ def test_making_a_rule_takes_no_memory_by_the_element(name: str):
 
 def test_the_padding_is_every_position_of_a_bucket_that_is_in_no_slice():
     bucket, _ = one_bucket(a=(65,), nothing=(0, 3), b=(64,), one=(1,), c=(3, 7))
-    states = ElementwiseStates(torch.optim.SGD, {"lr": 0.1}, bucket, {}, CPU)
+    padding = padding_positions(bucket, CPU)
     held = {position for piece in bucket.slices for position in range(piece.offset, piece.end)}
-    assert states.padding.tolist() == [position for position in range(bucket.elements) if position not in held]
-    assert states.padding.dtype == torch.int64
+    assert padding.tolist() == [position for position in range(bucket.elements) if position not in held]
+    assert padding.dtype == torch.int64
 
 
 def test_a_bucket_without_padding_has_no_positions_of_it():
     bucket, _ = one_bucket(a=(64,), b=(2, 64))
-    states = ElementwiseStates(torch.optim.SGD, {"lr": 0.1}, bucket, {}, CPU)
-    assert states.padding.numel() == 0
+    assert padding_positions(bucket, CPU).numel() == 0
 
 
 def test_state_that_torch_made_for_a_whole_bucket_is_kept_where_it_is():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardline import schedule as schedules
-from shardline.core.plan import BucketSpec, Plan, Slice, make_plan
+from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, quantum_rows
 from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.update import (
     ALLOWED,
@@ -98,7 +98,11 @@ class Plain:
         for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
             gradient = draw(tensor.shape, tensor.dtype, (tensor.name, step)).clone()
             parameter.grad = None if tensor.name in absent else gradient
+        threads = torch.get_num_threads()
+        # Each thread of torch's rounds the end of its own part otherwise.
+        torch.set_num_threads(1)
         self.optimizer.step()
+        torch.set_num_threads(threads)
 
     def values(self) -> dict[str, Tensor]:
         return {t.name: p.detach() for p, t in zip(self.parameters, self.tensors, strict=True)}
@@ -308,48 +312,63 @@ def test_the_number_of_shards_does_not_change_the_bits(name: str, shards: int):
 def test_the_plans_of_these_tests_really_cut_pad_and_mix():
     plan = make_plan(tensor_specs("SGD", SHAPES, "float32"), 2, bucket_bytes=150_000)
     buckets = [bucket for shard in plan.shards for bucket in shard.buckets]
-    assert len(list(plan.pieces(0))) > 2 and len(list(plan.pieces(3))) > 2
+    assert len(list(plan.pieces(0))) > 2 and len(list(plan.pieces(3))) > 1
     assert any(len(bucket.slices) > 3 for bucket in buckets)
     assert any(piece.elements % 64 for bucket in buckets for piece in bucket.slices)
 
 
-HALVES = {"embed.weight": (561, 257), "norm.weight": (33,), "one": (1,)}
-ROUNDED_BY_POSITION = ("SGD", "Adadelta", "ASGD")
-"""Rules that add with a factor, which torch rounds otherwise in the last elements of a tensor of 16 bits."""
+OTHER_DTYPES = ("float64", "bfloat16", "float16", "complex64")
+ODD = {
+    "embed.weight": (561, 257),  # cut at quanta, which end at multiples of 64 elements
+    "rows.weight": (6001, 25),  # cut only at every fourth quantum, since the others don't
+    "norm.weight": (33,),
+    "even.weight": (32, 64),
+    "even.bias": (128,),
+    "fc.bias": (517,),
+    "one": (1,),
+    "scale": (),
+    "nothing": (0, 3),
+    "conv.weight": (5, 3, 3, 3),
+}
+"""Sizes that are multiples of no vector's length, with others between them, so that runs are longer than a tensor."""
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype)
-        for name in ALLOWED
-        for dtype in ("float64", "bfloat16", "float16", "complex64")
-        if ALLOWED[name] and not ("float16" in dtype and name in ROUNDED_BY_POSITION)
-    ],
-)
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+@pytest.mark.parametrize("name", [name for name in ALLOWED if ALLOWED[name]])
 def test_other_dtypes_get_torchs_bits_too(name: str, dtype: str):
-    compare(name, [{"lr": 0.02}], dtype=dtype, shapes=HALVES if "float16" in dtype else {**HALVES, **SHAPES})
+    compare(name, [{"lr": 0.02}], dtype=dtype, shapes=ODD)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ROUNDED_BY_POSITION)
-def test_halves_that_torch_rounds_by_position_get_equal_bits_for_any_cut(name: str, dtype: str):
-    tensors = tensor_specs(name, HALVES, dtype)
-    cuts = [Cut(rule(name, [{"lr": 0.02}]), tensors, shards, CONSTANT) for shards in (1, 2, 3)]
-    plain = Plain(rule(name), tensors, [{"lr": 0.02}])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [pair for pair in ARGUMENTS if ALLOWED[pair[0]] and len(pair[1]) > 1], ids=label
+)
+def test_halves_get_torchs_bits_with_all_arguments(name: str, arguments: dict[str, Any], dtype: str):
+    # With foreach=True the bits of a half depend on the other tensors: on whether all have momentum, and on 0-d ones.
+    alone = bool(arguments.get("foreach"))
+    shapes = {key: shape for key, shape in ODD.items() if shape or not alone}
+    compare(name, [arguments], dtype=dtype, shapes=shapes, absent=[set()] * STEPS if alone else None)
+
+
+def test_the_bits_of_halves_do_not_depend_on_the_threads_of_who_applies_them():
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own cuts for threads move the rounding too
+    torch.set_num_threads(3)
     try:
-        for step in range(3):
-            plain.step(step, set())
-            for cut in cuts:
-                cut.step(step, set())
+        compare("SGD", [{"lr": 0.02}], dtype="bfloat16", shapes=ODD, shards=1)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-    for tensor, value in plain.values().items():
-        first = cuts[0].tensor(cuts[0].values, tensor)
-        assert all(same(cut.tensor(cut.values, tensor), first) for cut in cuts), tensor
-        torch.testing.assert_close(first, value, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_are_cut_where_vectors_end_if_their_own_end_is_elsewhere(dtype: str):
+    tensors = tensor_specs("SGD", ODD, dtype)
+    plan = make_plan(tensors, 3, bucket_bytes=150_000)
+    for number, name in enumerate(("embed.weight", "rows.weight")):
+        pieces = [piece for _, _, piece in plan.pieces(number)]
+        assert len(pieces) > 1, name
+        assert all(piece.first_row * tensors[number].row_elements % 64 == 0 for piece in pieces), name
+    assert tensors[1].row_elements * quantum_rows(tensors[1]) % 64 != 0
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
@@ -413,25 +432,15 @@ def test_all_present_and_equal_is_one_call_on_the_same_optimizer(monkeypatch: py
     assert len(calls) == 2 + 3 * 5 and len(set(map(id, calls[-12:]))) == 3
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-@pytest.mark.parametrize("momentum", [False, True])
-def test_fused_gives_equal_bits_for_any_cut_and_nearly_those_of_the_default(name: str, momentum: bool):
-    arguments: dict[str, Any] = {"lr": 0.01, "fused": True}
-    if momentum:
-        arguments |= {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
-    tensors = tensor_specs(name, SHAPES, "float32")
-    cuts = [Cut(rule(name, [arguments]), tensors, shards, CONSTANT) for shards in (1, 2, 3)]
-    plain = Plain(rule(name), tensors, [arguments | {"fused": False}])
-    for step, missing in enumerate(absences(SHAPES)):
-        plain.step(step, missing)
-        for cut in cuts:
-            cut.step(step, missing)
-            if step == 3:
-                cut.restart()
-    for tensor, value in plain.values().items():
-        first = cuts[0].tensor(cuts[0].values, tensor)
-        assert all(same(cut.tensor(cut.values, tensor), first) for cut in cuts), tensor
-        torch.testing.assert_close(first, value, rtol=1e-5, atol=1e-6)
+def test_fused_gets_torchs_bits_for_any_cut(name: str, dtype: str, shards: int):
+    arguments: dict[str, Any] = {"lr": 0.01, "fused": True, "weight_decay": 0.1}
+    if name == "SGD" and dtype != "bfloat16":  # whose momentum torch 2.13 begins with what is in memory by chance
+        arguments["momentum"] = 0.9
+    # torch's fused SGD can't begin one tensor's momentum after another's.
+    compare(name, [arguments], dtype=dtype, shards=shards, shapes=ODD, absent=[set()] * STEPS)
 
 
 def recut(exported: Sequence[Any], old: Cut, new: Cut) -> None:

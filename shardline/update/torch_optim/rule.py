@@ -1,15 +1,14 @@
 """The rule "torch": the job's own optimizer, a class of torch.optim, steps on each bucket.
 
-With torch's default arithmetic the result has the bits of torch.optim on the uncut tensors, for every class and any cut
-(PROTOCOL 1.1). With fused=True it has equal bits for any cut, and differs from the fused result on the uncut tensors
-only in the last few elements of a tensor, which torch computes in another way. The same is true for float16 and
-bfloat16 under SGD, ASGD and Adadelta: torch's x.add_(y, alpha=a) rounds those elements differently, and their positions
-depend on torch's intra-op threads, so equal bits there also require one intra-op thread.
+The result has the bits of torch.optim on the uncut contiguous tensors, for every class, every dtype and any cut
+(PROTOCOL 1.1), also with fused=True. For float16 and bfloat16, and with fused=True, these are the bits of one intra-op
+thread: torch rounds the last few elements of a tensor, and of each thread's part of it, otherwise than the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +19,8 @@ from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSp
 from shardline.errors import JobError
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
 from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule, without_values
-from shardline.update.torch_optim.runs import ElementwiseStates
+from shardline.update.torch_optim import eager
+from shardline.update.torch_optim.runs import ElementwiseStates, rounds_by_position
 from shardline.update.torch_optim.states import packing, state_kinds
 from shardline.update.torch_optim.whole import WholeStates
 
@@ -81,15 +81,18 @@ class TorchBucketRule(BucketRule):
         super().__init__(rule, site)
         cls = optimizer_class(site.spec.name)
         arguments = torch_arguments(site.spec.name, site.group)
+        self._alone = not ALLOWED[site.spec.name] or rounds_by_position(site, arguments)
+        """Whether one thread computes it all, since the bits depend on the number."""
         self._states: ElementwiseStates | WholeStates
         if ALLOWED[site.spec.name]:
-            self._states = ElementwiseStates(cls, arguments, site.bucket, self.states, site.device)
+            self._states = ElementwiseStates(cls, arguments, site, self.states)
         else:
             self._states = WholeStates(cls, arguments, rule, site, self.states)
 
     def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
+        with eager.one_thread() if self._alone else nullcontext():
+            self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
 
     def export(self) -> RuleState:
         """See BucketRule. Element-shaped states have the bucket's layout, Adafactor's are packed."""

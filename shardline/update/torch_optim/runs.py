@@ -1,7 +1,8 @@
 """Element-wise rules: one optimizer call for each run of neighbouring slices with equal per-slice state.
 
 In the steady state all slices have a gradient and equal counters, so a bucket is one run and one call. If a tensor has
-no gradient torch leaves it alone (no decay, no count), so counters diverge and the bucket splits into more runs.
+no gradient torch leaves it alone (no decay, no count), so counters diverge and the bucket splits into more runs. Where
+torch rounds the last elements of a tensor otherwise than the rest, a run ends with such a tensor's last element.
 Element-shaped states are flat tensors in the bucket's layout, and a run's optimizer has views of them; its 0-d states
 are its own numbers, written back to the per-slice lists only when runs change or the state is exported.
 """
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.core.plan import BucketSpec, padded
-from shardline.update.base import StateSpec, padding_positions
+from shardline.core.plan import ALIGNMENT_ELEMENTS, padded
+from shardline.update.base import Site, StateSpec, padding_positions
 from shardline.update.torch_optim import eager, sgd
 
+_HALVES = (torch.float16, torch.bfloat16)
 _CACHED_RUNS = 64
 """Optimizer objects kept per bucket for runs that may return (mixtures of experts alternate)."""
 
@@ -83,16 +85,21 @@ class ElementwiseStates:
         self,
         cls: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
-        bucket: BucketSpec,
+        site: Site,
         kinds: Mapping[str, StateSpec],
-        device: torch.device,
     ) -> None:
+        bucket, device = site.bucket, site.device
         self._cls = cls
         self._arguments = dict(arguments)
         self._bucket = bucket
         self._kinds = kinds
         self._device = device
-        self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
+        self._apart = _ends_apart(site, arguments)
+        """Per slice, whether a run must end with its last element, without the padding."""
+        self._ends = [
+            piece.end if apart else min(piece.offset + padded(piece.elements), bucket.elements)
+            for piece, apart in zip(bucket.slices, self._apart, strict=True)
+        ]
         self.padding = padding_positions(bucket, device)
         """Positions of the padding, int64."""
         self._padded = self.padding.numel() > 0
@@ -127,8 +134,8 @@ class ElementwiseStates:
             self._present = present
             # Runs don't change while the same slices are present: equal states advance equally.
             self._settled = True
-        if source is not None and not (present is None and len(self._runs) == 1):
-            # Only a single run over all slices covers the whole bucket.
+        if source is not None and present is not None:
+            # Runs over all slices cover all but padding.
             values.copy_(source)
             source = None
         for run in self._runs:
@@ -156,7 +163,10 @@ class ElementwiseStates:
         return self._bucket.slices[start].offset, self._ends[stop - 1]
 
     def _cut_into_runs(self, values: Tensor, present: Sequence[bool] | None) -> list[_Run]:
-        """Longest runs of neighbours that are present and have equal state, with their optimizers ready."""
+        """Longest runs of neighbours that are present and have equal state, with their optimizers ready.
+
+        A slice that ends apart is the last of its run.
+        """
         runs: list[_Run] = []
         start, key = 0, None
         count = len(self._bucket.slices)
@@ -164,7 +174,7 @@ class ElementwiseStates:
             here = None
             if number < count and (present is None or present[number]):
                 here = self._equal_state_key(number)
-            if here != key:
+            if here != key or (number and self._apart[number - 1]):
                 if key is not None:
                     runs.append(self._run(start, number, values))
                 start, key = number, here
@@ -228,3 +238,24 @@ class ElementwiseStates:
     def nbytes(self) -> int:
         """Bytes of the flat states."""
         return sum(flat.nbytes for flat in self.flat.values())
+
+
+def rounds_by_position(site: Site, arguments: Mapping[str, Any]) -> bool:
+    """Whether torch's rounding of an element may depend on where in a tensor, or in a thread's part of it, it is."""
+    return site.device.type == "cpu" and (site.dtype in _HALVES or bool(arguments.get("fused")))
+
+
+def _ends_apart(site: Site, arguments: Mapping[str, Any]) -> list[bool]:
+    """Per slice of the bucket, whether torch rounds the tensor's last elements, which are in it, in a way of their own.
+
+    On a CPU torch computes whole vectors, and what is left over one by one. float16 and bfloat16 are then rounded after
+    each operation rather than once, as in x.add_(y, alpha=a), and fused kernels don't fuse a product with an addition.
+    The plan cuts such tensors at multiples of 64 elements only, so what is left over is that of the whole tensor.
+    """
+    by_position = rounds_by_position(site, arguments)
+    found = []
+    for piece in site.bucket.slices:
+        tensor = site.tensors[piece.tensor]
+        last = piece.first_row + piece.rows == tensor.rows
+        found.append(by_position and last and tensor.elements % ALIGNMENT_ELEMENTS != 0)
+    return found
