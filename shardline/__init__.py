@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shardline.consistency import Asynchronous as Async
     from shardline.consistency import Eager as Sync
     from shardline.consistency import SoftSync as SoftSync
+    from shardline.errors import JobStopped as JobStopped
     from shardline.errors import RolledBackError as RolledBackError
     from shardline.errors import ShardlineError as ShardlineError
     from shardline.job import Job as Job
@@ -101,6 +102,7 @@ __all__ = [
     "GradScaler",
     "Int8",
     "Job",
+    "JobStopped",
     "LocalSGD",
     "Lossless",
     "MultiASGD",
@@ -138,6 +140,7 @@ __all__ = [
 _HOMES = {
     "GradScaler": "shardline.client.api.scaler:GradScaler",
     "Job": "shardline.job:Job",
+    "JobStopped": "shardline.errors:JobStopped",
     "Pipeline": "shardline.pipeline.model:Pipeline",
     "RolledBackError": "shardline.errors:RolledBackError",
     "Session": "shardline.client.api.session:Session",

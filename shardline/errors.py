@@ -16,6 +16,7 @@ ShardlineError                    exit  gRPC status
   ProtocolError                      8  INVALID_ARGUMENT     a message that breaks the contract
   RolledBackError                    9  ABORTED              the job went back to a checkpoint under a script
   InternalError                      1  INTERNAL
+JobStopped                           0                       a script's own loop goes on although the job has ended
 Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 for a task that ended cleanly.
 """
 
@@ -124,6 +125,20 @@ class RolledBackError(ShardlineError):
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
+        self.step = step
+
+
+class JobStopped(SystemExit):
+    """The job has ended, so `optimizer.step()`, `push` or `push_pull` outside of session.steps() changed nothing.
+
+    Raised for every end: stopped (Ctrl-C, `shardline stop`), failed, or at the job's last step. It is a SystemExit with
+    code 0, so it passes through the `except Exception` of training libraries and ends the process as a job that is
+    done does, unless the script catches it. step: the step at which the job ended.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.code = 0
         self.step = step
 
 

@@ -65,7 +65,11 @@ class OwnProcess:
         return not self.ended and os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise UsageError in a forked child."""
+        """Raise UsageError in a forked child, or once the task has ended."""
+        if self.ended:
+            raise UsageError(
+                f"{self.task}: this session is closed, so no step can be made; close it after the last one"
+            )
         if self.elsewhere:
             raise UsageError(
                 f"process {os.getpid()} is a forked child of {self.task} (process {self._pid}), which alone may train; "

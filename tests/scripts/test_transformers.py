@@ -11,7 +11,7 @@ import torch
 
 from shardline.client.api.session import Session
 from shardline.core.timeouts import Timeouts
-from shardline.errors import JobError
+from shardline.errors import JobError, JobStopped
 from tests.e2e.support import PATIENCE_S, mortal_cluster, summary_of
 from tests.support.services import SEEDING, Services
 
@@ -62,7 +62,7 @@ def trainer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, out: Path,
         "disable_tqdm": True,
         **settings,
     }
-    return transformers.Trainer(
+    return Saving(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(out), **arguments),
         train_dataset=samples(),
@@ -190,3 +190,53 @@ def test_two_replicas_of_a_trainer_end_with_the_same_model(tmp_path: Path) -> No
     first, second = (torch.load(tmp_path / f"model-{i}.pt", weights_only=True) for i in (0, 1))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+Callback: Any = transformers.TrainerCallback
+Trainer: Any = transformers.Trainer
+
+
+class Saving(Trainer):  # type: ignore[misc]
+    """Saves where its job is stopped, as docs/scripts.md has it."""
+
+    def train(self, *how: Any, **more: Any) -> Any:
+        try:
+            return super().train(*how, **more)
+        except JobStopped:
+            self._save_checkpoint(self.model, trial=None)
+            raise
+
+
+class Stopping(Callback):  # type: ignore[misc]
+    """Stops the job at a step of the Trainer."""
+
+    def __init__(self, session: Session, step: int) -> None:
+        self._session = session
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            self._session.link.client.stop("enough")
+
+
+def test_a_trainer_whose_job_is_stopped_ends_there_and_goes_on_from_what_it_saved_then(
+    start: Callable[..., Services], tmp_path: Path
+) -> None:
+    services = start(ps=1, workers=1)
+    session, model, optimizer = attached(services)
+    stopped = trainer(model, optimizer, tmp_path / "ours", steps=2_000)
+    stopped.add_callback(Stopping(session, 6))
+    with pytest.raises(JobStopped) as found:
+        stopped.train()
+    at = found.value.step
+    assert stopped.state.global_step == at == session.step
+    session.close()
+    assert services.end()["checkpoint_step"] == at
+    assert max(int(path.name.split("-")[1]) for path in (tmp_path / "ours").glob("checkpoint-*")) == at
+
+    services = start(ps=1, workers=1, resume=True)
+    session, model, optimizer = attached(services)
+    trainer(model, optimizer, tmp_path / "ours", steps=at + EVERY).train(resume_from_checkpoint=True)
+    session.close()
+    assert services.end()["steps"] == at + EVERY
+    assert_equal(model, plain(tmp_path / "plain", steps=at + EVERY))

@@ -64,7 +64,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         """Push this replica's gradients as one step and pull the updated parameters; returns closure's loss.
 
         Raises RolledBackError if the job rolled back after losing a server without a standby, unless the loop is `for
-        step in session.steps(...)`. If a standby takes over, this returns normally once the step is done.
+        step in session.steps(...)`. If a standby takes over, this returns normally once the step is done. Raises
+        JobStopped if the job has ended.
         """
         loss = None
         if closure is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.errors import JobError
 
 KEY = "shardline"
@@ -18,6 +19,9 @@ class TrainingPosition:
 
     step: int
     """Steps done; in asynchronous mode, the fewest updates of any shard."""
+    ahead: int = 0
+    """Calls of optimizer.step() since then that the servers' state does not contain: those of an unfinished round, and
+    those after the end of the job."""
     incarnation: int
     """The worker's incarnation."""
     one_step: bool
@@ -25,7 +29,18 @@ class TrainingPosition:
 
     def stamp(self) -> dict[str, int]:
         """The entry for a state dict made now."""
-        return {"step": self.step, "incarnation": self.incarnation}
+        return {"step": self.step, "ahead": self.ahead, "incarnation": self.incarnation}
+
+
+def position_of(methods: WorkerMethods, incarnation: int, *, lost: int) -> TrainingPosition:
+    """A worker's current position. lost: steps that its loop has taken since the job ended."""
+    one_step = methods.mode.consistent_cuts
+    return TrainingPosition(
+        step=methods.half.job_step,
+        ahead=lost + (methods.ticks.tick if one_step else 0),
+        incarnation=incarnation,
+        one_step=one_step,
+    )
 
 
 def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> bool:
@@ -49,7 +64,15 @@ def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> boo
             f"at step {here.step}: resume both from the same step. --resume uses the job's newest checkpoint "
             "(checkpoint_every=N writes one every N steps), resume_from_checkpoint= or ckpt_path= that of a Trainer"
         )
-    return int(stamp["incarnation"]) != here.incarnation
+    if int(stamp["incarnation"]) == here.incarnation:
+        return False
+    if ahead := int(stamp.get("ahead", 0)):
+        raise JobError(
+            f"this optimizer state is ahead of the job: its loop had called optimizer.step() {ahead} times since step "
+            f"{step}, after the end of the job or within a round of its cadence, and the servers have nothing of that. "
+            "Resume from a state that was saved when a step of the job was done"
+        )
+    return True
 
 
 def check_unused(states: Iterable[Mapping[str, Any]], here: TrainingPosition) -> None:

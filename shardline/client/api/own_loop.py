@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardline.client.api.step_finder import StepFinder
+from shardline.core.orders import Phase
+from shardline.errors import JobStopped
+
 log = logging.getLogger("shardline.client")
 
 
@@ -19,6 +23,38 @@ class OwnLoop:
         self._trained: Sequence[tuple[str, torch.Tensor]] = ()
         self._versions: list[int] = []
         """torch's in-place change counters of the trained tensors, read after the last pull."""
+        self._refused = 0
+
+    @property
+    def lost(self) -> int:
+        """Steps that the loop has taken although the job had ended: those after the first JobStopped."""
+        return max(0, self._refused - 1)
+
+    def check_goes_on(self, finder: StepFinder, step: int) -> None:
+        """Raise JobStopped after a step that was not made because the job has ended, if nothing else tells the loop.
+
+        step: that of the parameters in the model.
+        """
+        if finder.iterating or not finder.stale:
+            return
+        link = finder.link
+        link.wait(lambda o: o.stop_step > 0 or o.fenced or o.phase is Phase.ENDED, timeout_s=link.timeouts.rpc_s)
+        orders = link.orders
+        self._refused += 1
+        # If it isn't known in time, this worker's own step is the best guess.
+        step = orders.stop_step or step
+        what = "this worker left the job" if orders.fenced else "the job ended"
+        what += f" with exit code {orders.exit_code}" if orders.exit_code else ""
+        why = f" ({orders.reason})" if orders.reason else ""
+        error = JobStopped(
+            f"{link.task}: {what} at step {step}{why}; optimizer.step() changed nothing. Leave the loop; "
+            "--resume continues the job",
+            step,
+        )
+        if not self.lost:
+            # Python says nothing when a SystemExit ends the process.
+            log.warning("%s", error)
+        raise error
 
     def attached(self, step: int, trained: Mapping[str, torch.Tensor]) -> None:
         """Record the job's step and the tensors that contain its parameters."""

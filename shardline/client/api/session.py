@@ -22,7 +22,7 @@ from torch import nn
 from shardline import pipeline
 from shardline.client.api.joining import begin, link_of
 from shardline.client.api.optimizer import ShardlineOptimizer
-from shardline.client.api.optimizer_state import TrainingPosition, check_unused
+from shardline.client.api.optimizer_state import TrainingPosition, check_unused, position_of
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
 from shardline.client.api.step_loop import Hyper, StepLoop
 from shardline.client.step.shared_gradients import SharedGradients
@@ -116,9 +116,7 @@ class Session:
     @property
     def standing(self) -> TrainingPosition:
         """The job's position, for state dicts."""
-        methods = self.trainer.methods
-        one_step = methods.mode.consistent_cuts
-        return TrainingPosition(step=methods.half.job_step, incarnation=self.link.incarnation, one_step=one_step)
+        return position_of(self.trainer.methods, self.link.incarnation, lost=self._loop.own_loop.lost)
 
     def resumed(self) -> None:
         """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
@@ -289,7 +287,7 @@ class Session:
         Contributes .grad for this worker's own replica if nothing was contributed yet.
 
         Outside of steps(): True also after a standby has taken over, since the contribution is sent again. Raises
-        RolledBackError if the job rolled back.
+        RolledBackError if the job rolled back, JobStopped if it has ended. Raises UsageError after close().
         """
         self.owner.check()
         return self._loop.finish(self._gradients, loss, hyper)
@@ -324,6 +322,7 @@ class Session:
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Contribute gradients by name as this worker's part of the open step, and get the next parameters."""
+        self.owner.check()
         check_named(self._values, gradients)
         self.wait()
         self._loop.contribute_own(gradients)

@@ -23,7 +23,7 @@ from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
-from shardline.core.orders import StepReport
+from shardline.core.orders import Phase, StepReport
 from shardline.data import Watch
 from shardline.errors import JobError, RolledBackError, UnreachableError
 from shardline.host.process import Termination
@@ -220,6 +220,9 @@ class StepLoop:
         wait = not goes_on or self.trainer.open.first
         while True:
             try:
+                if self.finder.link.orders.phase is Phase.ENDED:
+                    # The servers may be gone already.
+                    raise Interrupted
                 if wait:
                     figures = self.trainer.finish()
                 else:
@@ -227,6 +230,7 @@ class StepLoop:
             except (Restart, Interrupted, Stopped) as error:
                 if not self.go_on(error):
                     self._forget()
+                    self.own_loop.check_goes_on(self.finder, self.trainer.half.job_step)
                     return False
                 figures = self.finder.closed_by
                 if figures is None:
