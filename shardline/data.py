@@ -16,6 +16,7 @@ import functools
 import hashlib
 import random
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -192,7 +193,9 @@ class BatchSource:
     replica also reads the samples of the others; going back means reading a pass from its start.
     """
 
-    def __init__(self, job: DataSource) -> None:
+    def __init__(self, job: DataSource, took: Callable[[float], None] = lambda seconds: None) -> None:
+        """took: called with the seconds that each batch took to come."""
+        self._took = took
         self._source: _Indexed | _Tensors | _Streamed
         collate = job.collate or default_collate
         if not job.samples:
@@ -213,7 +216,10 @@ class BatchSource:
         In asynchronous mode `step` is the number of the batch and replica is 0. Raises JobError for an iterable that
         yields nothing, or a data set that raises, naming the sample; ValueError for a place that the job doesn't have.
         """
-        return self._source.batch(step, replica, microbatch)
+        began_s = time.monotonic()
+        batch = self._source.batch(step, replica, microbatch)
+        self._took(time.monotonic() - began_s)
+        return batch
 
 
 @dataclass(frozen=True)

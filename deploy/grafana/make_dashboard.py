@@ -157,6 +157,7 @@ PANELS: tuple[Row | Panel, ...] = (
         "counts from the end of the backward pass, barrier wait from the last push to the first byte pulled. The stack "
         "rises above the whole step where the next forward pass overlaps with the pull.",
         queries=[
+            ("data", mean("shardline_data_seconds")),
             ("compute", mean("shardline_compute_seconds")),
             ("push", mean("shardline_push_seconds", more=WORKER)),
             ("barrier wait", mean("shardline_barrier_wait_seconds", more=WORKER)),

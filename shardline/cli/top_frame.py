@@ -315,6 +315,7 @@ COLUMNS: Sequence[Column] = (
     ("steps/s", "right", 80, lambda task, glyphs: f"{task.steps_per_s:.1f}" if task.steps_per_s > 0 else glyphs.none),
     ("stale", "right", 80, lambda task, glyphs: glyphs.none if task.staleness is None else f"{task.staleness:.1f}"),
     ("gap", "right", 140, lambda task, glyphs: glyphs.none if task.gap is None else f"{task.gap:.1e}"),
+    ("data", "right", 100, lambda task, glyphs: _milliseconds(task.data_s, glyphs)),
     ("compute", "right", 100, lambda task, glyphs: _milliseconds(task.compute_s, glyphs)),
     ("exchange", "right", 100, lambda task, glyphs: _milliseconds(task.exchange_s, glyphs)),
     ("blocked", "right", 120, lambda task, glyphs: _milliseconds(task.blocked_s, glyphs)),

@@ -113,6 +113,8 @@ class StepReport:
     gap: float = 0.0
     """RMS distance between the parameters before and after the push, where workers push for themselves; 0 = not
     measured."""
+    data_s: float = 0.0
+    """Seconds of waiting for batches, which compute_s doesn't contain; in a script not known, and part of that."""
 
 
 @fixed(kw_only=True)

@@ -126,6 +126,8 @@ class TaskStatus:
     """Mean staleness of its last steps, in versions."""
     compute_s: float = 0.0
     """Mean seconds of computing per step, over its last steps."""
+    data_s: float = 0.0
+    """The same for waiting for batches."""
     exchange_s: float = 0.0
     """The same for push, barrier wait and pull."""
     blocked_s: float = 0.0

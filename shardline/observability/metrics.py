@@ -201,7 +201,8 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
     ),
     _gauge("shardline_step", "steps", ALL, [], "Current step of this task"),
-    _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step, compute and exchange"),
+    _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step: data, compute and exchange"),
+    _histogram("shardline_data_seconds", "seconds", ["worker"], [], "Part of a step spent waiting for batches"),
     _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
     _histogram("shardline_exchange_seconds", "seconds", ["worker"], [], "Part of a step spent on push and pull"),
     _counter("shardline_examples_total", "examples", ["worker", "chief"], [], "Training samples done"),

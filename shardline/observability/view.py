@@ -100,6 +100,8 @@ class TaskView:
     steps_per_s: float
     staleness: float | None
     """Mean of its recent steps, in versions; None for tasks that don't train."""
+    data_s: float | None
+    """Mean seconds of waiting for batches per recent step."""
     compute_s: float | None
     """Mean seconds of computation per recent step."""
     exchange_s: float | None
@@ -417,6 +419,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         pull_bytes_per_s=task.pull_bytes_per_s if moving else 0.0,
         steps_per_s=task.steps_per_s if moving else 0.0,
         staleness=_finite(task.staleness) if stepped else None,
+        data_s=_finite(task.data_s) if stepped else None,
         compute_s=_finite(task.compute_s) if stepped else None,
         exchange_s=_finite(task.exchange_s) if stepped else None,
         blocked_s=_finite(task.blocked_s) if stepped else None,

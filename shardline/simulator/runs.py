@@ -163,7 +163,8 @@ def _of_run(path: Path, passes: int) -> tuple[Times, ...]:
         # A crash may have cut a line off.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
-            spent_s = float(line["compute_s"]) / passes
+            # Runs of earlier versions counted the wait for data as computing.
+            spent_s = (float(line["compute_s"]) + float(line.get("data_s", 0.0))) / passes
             if "task" in line:
                 alone.setdefault(str(line["task"]), []).append(spent_s)
             else:

@@ -53,6 +53,7 @@ COUNTED = {
         "shardline_push_seconds_count",
         "shardline_pull_seconds_count",
         "shardline_step_seconds_count",
+        "shardline_data_seconds_count",
         "shardline_compute_seconds_count",
         "shardline_examples_total",
         "shardline_loss",

@@ -28,10 +28,10 @@ def curve(reporter: Reporter, name: str) -> list[tuple[float, float]]:
 
 def test_pace_is_the_mean_of_the_last_steps() -> None:
     pace = TaskSpeed()
-    assert (pace.staleness, pace.compute_s, pace.exchange_s) == (0.0, 0.0, 0.0)
+    assert (pace.staleness, pace.data_s, pace.compute_s, pace.exchange_s) == (0.0, 0.0, 0.0, 0.0)
     for step in range(1000):
-        pace.add(report(step, staleness=step % 2 * 4, compute_s=0.25, exchange_s=0.5))
-    assert (pace.staleness, pace.compute_s, pace.exchange_s) == (2.0, 0.25, 0.5)
+        pace.add(report(step, staleness=step % 2 * 4, data_s=0.125, compute_s=0.25, exchange_s=0.5))
+    assert (pace.staleness, pace.data_s, pace.compute_s, pace.exchange_s) == (2.0, 0.125, 0.25, 0.5)
     assert pace.steps == 1000
 
 
@@ -111,14 +111,14 @@ def test_the_status_of_a_run_says_who_is_there_how_fast_and_where_the_shards_are
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
     reporter.begin(replicas=2, joined=True, timeline=1, first_step=0)
     for second in range(3):
-        reporter.report("worker/0", [report(second, 0, compute_s=0.1, exchange_s=0.2, staleness=1)])
+        reporter.report("worker/0", [report(second, 0, data_s=0.3, compute_s=0.1, exchange_s=0.2, staleness=1)])
         reporter.rates(second, {"worker/0": (second * 10, 0), "ps/0": (second * 10, 0)}, second)
     cluster.advance(5)
     status = overview(cluster.program, reporter, tmp_path, cluster.now_s, page="http://127.0.0.1:1/")
     view = cluster_view(status)
     worker = next(task for task in view.tasks if task.name == "worker/0")
     assert (worker.push_bytes_per_s, worker.steps_per_s) == (10.0, 1.0)
-    assert (worker.compute_s, worker.exchange_s) == pytest.approx((0.1, 0.2))
+    assert (worker.data_s, worker.compute_s, worker.exchange_s) == pytest.approx((0.3, 0.1, 0.2))
     assert (view.step, view.push_bytes_per_s, view.pull_bytes_per_s) == (5, 10.0, 0.0)
     assert {shard.ps for shard in view.shards} == {ps.task for ps in cluster.ps}
     assert status.page == "http://127.0.0.1:1/"

@@ -84,6 +84,7 @@ STATUS = ChiefStatus(
             step=120,
             last_heard_s=0.2,
             steps_per_s=50.0,
+            data_s=0.0031,
             compute_s=0.0123,
             exchange_s=0.0071,
             blocked_s=0.0042,
@@ -144,7 +145,7 @@ def test_table_of_tasks_shows_more_the_wider_it_may_be() -> None:
     assert row(middle, "task")[-2:] == ["steps/s", "stale"]
     assert row(middle, "worker/0")[-2:] == ["50.0", "0.0"]
     assert row(wide, "task")[-3:] == ["exchange", "blocked", "address"]
-    assert row(wide, "worker/0")[-8:] == ["50.0", "0.0", "12", "ms", "7", "ms", "4", "ms"]
+    assert row(wide, "worker/0")[-10:] == ["50.0", "0.0", "3", "ms", "12", "ms", "7", "ms", "4", "ms"]
     assert row(wide, "chief/0")[-1] == "10.0.0.1:2222"
 
 

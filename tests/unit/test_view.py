@@ -27,6 +27,7 @@ TASKS = (
         step=38,
         push_bytes_per_s=5e6,
         steps_per_s=9.0,
+        data_s=0.005,
         compute_s=0.02,
         exchange_s=0.01,
         blocked_s=0.004,

@@ -30,7 +30,7 @@ class RankWorker:
             )
         self._session = session
         self._job = job
-        self._source = BatchSource(job)
+        self._source = BatchSource(job, session.data_took)
         self._schedule = pipeline.of(spec)
         layers = job.shared_layers(model)
         try_parts(model, job, layers, pipeline.ranks(spec))

@@ -59,7 +59,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
         return
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
-    source = BatchSource(job)
+    source = BatchSource(job, session.data_took)
     schedule = pipeline.of(spec)
     if isinstance(model, StagedModel) and goes_back(spec):
         train_stream(session, optimizer, model, job, schedule)
@@ -118,7 +118,7 @@ def train_stream(
     runner = StreamRunner(
         model,
         job,
-        BatchSource(job),
+        BatchSource(job, session.data_took),
         schedule,
         session.parcels,
         ParameterSource(pulled=pulled, predict=predict, gaps=lambda: Gaps(session.job)),

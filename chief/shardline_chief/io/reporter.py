@@ -149,6 +149,11 @@ class TaskSpeed:
         return mean([report.staleness for report in self._last])
 
     @property
+    def data_s(self) -> float:
+        """Mean seconds of waiting for batches per recent step."""
+        return mean([report.data_s for report in self._last])
+
+    @property
     def compute_s(self) -> float:
         """Mean seconds of computation per recent step."""
         return mean([report.compute_s for report in self._last])
@@ -316,7 +321,9 @@ class Reporter:
                 continue
             pace.add(report)
             self._metrics.counter("shardline_examples_total").inc(report.samples)
-            self._metrics.histogram("shardline_step_seconds").observe(report.compute_s + report.exchange_s)
+            self._metrics.histogram("shardline_step_seconds").observe(
+                report.data_s + report.compute_s + report.exchange_s
+            )
             for step, group in self.steps.add(report):
                 self._step(step, group, task)
         self._flush("steps")
@@ -333,6 +340,7 @@ class Reporter:
             "loss": self.loss,
             "samples": sum(report.samples for report in group),
             "replicas": len(group),
+            "data_s": max(report.data_s for report in group),
             "compute_s": max(report.compute_s for report in group),
             "exchange_s": max(report.exchange_s for report in group),
             "blocked_s": max(report.blocked_s for report in group),

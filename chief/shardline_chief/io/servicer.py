@@ -304,6 +304,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             replica=item.replica,
             loss=item.loss,
             samples=item.samples,
+            data_s=_seconds(item.data_s),
             compute_s=_seconds(item.compute_s),
             exchange_s=_seconds(item.exchange_s),
             staleness=item.staleness,

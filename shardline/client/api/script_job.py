@@ -139,6 +139,7 @@ def meter_step(
 ) -> None:
     """Record the metrics of one finished step. step_s: seconds. peers: the ps of each shard."""
     metrics.histogram("shardline_step_seconds").observe(step_s)
+    metrics.histogram("shardline_data_seconds").observe(sum(item.data_s for item in reports))
     metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
     metrics.histogram("shardline_exchange_seconds").observe(figures.seconds)
     metrics.counter("shardline_examples_total").inc(sum(item.samples for item in reports))

@@ -68,13 +68,13 @@ class Session:
         self._loop = StepLoop(config, self.metrics, self._termination)
         self.parcels = self._loop.place.office
         """In a pipeline: activations and gradients from and to the stages of other workers."""
+        self.data_took = self._loop.data_took
+        """Call with the seconds that a batch of the open step took to come."""
         self._server = self.parcels.server()
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
         self.owner = OwnProcess(config.task)
-
-    # State
 
     @property
     def link(self) -> ChiefLink:

@@ -59,6 +59,8 @@ class StepLoop:
         """Gradients in memory shared with the servers."""
         self._hyper: Callable[[], Hyper] | None = None
         self._reports = StepReports()
+        self.data_took = self._reports.read
+        """Call with the seconds that a batch of the open step took to come."""
         self._accounted_s = time.monotonic()
         self._loss: float | None = None
         self.skipped = False

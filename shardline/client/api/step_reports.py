@@ -17,25 +17,33 @@ class StepReports:
         self._losses: dict[int, list[float]] = {}
         self.contributed = False
         """Some replica has contributed to the open tick."""
+        self._data_s = 0.0
+        """Seconds of waiting for batches since the last report."""
         self.began_s = time.monotonic()
         """When the open step began."""
+
+    def read(self, seconds: float) -> None:
+        """Note that the next report's batch took so long to come."""
+        self._data_s += seconds
 
     def add(self, report: StepReport, *, waited_s: float) -> None:
         """Add a replica's report on the open tick. waited_s: seconds it had to wait for the previous step.
 
-        compute_s is measured here; loss and samples are those of the tick.
+        compute_s and data_s are measured here; loss and samples are those of the tick.
         """
         before = self._reports.get(report.replica)
         losses = self._losses.setdefault(report.replica, [])
         losses.append(report.loss)
-        spent_s = sum(item.compute_s for item in self._reports.values())
-        compute_s = time.monotonic() - self.began_s - waited_s - spent_s
+        spent_s = sum(item.compute_s + item.data_s for item in self._reports.values())
+        compute_s = time.monotonic() - self.began_s - waited_s - spent_s - self._data_s
         self._reports[report.replica] = replace(
             report,
             loss=losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses),
             samples=report.samples + (before.samples if before is not None else 0),
             compute_s=compute_s + (before.compute_s if before is not None else 0.0),
+            data_s=self._data_s + (before.data_s if before is not None else 0.0),
         )
+        self._data_s = 0.0
         self.contributed = True
 
     def next_tick(self) -> None:
@@ -53,4 +61,5 @@ class StepReports:
         self._reports.clear()
         self._losses.clear()
         self.contributed = False
+        self._data_s = 0.0
         self.began_s = time.monotonic()

@@ -382,6 +382,7 @@ class StepReport(_message.Message):
     BLOCKED_S_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
+    DATA_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     replica: _builtins.int
     loss: _builtins.float
@@ -395,6 +396,8 @@ class StepReport(_message.Message):
     """L2 norm of how far the replica moved, in a cadence that trains locally."""
     gap: _builtins.float
     """RMS distance between the parameters before and after the push, where workers push for themselves; 0: not measured."""
+    data_s: _builtins.float
+    """Seconds of waiting for batches, not part of compute_s."""
     def __init__(
         self,
         *,
@@ -408,10 +411,11 @@ class StepReport(_message.Message):
         blocked_s: _builtins.float = ...,
         drift: _builtins.float = ...,
         gap: _builtins.float = ...,
+        data_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -875,6 +879,7 @@ class TaskStatus(_message.Message):
     BLOCKED_S_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
+    DATA_S_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -895,6 +900,8 @@ class TaskStatus(_message.Message):
     drift: _builtins.float
     gap: _builtins.float
     """Mean gap of its recent steps in which it was measured."""
+    data_s: _builtins.float
+    """Mean seconds of waiting for batches per recent step, not part of compute_s."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -923,10 +930,11 @@ class TaskStatus(_message.Message):
         blocked_s: _builtins.float = ...,
         drift: _builtins.float = ...,
         gap: _builtins.float = ...,
+        data_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,8 +122,8 @@ function tasks(view) {
         number(rate(task.push_bytes_per_s)),
         number(rate(task.pull_bytes_per_s)),
         {
-          ...number(task.compute_s == null ? NONE : seconds(task.compute_s + task.exchange_s)),
-          title: task.compute_s == null ? "" : `compute ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}, `
+          ...number(task.compute_s == null ? NONE : seconds(task.data_s + task.compute_s + task.exchange_s)),
+          title: task.compute_s == null ? "" : `data ${seconds(task.data_s)}, compute ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}, `
             + `of which ${seconds(task.blocked_s)} waiting for other workers`
             + (task.drift == null ? "" : `; drift ${figure(task.drift, 3)}`),
         },

@@ -55,7 +55,7 @@ class StepMeter:
             if report.step <= self._first[0]:
                 continue
             self._last = max(self._last, (report.step, now_s))
-            self._computed[report.step] = self._computed.get(report.step, 0.0) + report.compute_s
+            self._computed[report.step] = self._computed.get(report.step, 0.0) + report.data_s + report.compute_s
             seconds = max(report.exchange_s - report.blocked_s, 0.0)
             self._exchanged[report.step] = min(self._exchanged.get(report.step, seconds), seconds)
 
