@@ -25,8 +25,8 @@ from __future__ import annotations
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from types import TracebackType
 from typing import ClassVar
@@ -195,7 +195,7 @@ class _UserCode:
     ) -> None:
         if isinstance(error, Exception):
             if not isinstance(error, ShardlineError) and not _is_own(trace.tb_next if trace is not None else None):
-                raise _of_job(self._what, error) from error
+                raise job_error(self._what, error) from error
         elif isinstance(error, SystemExit):
             code = "" if error.code is None else repr(error.code)
             raise JobExitError(f"{self._what} called sys.exit({code}){where_raised(error)}") from error
@@ -212,17 +212,33 @@ def calling(what: str) -> AbstractContextManager[None]:
     return _UserCode(what)
 
 
-def of_user_code(error: BaseException, what: str) -> ShardlineError | None:
-    """The error that ends the job for an exception that got here: itself, or a JobError if the user's code was running.
+def as_error(error: BaseException, what: str = "the job's own code") -> ShardlineError | None:
+    """An exception as an error that ends the job: itself, or a JobError if the user's code was running.
 
-    None for a defect in Shardline. what: whose code it is, such as "the job".
+    None for a defect in Shardline. what: the user's code, for the message.
     """
     if isinstance(error, ShardlineError):
         return error
-    return _of_job(what, error) if isinstance(error, Exception) and where_raised(error) else None
+    return job_error(what, error) if isinstance(error, Exception) and where_raised(error) else None
 
 
-def _of_job(what: str, error: Exception) -> JobError:
+@contextmanager
+def telling(tell: Callable[[ShardlineError], None]) -> Iterator[None]:
+    """Call tell(error) for an error that ends this task, and raise it; one of the user's code becomes a JobError."""
+    try:
+        yield
+    except Exception as error:
+        found = as_error(error)
+        if found is None:
+            raise
+        tell(found)
+        if found is error:
+            raise
+        raise found from error
+
+
+def job_error(what: str, error: BaseException) -> JobError:
+    """An exception of the user's code, with its type and line. what: the code, for the message."""
     return JobError(f"{what} raised {type(error).__name__}: {error}{where_raised(error)}")
 
 
@@ -246,12 +262,12 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str, int]]:
     for frame, line in traceback.walk_tb(trace):
         name, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         top = name.partition(".")[0]
-        if top in PACKAGES:
-            owner = "shardline"
-        elif top == "torch":
-            owner = "torch"
-        elif not {"site-packages", "dist-packages"}.isdisjoint(PurePath(path).parts):
-            owner = "package"
-        else:
-            owner = "python" if path.startswith(_PYTHON) else "user"
+        owner = "shardline" if top in PACKAGES else "torch" if top == "torch" else owner_of(path)
         yield owner, path, line
+
+
+def owner_of(path: str) -> str:
+    """Whose file this is: python, package (of the installation) or user."""
+    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(path).parts):
+        return "package"
+    return "python" if path.startswith(_PYTHON) else "user"

@@ -59,6 +59,8 @@ class Table(Generic[R]):
         """seam: the name of the job's field, such as "codec"."""
         self.seam = seam
         self._classes: dict[str, type[R]] = {}
+        self.declared = residents
+        """The package's own, without those of plugins; for modules to read while they are imported."""
         for resident in residents:
             self.add(resident)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
-from shardline.errors import FencedError, JobExitError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import FencedError, ProtocolError, ShardlineError, UnreachableError, UsageError, telling
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.observability.metrics import Metrics
@@ -54,12 +55,19 @@ def run(config: RoleConfig) -> int:
             log.info("asked to end before the chief admitted this evaluator")
             return 0
         log.info("joined as %s, metrics at %s", link.task, metrics.url)
-        code = Evaluator(link, job, model.to(device), metrics, termination).run()
+        with telling(functools.partial(_tell, link)):
+            code = Evaluator(link, job, model.to(device), metrics, termination).run()
         return (code or link.orders.exit_code) if config.exit_with_job else code
     finally:
         link.close()
         server.close(grace_s=0.5)
         metrics.close()
+
+
+def _tell(link: ChiefLink, error: ShardlineError) -> None:
+    """Report an error to the chief that would end a restarted evaluator too."""
+    if isinstance(error, UsageError):
+        link.fail(str(error), error.exit_code)
 
 
 class Evaluator:
@@ -98,11 +106,7 @@ class Evaluator:
 
     def _one(self, step: int) -> None:
         """Fetch, score and report one checkpoint."""
-        try:
-            result = self._fetch_and_score(step)
-        except JobExitError as error:
-            self._link.fail(str(error), error.exit_code)
-            raise
+        result = self._fetch_and_score(step)
         if result is None:
             return
         self._scored = step

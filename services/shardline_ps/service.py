@@ -14,7 +14,7 @@ from shardline import consistency
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.plan import ShardSpec
-from shardline.errors import InternalError, ShardlineError, UnreachableError
+from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
 from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
@@ -226,8 +226,8 @@ def exit_code_of(link: ChiefLink) -> int:
 
 def _report(link: ChiefLink, error: Exception) -> None:
     """Report to the chief that a step can't be applied; on a separate thread, since the caller holds locks."""
-    code = error.exit_code if isinstance(error, ShardlineError) else InternalError.exit_code
-    threading.Thread(target=link.fail, args=(str(error), code), name="failure", daemon=True).start()
+    found = as_error(error) or InternalError(f"{type(error).__name__}: {error}")
+    threading.Thread(target=link.fail, args=(str(found), found.exit_code), name="failure", daemon=True).start()
 
 
 def _leave(config: RoleConfig, link: ChiefLink, process: PsProcess) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import selectors
 import signal
 import socket
@@ -29,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
-from shardline.cli.process_exits import Ended, describe_code, lacking, may_restart
+from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import check_standbys
@@ -47,7 +46,7 @@ from shardline.security import PLAIN, Security
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
 TAIL_BYTES = 8192
-LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
+TAIL_LINES = 200
 LIFE_FD = "SHARDLINE_LIFE_FD"
 """Environment variable with a script's pipe that closes with the launcher; other tasks get --life-fd."""
 
@@ -115,6 +114,14 @@ class LaunchOptions:
                     f"{', '.join(SCRIPT_FIELDS)}"
                 )
 
+    def runs_script(self, task: str) -> bool:
+        """Whether a task's process runs the user's script."""
+        return self.script and parse_task(task)[0] == "worker"
+
+    def describe(self, task: str, code: int) -> str:
+        """How a process of a task ended, for messages."""
+        return describe_code(code, script=self.runs_script(task))
+
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
         """The cluster spec; port 0 means that the task binds a free port."""
         counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators}
@@ -127,7 +134,7 @@ def task_command(
 ) -> list[str]:
     """Command line of a task."""
     role, _ = parse_task(task)
-    if options.script and role == "worker":
+    if options.runs_script(task):
         return [sys.executable, str(options.job), *options.script_args]
     device = options.ps_device if role == "ps" else options.device
     # -P: modules in the working directory (a user's queue.py) must not hide the standard library's.
@@ -195,7 +202,7 @@ def common_environment(base: Mapping[str, str]) -> dict[str, str]:
 def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of a task; the number of threads is left to the job."""
     settings = common_environment(base)
-    if options.script and parse_task(task)[0] == "worker":
+    if options.runs_script(task):
         settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
         settings["SHARDLINE_TASK"] = task
         settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
@@ -400,7 +407,7 @@ class LocalCluster:
             child.code = code
             restarted, reason = self._after(task, code)
             child.ended.set()
-        self.events.put(Ended(task, code, restarted, f"{task} {describe_code(code)}: {reason}"))
+        self.events.put(Ended(task, code, restarted, f"{task} {self.options.describe(task, code)}: {reason}"))
 
     def _after(self, task: str, code: int) -> tuple[bool, str]:
         chief = self._children["chief/0"]
@@ -410,7 +417,8 @@ class LocalCluster:
             return False, "it is not restarted"
         if task == "chief/0" and not self.chief_address:
             return False, "it had not started"
-        restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0))
+        script = self.options.runs_script(task)
+        restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0), script=script)
         if not restart:
             return False, reason
         self._restarts[task] = self._restarts.get(task, 0) + 1
@@ -472,7 +480,7 @@ class LocalCluster:
 
     def last_words(self, task: str) -> str:
         """The message a task ended with: that of the command, or its last logged error; empty if there is none."""
-        return next((match[1] for line in reversed(self.log_tail(task)) if (match := LAST_WORDS.match(line))), "")
+        return last_words(self.log_tail(task, TAIL_LINES), script=self.options.runs_script(task))
 
     def wait_exit(self, task: str, *, timeout_s: float) -> int:
         """Wait until a task's current process ends; returns its exit code. Raises TaskLostError after timeout_s."""

@@ -73,7 +73,7 @@ for command in (train, simulate, advise, partition, *COMMANDS, top, status, stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Expected errors print one sentence, others a traceback."""
+    """Run the command line; returns the exit code. Only a defect in Shardline prints a traceback, others a sentence."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--" in arguments:
         cut = arguments.index("--")
@@ -88,11 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except click.ClickException as error:
         return _refuse(_sentence(error), errors.UsageError.exit_code)
-    except errors.ShardlineError as error:
-        return _refuse(str(error), error.exit_code)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
+    except Exception as error:
+        known = errors.as_error(error)
+        if known is not None:
+            return _refuse(str(known), known.exit_code)
         print(printable_lines(traceback.format_exc()), end="", file=sys.stderr)
         return errors.InternalError.exit_code
     return code if isinstance(code, int) else 0

@@ -21,7 +21,7 @@ from shardline.config import RoleConfig
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
-from shardline.lanes import AUTO, CHOICES
+from shardline.lanes import AUTO, CHOICES, choices
 from shardline.security import Security
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,6 +117,13 @@ def add_plugins(_context: click.Context, _parameter: click.Parameter, value: tup
     return value
 
 
+def check_lane(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """Refuse a lane that does not exist, also in the plugins."""
+    if value not in CHOICES and value not in choices():
+        raise click.BadParameter(f"{value!r} is not one of {', '.join(map(repr, choices()))}.")
+    return value
+
+
 plugin = click.option(
     "--plugin",
     "plugins",
@@ -124,6 +131,7 @@ plugin = click.option(
     metavar="FILE",
     multiple=True,
     expose_value=False,
+    is_eager=True,
     callback=add_plugins,
     help=f"Python file that adds methods; may be repeated. {plugins.VARIABLE} lists more.",
 )
@@ -214,8 +222,9 @@ insecure_bind = option(
 lanes = together(
     option(
         "--lane",
-        type=click.Choice(CHOICES),
+        metavar=f"[{'|'.join(CHOICES)}]",
         default=AUTO,
+        callback=check_lane,
         help="How tensors are transferred; auto picks the best lane available.",
     ),
     option(

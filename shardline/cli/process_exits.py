@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardline.cluster import parse_task
-from shardline.errors import exit_code_name
+from shardline.errors import exit_code_name, owner_of
 
 MAX_RESTARTS = 3
 RESTARTED_ROLES = ("chief", "ps", "worker", "evaluator")
 HOPELESS_CODES = (2, 5, 6)
 """A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
 pause has no successor but the one started here."""
+SCRIPT_RAISED = 1
+"""Exit code of Python after an exception that nobody caught: in a script, one of the user's code."""
+LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
+LAST_LINES = 10
+TRACEBACK = "Traceback (most recent call last):"
+FRAME = re.compile(r'  File "(.+)", line (\d+)')
 
 
 @dataclass(frozen=True)
@@ -29,17 +36,38 @@ class Ended:
     """Message for the user: how it ended and what happens next."""
 
 
-def describe_code(code: int) -> str:
-    """How a process ended, for messages."""
+def describe_code(code: int, *, script: bool = False) -> str:
+    """How a process ended, for messages. script: it ran the user's script."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
+    if script and code == SCRIPT_RAISED:
+        return f"ended with exit code {code} (raised by the script)"
     return f"ended with exit code {code} ({exit_code_name(code)})"
 
 
-def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
-    """Whether to restart a task that ended, and why (not)."""
+def last_words(lines: Sequence[str], *, script: bool = False) -> str:
+    """The message that a log ends with: the command's, the last logged error, or a script's exception; "" if none."""
+    said = (match[1] for line in reversed(lines[-LAST_LINES:]) if (match := LAST_WORDS.match(line)))
+    return next(said, "") or (exception_in(lines) if script else "")
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """The exception that a log ends with, as one sentence with the innermost line of the user's code; "" if none."""
+    # A SyntaxError has only the last part of a traceback.
+    begin = max((number for number, line in enumerate(lines) if line == TRACEBACK), default=0)
+    frames = [(number, match) for number, line in enumerate(lines) if number >= begin and (match := FRAME.match(line))]
+    if not frames:
+        return ""
+    message = next((line for line in lines[frames[-1][0] :] if line and not line.startswith(" ")), "an exception")
+    theirs = [match for _, match in frames if owner_of(match[1]) == "user"]
+    where = f" ({theirs[-1][1]}, line {theirs[-1][2]})" if theirs else ""
+    return f"the script raised {message}{where}"
+
+
+def may_restart(role: str, code: int, restarts: int, *, script: bool = False) -> tuple[bool, str]:
+    """Whether to restart a task that ended, and why (not). script: its process ran the user's script."""
     if code == 0:
         return False, "its work is done"
     if role == "chief" and code > 0:
@@ -47,7 +75,7 @@ def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
         return False, "the job ends with it"
     if role not in RESTARTED_ROLES:
         return False, "the job ends with it"
-    if code in HOPELESS_CODES:
+    if code in HOPELESS_CODES or (script and code == SCRIPT_RAISED):
         return False, "it would end the same way again"
     if restarts >= MAX_RESTARTS:
         return False, f"it was already restarted {restarts} times"

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline import plugins
 from shardline.cli import options
 from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
-from shardline.cli.process_exits import Ended, describe_code
+from shardline.cli.process_exits import SCRIPT_RAISED, Ended
 from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
@@ -117,6 +118,8 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
     """Options of the local cluster from parsed flags; refuses to overwrite an earlier run."""
     job: Path = flags["job"]
     options.existing_job(job)
+    # Each task would refuse a bad one, after all have been started.
+    plugins.load()
     out: Path | None = flags["out"]
     if out is None:
         if flags["resume"]:
@@ -376,6 +379,8 @@ class LaunchedRun:
         code = hopeless.end.code
         if code == 0:
             code = TaskLostError.exit_code if self._begun else UsageError.exit_code
+        elif code == SCRIPT_RAISED and self._cluster.options.script:
+            code = UsageError.exit_code
         step = (read_summary(self._cluster.options.out) or {}).get("checkpoint_step", -1) if self._begun else -1
         rest = f". Continue with --resume from step {step}" if step > 0 else ""
         _show_failure(self._cluster, f"{self._last_of(hopeless.end)}; {hopeless.why}{rest}", code)
@@ -392,7 +397,8 @@ class LaunchedRun:
             return f"{end.task} ended with exit code 0 although the job had not ended"
         words = self._cluster.last_words(end.task)
         tail = self._cluster.log_tail(end.task, 1)
-        return f"{end.task}: {words or ': '.join([describe_code(end.code), *tail])}"
+        how = self._cluster.options.describe(end.task, end.code)
+        return f"{end.task}: {words or ': '.join([how, *tail])}"
 
     def _gives_up(self, display: Display) -> bool:
         """Whether training never began and no longer can. Once it has begun, the chief ends the job, at once."""

@@ -11,10 +11,15 @@ from shardline.seams import Table
 LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm)
 """From the lane that always works to the fastest: a lane that can't be used falls back to those before it."""
 AUTO = "auto"
-CHOICES = (AUTO, *LANES.names)
-"""Values of --lane."""
-OPENED = tuple(sorted(kind.name for kind in LANES if kind.opened))
+CHOICES = (AUTO, *(kind.name for kind in LANES.declared))
+"""Values of --lane, without lanes of plugins."""
+OPENED = tuple(sorted(kind.name for kind in LANES.declared if kind.opened))
 """Lanes that a worker has to open, and that may fall back to another."""
+
+
+def choices() -> tuple[str, ...]:
+    """Values of --lane. Raises UsageError for a plugin that fails."""
+    return (AUTO, *LANES.names)
 
 
 def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[LaneKind, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError, as_error
 from shardline.host.printable import printable
 
 log = logging.getLogger("shardline.rpc")
@@ -39,8 +39,9 @@ def count_refusal(servicer: Any, method: str, error: Exception) -> None:
 
 def status_of(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """Status and sentence for the caller of a call that this error ended. peer: the caller, for the log."""
-    if isinstance(error, ShardlineError):
-        return getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE]
+    found = as_error(error)
+    if found is not None:
+        return getattr(grpc.StatusCode, found.grpc_status), str(found)[:SENTENCE]
     # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
     log.error("unexpected error in a call from %s", peer, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task called"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import JobError, JobExitError, TensorError, calling, of_user_code
+from shardline.errors import JobError, JobExitError, ShardlineError, TensorError, as_error, calling, telling
 from shardline.job import Job, load_job
 
 JOB = """
@@ -205,12 +205,30 @@ def test_a_defect_in_shardline_is_no_error_of_the_job(module: str, ends: type[Ex
 def test_an_exception_of_the_users_code_is_known_wherever_it_is_caught() -> None:
     with pytest.raises(LookupError) as caught:
         raise LookupError("mine")
-    known = of_user_code(caught.value, "the job")
-    assert isinstance(known, JobError)
-    assert re.fullmatch(r"the job raised LookupError: mine \(.*test_job_exits\.py, line \d+\)", str(known))
+    found = as_error(caught.value, "the job")
+    assert isinstance(found, JobError)
+    assert re.fullmatch(r"the job raised LookupError: mine \(.*test_job_exits\.py, line \d+\)", str(found))
     error = TensorError("no such tensor")
-    assert of_user_code(error, "the job") is error
-    assert of_user_code(ZeroDivisionError("raised by nobody"), "the job") is None
+    assert as_error(error, "the job") is error
+    assert as_error(ZeroDivisionError("raised by nobody"), "the job") is None
+
+
+def test_an_exception_that_ends_a_task_is_told_before_and_a_defect_is_not() -> None:
+    told: list[str] = []
+
+    def tell(error: ShardlineError) -> None:
+        told.append(str(error))
+
+    with pytest.raises(JobError), telling(tell):
+        raise LookupError("mine")
+    with pytest.raises(TensorError), telling(tell):
+        raise TensorError("no such tensor")
+    assert len(told) == 2 and "raised LookupError: mine" in told[0] and told[1] == "no such tensor"
+    code: dict[str, Any] = {"__name__": "shardline.client"}
+    exec(compile("def train(telling, tell):\n  with telling(tell): 1 / 0", "train.py", "exec"), code)
+    with pytest.raises(ZeroDivisionError):
+        code["train"](telling, tell)
+    assert len(told) == 2
 
 
 def test_the_evaluator_ends_where_evaluate_ends_it_and_not_where_it_raises(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.main import main
-from shardline.cli.process_exits import MAX_RESTARTS, may_restart
+from shardline.cli.process_exits import MAX_RESTARTS, exception_in, may_restart
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import LaunchedRun, Polled, run
 from shardline.core.status import ChiefStatus, TaskStatus
@@ -154,6 +154,28 @@ def test_chief_that_trains_counts_among_the_workers_that_a_job_needs(tmp_path: P
 )
 def test_dead_task_is_restarted_where_that_can_help(role: str, code: int, restarts: int, again: bool) -> None:
     assert may_restart(role, code, restarts)[0] is again
+
+
+def test_an_exception_of_a_script_is_not_raised_again_by_a_restart() -> None:
+    assert may_restart("worker", 1, 0, script=True)[0] is False
+    assert may_restart("worker", -9, 0, script=True)[0] is True
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import json\n\njson.loads('{')", r"the script raised json\.decoder\.JSONDecodeError: .* \(.*s\.py, line 3\)"),
+        ("try: 1 / 0\nexcept ArithmeticError:\n  raise KeyError('x')", r"the script raised KeyError: 'x' .*line 3\)"),
+        ("raise ValueError('one\\ntwo')", r"the script raised ValueError: one \(.*s\.py, line 1\)"),
+        ("x =", r"the script raised SyntaxError: invalid syntax \(.*s\.py, line 1\)"),
+        ("print('  File of all files')", ""),
+    ],
+)
+def test_the_exception_that_ends_a_script_is_read_from_its_log(tmp_path: Path, source: str, says: str) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(f"{source}\n")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert re.fullmatch(says, exception_in(["said before", *ended.stdout.splitlines(), *ended.stderr.splitlines()]))
 
 
 # Launcher: processes

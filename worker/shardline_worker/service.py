@@ -13,7 +13,7 @@ from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import UsageError, telling
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
@@ -37,10 +37,8 @@ def run(config: RoleConfig) -> int:
     torch.set_num_threads(job.threads)
     session = Session(config, termination=termination)
     try:
-        train(session, job, config)
-    except ShardlineError as error:
-        session.fail(error)
-        raise
+        with telling(session.fail):
+            train(session, job, config)
     finally:
         session.shutdown()
     return session.link.orders.exit_code if config.exit_with_job else 0

@@ -28,6 +28,7 @@ from shardline.errors import (
     ForbiddenError,
     InternalError,
     UsageError,
+    as_error,
     exit_code_name,
 )
 from shardline.observability.metrics import Metrics
@@ -238,9 +239,10 @@ class Control:
             event(now_s)
             self.program.note()
         except Exception as error:
-            # A bug in the rules: no decision of the program can be trusted any more.
+            # A bug in the rules, or in a plugin's: no decision of the program can be trusted any more.
             log.exception("the chief failed")
-            self.program.fatal(InternalError.exit_code, f"the chief failed: {type(error).__name__}: {error}", now_s)
+            found = as_error(error) or InternalError(f"the chief failed: {type(error).__name__}: {error}")
+            self.program.fatal(found.exit_code, str(found), now_s)
 
     def _tick(self, now_s: float) -> None:
         self.program.tick(now_s)

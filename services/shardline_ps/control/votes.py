@@ -20,7 +20,7 @@ from shardline.consistency.server import ShardVote, Staged
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.records import Applied
 from shardline.core.timeouts import Timeouts
-from shardline.errors import InternalError, NonFiniteError, ProtocolError
+from shardline.errors import InternalError, NonFiniteError, ProtocolError, as_error
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -86,7 +86,7 @@ class Voters:
         self._deciding.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a voted step failed: %s", error, exc_info=error)
-            self._store.on_failure(InternalError(f"a voted step failed: {error}"))
+            self._store.on_failure(as_error(error) or InternalError(f"a voted step failed: {error}"))
 
     async def _decide(self, number: int, step: int) -> None:
         store = self._store

@@ -18,7 +18,7 @@ import grpc
 
 from shardline.core.records import Begin, Head
 from shardline.core.timeouts import Timeouts
-from shardline.errors import InternalError, ShardlineError, UnreachableError
+from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of
 from shardline.rpc.v1 import parameter_server_pb2
@@ -358,7 +358,7 @@ def _guarded(release: Callable[[], None], store: ParameterStore) -> None:
         release()
     except Exception as error:
         log.exception("the thread that publishes steps failed")
-        store.on_failure(InternalError(f"the thread that publishes steps failed: {error}"))
+        store.on_failure(as_error(error) or InternalError(f"the thread that publishes steps failed: {error}"))
 
 
 def _sentence(errors: BaseExceptionGroup[Any]) -> str:

@@ -24,7 +24,7 @@ from shardline.config import (
 from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import JobError, ShardlineError, UsageError
+from shardline.errors import ShardlineError, UsageError, job_error
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator
 from shardline.host.process import Termination
@@ -165,7 +165,7 @@ def _tell_what_ends_the_script(session: Session) -> None:
             known = error
         else:
             before(kind, error, trace)
-            known = JobError(f"the script raised {kind.__name__}: {error}")
+            known = job_error("the script", error)
         if isinstance(error, Exception):
             session.fail(known)
         session.shutdown()

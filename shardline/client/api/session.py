@@ -39,6 +39,7 @@ from shardline.errors import (
     TensorError,
     UnreachableError,
     UsageError,
+    job_error,
     where_raised,
 )
 from shardline.host.process import OwnProcess, Termination, resolve_device
@@ -419,5 +420,5 @@ class Session:
         elif isinstance(error, ShardlineError):
             self.fail(error)
         elif isinstance(error, Exception):
-            self.fail(JobError(f"the script raised {kind.__name__ if kind else 'error'}: {error}"))
+            self.fail(job_error("the script", error))
         self.shutdown()
