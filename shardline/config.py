@@ -9,6 +9,7 @@ from pathlib import Path
 from shardline.cluster import ClusterSpec, parse_address
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
+from shardline.host.printable import unicode
 from shardline.lanes import AUTO, choices
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
@@ -77,6 +78,7 @@ class RoleConfig:
                 f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "
                 "at least 1 and at most --max-workers"
             )
+        check_out((self.out or DEFAULT_OUT).absolute())
         for what, host, flag in self._listens():
             check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
 
@@ -120,6 +122,12 @@ class RoleConfig:
                 "command the parameter servers and end the job"
             )
         return found
+
+
+def check_out(path: Path) -> None:
+    """Raise UsageError if messages and files can't hold the path of the results."""
+    if unicode(str(path)) != str(path):
+        raise UsageError(f"--out {unicode(str(path))} is not UTF-8; choose a folder whose whole path is")
 
 
 def check_standbys(standbys: int, servers: int) -> None:

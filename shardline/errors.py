@@ -213,13 +213,15 @@ def calling(what: str) -> AbstractContextManager[None]:
 
 
 def as_error(error: BaseException, what: str = "the job's own code") -> ShardlineError | None:
-    """An exception as an error that ends the job: itself, or a JobError if the user's code was running.
+    """An exception as an error that ends the job: itself, or a JobError if the user's code raised it.
 
     None for a defect in Shardline. what: the user's code, for the message.
     """
     if isinstance(error, ShardlineError):
         return error
-    return job_error(what, error) if isinstance(error, Exception) and where_raised(error) else None
+    # The innermost of theirs and of ours.
+    owners = [owner for owner, _, _ in _frames(error.__traceback__) if owner in ("user", "shardline")]
+    return job_error(what, error) if isinstance(error, Exception) and owners[-1:] == ["user"] else None
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSp
 from shardline.data import Batch, DataOrder, seed_everything
 from shardline.errors import JobError, calling
 from shardline.fit import check_fit, divide
+from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import model_tensors
 from shardline.pipeline import PIPELINES, across
@@ -53,6 +54,10 @@ from shardline.update import check_rule, check_tensors, rule, rule_from_optimize
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
+MAX_METRICS = 1024
+"""Metrics of a checkpoint; more would not fit into a message."""
+MAX_METRIC_NAME = 1024
+"""Characters of a metric's name."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
@@ -337,9 +342,17 @@ class Job(Settings):
                 f'evaluate(model) returned {_short(found)}; it must return a dict such as {{"accuracy": 0.97}}'
             )
         try:
-            scores = {str(name): float(value) for name, value in found.items()}
+            scores = {unicode(str(name)): float(value) for name, value in found.items()}
         except (TypeError, ValueError) as error:
             raise JobError(f"evaluate(model) returned a metric that is not a number: {error}") from error
+        if len(scores) > MAX_METRICS:
+            raise JobError(f"evaluate(model) returned {len(scores)} metrics; the limit is {MAX_METRICS}")
+        longest = max(scores, key=len)
+        if len(longest) > MAX_METRIC_NAME:
+            raise JobError(
+                f"evaluate(model) returned a metric whose name has {len(longest)} characters, "
+                f"{_short(longest)}; the limit is {MAX_METRIC_NAME}"
+            )
         if self.best_metric and self.best_metric not in scores:
             raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
         return scores
@@ -421,7 +434,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
         raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
     changes: dict[str, Any] = {"workers": job.workers or workers}
     if not job.name:
-        changes["name"] = path.resolve().parent.name if path.stem == "job" else path.stem
+        changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
         changes.update([_override(name, text)])
     return dataclasses.replace(job, **changes)

@@ -27,7 +27,8 @@ def model_tensors(
     rule: decides what must not be cut; None = nothing.
 
     Raises JobError, naming the tensor, if the model has nothing to train, contains a sparse, quantized, meta or not yet
-    initialised tensor, or two different tensors that overlap in memory; TensorError for an unsupported dtype.
+    initialised tensor, one made under torch.inference_mode(), or two different tensors that overlap in memory;
+    TensorError for an unsupported dtype.
     """
     group_of = {
         id(parameter): number
@@ -97,6 +98,11 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise JobError(f"{name!r} is on the meta device and has no values; build the model on the CPU or a GPU")
+    if tensor.is_inference():
+        raise JobError(
+            f"{name!r} was made under torch.inference_mode(), so torch refuses to write to it; make it outside, or use "
+            "torch.no_grad()"
+        )
     if tensor.is_quantized:
         raise JobError(f"{name!r} is quantized ({tensor.dtype}); Shardline trains unquantized tensors")
     if tensor.layout != torch.strided:

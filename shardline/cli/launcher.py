@@ -31,7 +31,7 @@ from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
-from shardline.config import check_standbys
+from shardline.config import check_out, check_standbys
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
@@ -92,6 +92,7 @@ class LaunchOptions:
     """Address of the chief's page; None = no page."""
 
     def __post_init__(self) -> None:
+        check_out(self.out)
         if self.ps < 1:
             raise UsageError(f"--ps is {self.ps}; at least one parameter server is needed")
         check_standbys(self.standbys, self.ps)

@@ -34,7 +34,8 @@ def exit_codes() -> str:
             classes.setdefault(cls.exit_code, cls)
     lines = ["  0  Done."]
     for code, cls in sorted(classes.items()):
-        lines.append(f"{code:>3}  {(cls.__doc__ or '').splitlines()[0]}")
+        # python -OO leaves out docstrings.
+        lines.append(f"{code:>3}  {(cls.__doc__ or cls.__name__).splitlines()[0]}")
     lines.append("130  Interrupted (Ctrl-C).")
     lines.append("143  Terminated (SIGTERM).")
     return "\n".join(lines)
@@ -51,6 +52,13 @@ def cli() -> None:
     Flags may be given as SHARDLINE_* environment variables. Arguments after "--" are passed to the job file, as
     SHARDLINE_JOB_ARGS, or to the script.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise errors.UsageError(
+            "the working directory of this process was deleted, and torch can't be loaded there; change to one that "
+            "exists"
+        ) from None
 
 
 @click.command()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
 from shardline.host.printable import printable
-from shardline.host.run_lock import ever_begun
+from shardline.host.run_lock import ever_begun, unwritable
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -58,7 +58,12 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.job_fields
 @options.plugin
-@options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
+@options.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Default: runs/JOB-DATE-TIME.",
+)
 @options.resume
 @options.option(
     "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the summary of the run (JSON) here."
@@ -91,17 +96,41 @@ def train(**flags: Any) -> int:
     launch = launch_options(flags)
     if summary is not None:
         check_summary(summary)
-    return run(launch, summary=summary)
+    if flags["out"] is not None:
+        return run(launch, summary=summary)
+    launch = replace(launch, out=new_folder(launch.out))
+    try:
+        return run(launch, summary=summary)
+    finally:
+        # A start that was refused leaves nothing.
+        with contextlib.suppress(OSError):
+            launch.out.rmdir()
+
+
+def new_folder(wanted: Path) -> Path:
+    """Make the folder of a run, with a number after its name if another run began in the same second."""
+    path, number = wanted, 1
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+            number += 1
+            path = wanted.with_name(f"{wanted.name}-{number}")
+    except OSError as error:
+        raise unwritable(path, error) from None
 
 
 def check_summary(path: Path) -> None:
     """Refuse, before anything is written or trained, a --summary path that can't be written."""
-    # Its folder is created at the end: a refused command leaves none.
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    # Its folder is created at the end: a refused command leaves none. A link is followed, also to nothing.
+    place = Path(os.path.realpath(path))
+    there = next(one for one in (place, *place.parents) if one.exists())
     reason = ""
     if path.is_dir():
         reason = "Is a directory"
-    elif there != path and not there.is_dir():
+    elif there != place and not there.is_dir():
         reason = "Not a directory"
     elif path.is_fifo() or path.is_socket():
         # Opening one would wait for a reader at the end of the run.

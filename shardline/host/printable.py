@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in " | ".join(text.splitlines()))
 
 
+def unicode(text: str) -> str:
+    """The text with "?" for what UTF-8 can't hold: bytes of file names in another encoding."""
+    return text.encode(errors="replace").decode()
+
+
 def printable_lines(text: str) -> str:
     """The same, but keeps line breaks, for texts such as a traceback."""
     return "\n".join(map(printable, text.split("\n")))

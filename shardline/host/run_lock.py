@@ -121,6 +121,8 @@ def _find_room(folder: Path) -> None:
 def unwritable(out: Path, error: OSError) -> UsageError:
     """The error for an --out that can't be written to."""
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if error.filename and os.path.islink(error.filename) and not os.path.exists(error.filename):
+        what = f"{error.filename} is a link to {os.readlink(error.filename)}, which does not exist"
     return UsageError(
         f"--out {out} can't be written: {what}; choose a folder that you can write to, on a disk with free space"
     )

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError, as_error
-from shardline.host.printable import printable
+from shardline.host.printable import printable, unicode
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,7 +41,7 @@ def status_of(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """Status and sentence for the caller of a call that this error ended. peer: the caller, for the log."""
     found = as_error(error)
     if found is not None:
-        return getattr(grpc.StatusCode, found.grpc_status), str(found)[:SENTENCE]
+        return getattr(grpc.StatusCode, found.grpc_status), unicode(str(found))[:SENTENCE]
     # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
     log.error("unexpected error in a call from %s", peer, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task called"

@@ -17,6 +17,7 @@ from shardline.core.placement import Post
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
+from shardline.host.printable import unicode
 from shardline.rpc.beat_facts import NOTHING, BeatFacts
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
@@ -153,7 +154,7 @@ class ChiefLink:
 
     def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
         """Report to the chief why this task can't continue; waits until that is sent, for at most timeout_s seconds."""
-        self._failure = (sentence, code)
+        self._failure = (unicode(sentence), code)
         if self._thread is None or not self._thread.is_alive() or self.lost is not None:
             return
         self.beat_now()

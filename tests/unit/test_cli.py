@@ -21,7 +21,7 @@ from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
-from shardline.cli.train import check_summary, launch_options, report, train
+from shardline.cli.train import check_summary, launch_options, new_folder, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, environment_security, environment_switch
 from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill, TaskStatus
@@ -31,6 +31,7 @@ from shardline.observability import log
 from shardline.rpc import watch
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
+from tests.support.fake_roles import launch
 
 SPEC = {"chief": ["127.0.0.1:2220"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}
 
@@ -283,6 +284,37 @@ def test_help_needs_neither_torch_nor_grpc() -> None:
         "heavy = {'torch', 'grpc', 'rich', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
+
+
+GONE = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); main(['status'])"
+
+
+@pytest.mark.parametrize(
+    ("flags", "commands", "says"),
+    [
+        (["-OO"], "main(['--help'])", "130  Interrupted"),
+        ([], GONE, "the working directory of this process was deleted"),
+    ],
+    ids=["without docstrings", "no folder"],
+)
+def test_odd_surroundings_work_or_get_a_sentence(tmp_path: Path, flags: list[str], commands: str, says: str) -> None:
+    program = [sys.executable, *flags, "-c", f"import os; from shardline.cli.main import main; {commands}"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert says in done.stdout + done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_runs_that_begin_in_one_second_get_a_folder_each(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "job-20261127-100000"
+    names = [new_folder(wanted).name for _ in range(3)]
+    assert names == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="can't be written"):
+        new_folder(tmp_path / "file" / "job")
+
+
+def test_a_folder_for_results_must_be_utf8(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"caf\? is not UTF-8"):
+        launch(tmp_path, out=tmp_path / os.fsdecode(b"caf\xe9"))
 
 
 @pytest.mark.parametrize(

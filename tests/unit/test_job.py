@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 from shardline.host.python_file import installed_imports
-from shardline.job import Job, load_job, model_tensors
+from shardline.job import MAX_METRIC_NAME, MAX_METRICS, Job, load_job, model_tensors
+from shardline.rpc import limits
 from shardline.update import rule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -284,6 +286,29 @@ def test_score_evaluates_without_gradients_and_leaves_modes_alone() -> None:
         make_job(evaluate=evaluate, best_metric="f1").score(model)
 
 
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({f"m{number}": 1.0 for number in range(5000)}, "returned 5000 metrics; the limit is 1024"),
+        ({"mse": 1.0, "x" * 5000: 2.0}, "whose name has 5000 characters, 'xxx.*; the limit is 1024"),
+        ({"mse": torch.ones(3)}, "a metric that is not a number"),
+    ],
+    ids=["many", "long", "vector"],
+)
+def test_metrics_that_can_not_be_reported_are_an_error_of_the_job(found: dict[str, Any], sentence: str) -> None:
+    job = make_job(evaluate=lambda model: found)
+    with pytest.raises(JobError, match=sentence):
+        job.score(job.build_model())
+    assert (MAX_METRICS, MAX_METRIC_NAME) == (limits.MAX_FIGURES, limits.MAX_NAME)
+
+
+def test_a_job_file_may_lie_in_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9") / "job.py"
+    path.parent.mkdir()
+    path.write_text(JOB)
+    assert load_job(path).name == "caf?"
+
+
 def test_the_best_metric_is_the_first_one_and_low_is_best_for_losses() -> None:
     assert make_job().best({"accuracy": 1.0, "loss": 0.1}) == ("accuracy", False)
     assert make_job().best({"Perplexity": 1.0}) == ("Perplexity", True)
@@ -343,6 +368,11 @@ def with_parameter(**values: torch.Tensor) -> nn.Module:
     return model
 
 
+def of_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
 def test_different_tensors_over_one_memory_are_refused_by_both_names() -> None:
     memory = torch.zeros(12)
     with pytest.raises(JobError, match="'all' and 'part' are different tensors that share memory"):
@@ -360,6 +390,7 @@ def test_different_tensors_over_one_memory_are_refused_by_both_names() -> None:
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
         (lambda: with_parameter(w=torch.eye(2).to_sparse()), "'w' has layout torch.sparse_coo"),
         (lambda: with_parameter(w=torch.ones(1).expand(3)), "'w' is an expanded view"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), of_inference()), r"'1\.weight' was made under torch\.inference_mode"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_by_name(make: Any, sentence: str) -> None:

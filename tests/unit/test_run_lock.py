@@ -111,6 +111,13 @@ def test_a_start_without_room_leaves_nothing_of_its_own(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_folder_that_is_a_link_to_nothing_is_refused_as_that(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match=rf"{out} is a link to {tmp_path / 'gone'}, which does not exist"):
+        RunLock.take(out / "chief")
+
+
 def test_a_lock_that_was_removed_while_it_was_opened_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

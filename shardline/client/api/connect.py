@@ -27,6 +27,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError, job_error
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator
+from shardline.host.printable import unicode
 from shardline.host.process import Termination
 from shardline.observability import log
 from shardline.observability.lossy import protect_output
@@ -78,7 +79,7 @@ def connect(
         config,
         termination=termination,
         script=ScriptSettings(
-            name=name or Path(sys.argv[0]).stem or "script",
+            name=name or unicode(Path(sys.argv[0]).stem) or "script",
             consistency=ConsistencySpec(
                 mode=CONSISTENCIES.canonical(consistency or environment("consistency") or ConsistencySpec.mode),
                 clip_norm=clip_norm,
