@@ -42,7 +42,8 @@ class Checkpoint:
         self.warnings = warnings
         """Messages about newer checkpoints that were skipped."""
         self._lock = threading.Lock()
-        self._index: dict[tuple[str, str, str], list[StoredRows]] | None = None
+        self._stored: StoredTensors | None = None
+        self._whole: StoredTensors | None = None
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -130,19 +131,25 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files; reading opens them again."""
         with self._lock:
-            self._index = None
+            self._stored = self._whole = None
 
     def _wholes(self) -> StoredTensors:
-        return self._contents().recut(self.tensors)
+        """What is stored, by tensor of the state_dict."""
+        contents = self._contents()
+        with self._lock:
+            if self._whole is None:
+                self._whole = contents.recut(self.tensors)
+            return self._whole
 
     def _contents(self) -> StoredTensors:
+        """What is stored, by tensor of the plan."""
         with self._lock:
-            if self._index is None:
-                self._index = self._build_index()
-            return StoredTensors(self.path, self.job.rule, self.plan.tensors, self._index)
+            if self._stored is None:
+                self._stored = StoredTensors(self.path, self.job.rule, self.plan.tensors, self._build_index())
+            return self._stored
 
-    def _build_index(self) -> dict[tuple[str, str, str], list[StoredRows]]:
-        index: dict[tuple[str, str, str], list[StoredRows]] = {}
+    def _build_index(self) -> dict[str, dict[tuple[str, str], list[StoredRows]]]:
+        index: dict[str, dict[tuple[str, str], list[StoredRows]]] = {tensor.name: {} for tensor in self.plan.tensors}
         for item in self.manifest.files:
             file = self._open(item)
             for text in file.keys:
@@ -153,15 +160,17 @@ class Checkpoint:
                     shape, dtype = shape[:-1], f"complex {dtype}"
                 rows = shape[0] if shape and key.what in (VALUE, STATE) else 1
                 entry = StoredRows(key.first_row, rows, shape, dtype, file, text)
-                index.setdefault((key.what, key.state, key.tensor), []).append(entry)
-        for entries in index.values():
-            entries.sort()
+                index[key.tensor].setdefault((key.what, key.state), []).append(entry)
         for tensor in self.plan.tensors:
-            self._check_covered(tensor, index.get((VALUE, "", tensor.name), []))
-        for (what, _, name), entries in index.items():
-            if what != VALUE:
-                rows = {entry.first_row: entry.rows for entry in index[VALUE, "", name]}
-                self._check_beside(self.plan.tensors[self.plan.index[name]], rows, what, entries)
+            held = index[tensor.name]
+            for entries in held.values():
+                entries.sort()
+            values = held.get((VALUE, ""), [])
+            self._check_covered(tensor, values)
+            rows = {entry.first_row: entry.rows for entry in values}
+            for (what, _), entries in held.items():
+                if what != VALUE:
+                    self._check_beside(tensor, rows, what, entries)
         return index
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +48,9 @@ class Readable(Protocol):
         ...
 
 
-Index = Mapping[tuple[str, str, str], Sequence[Readable]]
-"""Entries in ascending order, by (what, state, tensor)."""
+Index = Mapping[str, Mapping[tuple[str, str], Sequence[Readable]]]
+"""Entries in ascending order, by tensor and (what, state). The values' have all rows; others begin where one of these
+does."""
 
 
 @dataclass
@@ -167,6 +169,22 @@ def by_rows(tensor: TensorSpec, entry: Readable) -> bool:
     return len(entry.shape) == len(tensor.shape) and entry.shape[1:] == tensor.shape[1:]
 
 
+def _first_row(entry: Readable) -> int:
+    return entry.first_row
+
+
+def _last_from(entries: Sequence[Readable], row: int) -> int:
+    """Number of the last entry that begins at or before a row, or else of the first one."""
+    return max(0, bisect.bisect_right(entries, row, key=_first_row) - 1)
+
+
+def _beginning(entries: Sequence[Readable], first: int, end: int) -> Sequence[Readable]:
+    """Entries that begin at rows [first, end)."""
+    return entries[
+        bisect.bisect_left(entries, first, key=_first_row) : bisect.bisect_left(entries, end, key=_first_row)
+    ]
+
+
 class StoredTensors:
     """Values and optimizer state of tensors in a checkpoint's files.
 
@@ -198,17 +216,17 @@ class StoredTensors:
             sources.setdefault(tensor.part_of or tensor.name, []).append(tensor)
         wholes = {tensor.name: tensor for tensor in joined(self.tensors)}
         wanted = {tensor.name: tensor for tensor in joined(tensors)}
-        index: dict[tuple[str, str, str], Sequence[Readable]] = {}
+        index: dict[str, Mapping[tuple[str, str], Sequence[Readable]]] = {}
         other = False
         for tensor in tensors:
             name = tensor.part_of or tensor.name
             self._check_same(wholes.get(name), wanted[name])
             kept = ours.get(tensor.name)
             if kept is not None and (kept.shape, kept.part_dim) == (tensor.shape, tensor.part_dim):
-                index.update({key: entries for key, entries in self.index.items() if key[2] == tensor.name})
+                index[tensor.name] = self.index[tensor.name]
                 continue
             other = True
-            index.update(self._recut(tensor, sources[name]))
+            index[tensor.name] = self._recut(tensor, sources[name])
         if not other:
             return self
         return StoredTensors(self._where, self._rule, tensors, index)
@@ -223,12 +241,11 @@ class StoredTensors:
                 "the plan"
             )
 
-    def _recut(self, target: TensorSpec, sources: Sequence[TensorSpec]) -> Index:
+    def _recut(self, target: TensorSpec, sources: Sequence[TensorSpec]) -> Mapping[tuple[str, str], Sequence[Readable]]:
         """Entries of a tensor that is stored in other cuts."""
-        names = {source.name for source in sources}
-        kinds = {(what, state) for what, state, name in self.index if name in names}
+        kinds = {kind for source in sources for kind in self.index[source.name]}
         flags = [bool(entry.read()) for source in sources for entry in self._of(INITIALIZED, "", source)]
-        found: dict[tuple[str, str, str], Sequence[Readable]] = {}
+        found: dict[tuple[str, str], Sequence[Readable]] = {}
         for what, state in kinds:
             entry: Readable
             if what in (VALUE, STATE):
@@ -244,11 +261,11 @@ class StoredTensors:
                     if not flags or self._flag(one, piece)
                 ]
                 entry = _Number(begun[0] if begun else 0.0)
-            found[what, state, target.name] = [entry]
+            found[what, state] = [entry]
         return found
 
     def _of(self, what: str, state: str, tensor: TensorSpec) -> Sequence[Readable]:
-        return self.index.get((what, state, tensor.name), ())
+        return self.index[tensor.name].get((what, state), ())
 
     def read_slice(self, name: str, first_row: int, rows: int, what: str = VALUE) -> torch.Tensor:
         """See Checkpoint.read_slice."""
@@ -271,20 +288,18 @@ class StoredTensors:
     def states(self, name: str) -> list[str]:
         """See Checkpoint.states."""
         tensor = self.spec(name).name
-        return sorted(state for what, state, held in self.index if what == STATE and held == tensor)
+        return sorted(state for what, state in self.index[tensor] if what == STATE)
 
     def scalars(self, name: str) -> dict[str, float]:
         """See Checkpoint.scalars."""
         tensor = self.spec(name).name
         return {
-            state: float(entries[0].read())
-            for (what, state, held), entries in self.index.items()
-            if what == SCALAR and held == tensor
+            state: float(entries[0].read()) for (what, state), entries in self.index[tensor].items() if what == SCALAR
         }
 
     def entries(self, what: str, tensor: str) -> Sequence[Readable]:
         """Entries of a tensor's values, or of a state of it, by row."""
-        return self.index.get((VALUE, "", tensor) if what == VALUE else (STATE, what, tensor), ())
+        return self.index[tensor].get((VALUE, "") if what == VALUE else (STATE, what), ())
 
     def gather(
         self, spec: TensorSpec, entries: Sequence[Readable], first_row: int, rows: int, *, gaps: bool
@@ -294,7 +309,7 @@ class StoredTensors:
             return entries[0].read()
         parts = []
         row, end = first_row, first_row + rows
-        for entry in entries:
+        for entry in _beginning(entries, entries[_last_from(entries, row)].first_row, end):
             low, high = max(row, entry.first_row), min(end, entry.first_row + entry.rows)
             if low >= high:
                 continue
@@ -318,15 +333,14 @@ class StoredTensors:
         values = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
         for piece, spec in zip(bucket.slices, specs, strict=True):
             values[piece.offset : piece.end] = self.read_slice(spec.name, piece.first_row, piece.rows).reshape(-1)
-        held = self.index
-        in_bucket = {spec.name for spec in specs}
+        held = {kind for spec in specs for kind in self.index[spec.name]}
         tensors = {VALUE: values}
-        for state in sorted({state for what, state, name in held if what == STATE and name in in_bucket}):
+        for state in sorted(state for what, state in held if what == STATE):
             tensors[state] = self._state(plan, bucket, specs, state)
         flags = [self._flag(spec, piece) for spec, piece in zip(specs, bucket.slices, strict=True)]
         scalars = {
             state: tuple(self._scalar(spec, piece, state) for spec, piece in zip(specs, bucket.slices, strict=True))
-            for state in sorted({state for what, state, name in held if what == SCALAR and name in in_bucket})
+            for state in sorted(state for what, state in held if what == SCALAR)
         }
         return dataclasses.replace(
             head,
@@ -360,23 +374,20 @@ class StoredTensors:
         assert flat is not None
         return flat
 
-    @staticmethod
-    def _touching(entries: Sequence[Readable], starts: Sequence[Readable], piece: Slice) -> Sequence[Readable]:
-        """Entries of slices that contain rows of the piece; `starts` are the value entries, which have the ranges."""
-        rows = {entry.first_row: entry.rows for entry in starts}
-        end = piece.first_row + max(1, piece.rows)
-        return [e for e in entries if e.first_row < end and e.first_row + max(1, rows[e.first_row]) > piece.first_row]
+    def _touching(self, spec: TensorSpec, piece: Slice, what: str, state: str = "") -> Sequence[Readable]:
+        """Flags or numbers of the slices, as they are stored, that contain rows of the piece."""
+        values = self.entries(VALUE, spec.name)
+        first = values[_last_from(values, piece.first_row)].first_row
+        return _beginning(self._of(what, state, spec), first, piece.first_row + max(1, piece.rows))
 
     def _flag(self, spec: TensorSpec, piece: Slice) -> bool | None:
-        entries = self.index.get((INITIALIZED, "", spec.name), ())
-        touching = self._touching(entries, self.entries(VALUE, spec.name), piece)
+        touching = self._touching(spec, piece, INITIALIZED)
         return any(bool(entry.read()) for entry in touching) if touching else None
 
     def _scalar(self, spec: TensorSpec, piece: Slice, state: str) -> float:
         """The scalar of a piece's rows. If shards were cut one by one, that of the first initialized slice."""
-        index, values = self.index, self.entries(VALUE, spec.name)
-        touching = self._touching(index.get((SCALAR, state, spec.name), ()), values, piece)
-        flags = {e.first_row: bool(e.read()) for e in index.get((INITIALIZED, "", spec.name), [])}
+        touching = self._touching(spec, piece, SCALAR, state)
+        flags = {entry.first_row: bool(entry.read()) for entry in self._touching(spec, piece, INITIALIZED)}
         ready = [entry for entry in touching if flags.get(entry.first_row, True)]
         chosen = ready or touching
         return float(chosen[0].read()) if chosen else 0.0

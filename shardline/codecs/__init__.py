@@ -85,8 +85,7 @@ def of(job: Settings) -> JobCodec:
                 f"{field} is {text!r}, which does not encode {what}; choose from {', '.join(fitting(field))}"
             )
         found[field] = codec
-    texts = {tensor.codec for tensor in job.tensors} - {""} if isinstance(job, JobSpec) else ()
-    others = [CODECS.parse(text) for text in sorted(texts)]
+    others = [CODECS.parse(text) for text in job.tensor_codecs] if isinstance(job, JobSpec) else []
     return JobCodec(
         ups=(pushed(found["codec_up"]), *map(pushed, others)), downs=(pulled(found["codec_down"]), *map(pulled, others))
     )

@@ -131,11 +131,17 @@ class Plan:
 
     def pieces(self, tensor: int) -> Iterator[tuple[int, int, Slice]]:
         """(shard, bucket, slice) of every slice of a tensor, in no particular order."""
+        return iter(self._slices[tensor])
+
+    @functools.cached_property
+    def _slices(self) -> Sequence[Sequence[tuple[int, int, Slice]]]:
+        """For each tensor, what pieces() yields."""
+        found: list[list[tuple[int, int, Slice]]] = [[] for _ in self.tensors]
         for s, shard in enumerate(self.shards):
             for b, bucket in enumerate(shard.buckets):
                 for piece in bucket.slices:
-                    if piece.tensor == tensor:
-                        yield s, b, piece
+                    found[piece.tensor].append((s, b, piece))
+        return found
 
 
 def quantum_rows(tensor: TensorSpec) -> int:

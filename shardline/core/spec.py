@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType
@@ -195,6 +196,23 @@ class JobSpec(Settings):
     """Whether the user's own script drives the steps."""
     hosts: tuple[tuple[int, ...], ...] = ()
     """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See shardline.pipeline.hosts."""
+
+    # The chief asks for these at every heartbeat, so they are looked up in the tensors once.
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        """Number of workers that share each layer; 1 if none does."""
+        return max((tensor.parts for tensor in self.tensors), default=0) or 1
+
+    @functools.cached_property
+    def fragments(self) -> int:
+        """Number of fragments of the model."""
+        return 1 + max(tensor.fragment for tensor in self.tensors)
+
+    @functools.cached_property
+    def tensor_codecs(self) -> tuple[str, ...]:
+        """Codecs of single tensors, sorted; without the job's."""
+        return tuple(sorted({tensor.codec for tensor in self.tensors} - {""}))
 
 
 def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:

@@ -42,12 +42,12 @@ def stages(job: JobSpec) -> int:
     """Number of stages of a job's model; 1 without a pipeline. Every stage has tensors of its own."""
     if not of(job).staged:
         return 1
-    return 1 + max(tensor.fragment for tensor in job.tensors) // parts.width(ranks(job))
+    return 1 + (job.fragments - 1) // parts.width(ranks(job))
 
 
 def ranks(job: JobSpec) -> int:
     """Number of workers that share each layer in `tensor_parallel`; 1 if none is shared."""
-    return parts.ranks_of(job.tensors)
+    return job.ranks
 
 
 def divided(job: JobSpec) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "check_rule",
     "check_tensors",
     "chosen",
+    "completed",
     "hyper_numbers",
     "parse_state_key",
     "rule",
@@ -63,6 +64,13 @@ def check_rule(spec: RuleSpec) -> None:
     chosen(spec).check(spec)
 
 
+def completed(spec: RuleSpec) -> RuleSpec:
+    """The canonical form of a rule that was received, with every argument of every group. Raises JobError."""
+    whole = rule(spec.name, spec.groups, method=spec.method)
+    check_rule(whole)
+    return whole
+
+
 def check_tensors(spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
     """Raise JobError naming a parameter that the rule can't update."""
     chosen(spec).check_tensors(spec, tensors)
@@ -78,10 +86,7 @@ def bucket_rule(
 ) -> BucketRule:
     """The rule and its state for one bucket of parameters.
 
-    spec: canonical or not; it is checked and completed here. tensors: the plan's; the bucket's slices refer to them by
-    number. Raises JobError naming a rule, schedule, dtype, shape or device that can't work.
+    spec: canonical and checked, see completed(). tensors: the plan's; the bucket's slices refer to them by number.
+    Raises JobError naming a schedule, dtype, shape or device that can't work.
     """
-    whole = rule(spec.name, spec.groups, method=spec.method)
-    resident = chosen(whole)
-    resident.check(whole)
-    return resident.make(Site(spec=whole, schedule=schedule, bucket=bucket, tensors=tensors, device=device))
+    return chosen(spec).make(Site(spec=spec, schedule=schedule, bucket=bucket, tensors=tensors, device=device))

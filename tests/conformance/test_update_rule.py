@@ -20,7 +20,7 @@ from shardline.core.contributions import Contributions, Partial
 from shardline.core.image import BucketImage
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
-from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError, JobError, ProtocolError
 from shardline.fit import check_fit
 from shardline.rpc.messages.configuration import PsConfiguration
@@ -33,6 +33,7 @@ from shardline.update import (
     bucket_rule,
     check_tensors,
     chosen,
+    completed,
     parse_state_key,
     rule,
     wants_whole,
@@ -430,10 +431,8 @@ def test_the_choice_travels_as_text(case: Case) -> None:
 
 
 def test_a_rule_may_refuse_an_optimizer() -> None:
-    spec = rule("AdamW", method="toy-momentum")
-    plan = make_plan([TensorSpec(name="w", shape=(3,), dtype="float32")], 1)
     with pytest.raises(JobError, match="takes the learning rate of SGD"):
-        bucket_rule(spec, ScheduleSpec(), plan.shards[0].buckets[0], plan.tensors, CPU)
+        completed(RuleSpec(name="AdamW", groups=({},), method="toy-momentum"))
     with pytest.raises(JobError, match="it must be at least 0 and below 1"):
         RULES.parse("toy-momentum:momentum=1.5")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardline.core.spec import TensorSpec, parts_of
 from shardline.errors import JobError
 from shardline.pipeline.across.layers import SharedLayer
-
-
-def ranks_of(tensors: Iterable[TensorSpec]) -> int:
-    """Number of workers that share each layer; 1 if none does."""
-    return max((tensor.parts for tensor in tensors), default=0) or 1
 
 
 def width(ranks: int) -> int:

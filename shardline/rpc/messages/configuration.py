@@ -28,6 +28,7 @@ from shardline.rpc.messages.convert import (
     settings_to_proto,
 )
 from shardline.rpc.v1 import parameter_server_pb2
+from shardline.update import completed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def configuration_to_proto(
 
 
 def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
-    """The configuration. Raises ProtocolError or UsageError if it is invalid."""
+    """The configuration. Raises ProtocolError, UsageError or JobError if it is invalid."""
     settings = settings_from_proto(message.settings, "Configure")
     for named, what in (
         (message.shards, "shards"),
@@ -140,7 +141,7 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         timeline=message.timeline,
         plan=plan_from_proto(message.plan),
         shards=tuple(message.shards),
-        rule=rule_from_proto(message.rule),
+        rule=completed(rule_from_proto(message.rule)),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
         cut_every=message.cut_every,
