@@ -25,9 +25,9 @@ from torch import nn
 
 from shardline import cadence, consistency, pipeline
 from shardline.core.digest import params_sha256
-from shardline.core.plan import BucketSpec, Plan, Slice, make_plan
+from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
-from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
+from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, NonFiniteError
@@ -212,23 +212,12 @@ class _Run:
             total = tree_sum([one[name] for one in contributions])
             gradients[name] = None if total is None else mean_(total, len(contributions))
         if self.spec.consistency.clip_norm > 0.0:
-            scale = clip_scale(self._norm(gradients), self.spec.consistency.clip_norm)
+            scale = clip_scale(global_norm(whole_square_sums(self.plan, gradients)), self.spec.consistency.clip_norm)
             if scale < 1.0:
                 for gradient in gradients.values():
                     if gradient is not None:
                         gradient.mul_(scale)
         return gradients
-
-    def _norm(self, gradients: Gradients) -> float:
-        sums = []
-        for number, tensor in enumerate(self.plan.tensors):
-            gradient = gradients.get(tensor.name)
-            if gradient is None or tensor.elements == 0:
-                continue
-            whole = Slice(tensor=number, first_row=0, rows=tensor.rows, offset=0, elements=tensor.elements)
-            base = self.plan.quantum_base[number]
-            sums += [(base + quantum, value) for quantum, value in square_sums(gradient.reshape(-1), tensor, whole)]
-        return global_norm(sums)
 
     def _clip_as_torch(self, gradients: Gradients) -> Gradients:
         """A worker's own gradient, clipped by torch's function (PROTOCOL 1.5)."""

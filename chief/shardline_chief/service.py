@@ -21,7 +21,7 @@ from shardline.job import load_job
 from shardline.observability.metrics import Metrics
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
-from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
+from shardline_chief.io.checkpointer import KEEP_ALL, Checkpointer, ResumePoint
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
 from shardline_chief.io.journal import Journal
@@ -39,8 +39,6 @@ from shardline_chief.rules.replay import Remembered, replay
 from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")
-
-KEEP_ALL = 1 << 30
 
 
 def run(config: RoleConfig) -> int:
@@ -218,8 +216,8 @@ class ChiefProcess:
         self._page = page
         shown = (page.history, page.passes) if page is not None else (None, None)
         self._reporter = Reporter(out / "logs", self.metrics, *shown)
-        keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
-        store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
+        # With each save comes the job, and how many it keeps: a script's is not known yet.
+        store = CheckpointStore(out / "checkpoints", KEEP_ALL)
         for step in store.list():
             self._reporter.shelf.put(step, store.dir / step_folder(step))
         self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)

@@ -14,6 +14,7 @@ import click
 from shardline import errors, methods
 from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
+from shardline.cli.check.command import check
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
@@ -76,7 +77,7 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, simulate, advise, partition, *COMMANDS, top, status, stop, export, certs, health, bench):
+for command in (train, check, simulate, advise, partition, *COMMANDS, top, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

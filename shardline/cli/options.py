@@ -135,8 +135,7 @@ plugin = click.option(
     callback=add_plugins,
     help=f"Python file that adds methods; may be repeated. {plugins.VARIABLE} lists more.",
 )
-job_fields = together(
-    option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."),
+other_fields = together(
     option("--seed", type=click.IntRange(min=0), help="Override the seed of the job."),
     *(method(seam) for seam in methods.SEAMS),
     *(method_part(field) for field in methods.PARTS),
@@ -148,6 +147,9 @@ job_fields = together(
         callback=check_settings,
         help="Override another field of the job; may be repeated.",
     ),
+)
+job_fields = together(
+    option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."), other_fields
 )
 
 device = option("--device", default="cpu", callback=check_device, help="cpu, cuda or cuda:N.")
@@ -293,7 +295,7 @@ JOB_FIELDS = ("steps", "seed", *methods.FIELDS)
 def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Job fields given on the command line; refuses duplicates."""
     given: tuple[tuple[str, str], ...] = flags["settings"]
-    pairs = tuple((field, str(flags[field])) for field in JOB_FIELDS if flags[field] is not None) + given
+    pairs = tuple((field, str(flags[field])) for field in JOB_FIELDS if flags.get(field) is not None) + given
     fields = [field for field, _ in pairs]
     for field in fields:
         if fields.count(field) > 1:

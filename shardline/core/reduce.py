@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -136,6 +136,18 @@ def square_sums(flat: torch.Tensor, tensor: TensorSpec, piece: Slice) -> Iterato
     alone = replace(piece, offset=0)
     for _, quantum, value in bucket_square_sums(flat, [(tensor, alone)]):
         yield quantum, value
+
+
+def whole_square_sums(plan: Plan, gradients: Mapping[str, torch.Tensor | None]) -> list[tuple[int, float]]:
+    """(quantum number in the plan, sum of squares in float64) of whole tensors by name, for global_norm()."""
+    sums = []
+    for number, tensor in enumerate(plan.tensors):
+        gradient = gradients.get(tensor.name)
+        if gradient is not None and tensor.elements:
+            whole = Slice(tensor=number, first_row=0, rows=tensor.rows, offset=0, elements=tensor.elements)
+            base = plan.quantum_base[number]
+            sums += [(base + quantum, value) for quantum, value in square_sums(gradient.reshape(-1), tensor, whole)]
+    return sums
 
 
 def bucket_square_sums(

@@ -30,7 +30,9 @@ class Termination:
         self._callbacks: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Handle both signals; call on the main thread only."""
+        """Handle both signals. On another thread than the main one this does nothing: the process is not the task's."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 

@@ -108,6 +108,7 @@ LAYERS = (
     ("server", "config", "simulator"),
     ("observability",),
     ("client",),
+    ("comparison",),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -268,7 +269,19 @@ def test_role_folders_are_no_packages() -> None:
     assert not found, f"{found} would make `import worker` work, which a person's own worker.py must win"
 
 
-CLIENT = ("room", "exchange", "applied", "step", "overlap", "parcels", "across", "factory", "unstepped", "api")
+CLIENT = (
+    "room",
+    "exchange",
+    "applied",
+    "step",
+    "overlap",
+    "parcels",
+    "across",
+    "factory",
+    "unstepped",
+    "api",
+    "job_loop",
+)
 """Parts of the client, inner ones first: each may import those before it."""
 
 

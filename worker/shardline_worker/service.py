@@ -11,8 +11,9 @@ import torch
 from shardline import pipeline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
+from shardline.client.job_loop import run_replicas
 from shardline.config import RoleConfig
-from shardline.data import BatchSource, replica_gradients
+from shardline.data import BatchSource
 from shardline.errors import UsageError, telling
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
@@ -57,7 +58,6 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
         return
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
-    source = BatchSource(job, session.data_took)
     schedule = pipeline.of(spec)
     if isinstance(model, StagedModel) and goes_back(spec):
         train_stream(session, optimizer, model, job, schedule)
@@ -67,17 +67,17 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
             session,
             optimizer,
             model,
-            StageRunner(model, job, source, schedule, session.parcels, rest=functools.partial(_rest, session)),
+            StageRunner(
+                model,
+                job,
+                BatchSource(job, session.data_took),
+                schedule,
+                session.parcels,
+                rest=functools.partial(_rest, session),
+            ),
         )
         return
-    for step in session.steps():
-        with session.attempt():
-            for replica in session.replicas:
-                session.begin_replica(replica)
-                loss, samples = replica_gradients(model, job, source, step, replica, session.watch(replica))
-                # The next replica's gradients are new tensors.
-                session.contribute(replica, loss=loss, samples=samples, keep=True)
-            optimizer.step()
+    run_replicas(session, optimizer, model, job)
     _log_end(session)
 
 

@@ -25,6 +25,8 @@ from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
 
+KEEP_ALL = 1 << 30
+
 STATES = 8
 """Largest accepted bucket image, in multiples of the bucket's values (values plus optimizer states in wider dtypes)."""
 
@@ -182,6 +184,7 @@ class Checkpointer:
             extra |= {"leases": dict(save.cursor), "cursor": {"batch": done}}
         if mode.whole_pushes or mode.by_stage:
             extra[SEQUENCES] = fetch.sequences
+        self.store.keep = save.job.checkpoint_keep or KEEP_ALL
         path = self.store.commit(
             CheckpointContents(
                 job=save.job,

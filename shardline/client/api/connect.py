@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -73,8 +72,7 @@ def connect(
         lifeline.watch(config.life_fd)
     wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
     termination = Termination()
-    if threading.current_thread() is threading.main_thread():
-        termination.install()
+    termination.install()
     session = _session = Session(
         config,
         termination=termination,

@@ -1,0 +1,1 @@
+"""shardline check."""

@@ -1,0 +1,132 @@
+"""shardline check: whether a job trains as in plain PyTorch, to the bit, in seconds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cli.roles import find_role
+from shardline.core.timeouts import Timeouts
+from shardline.errors import JobError
+from shardline.host.printable import printable
+
+if TYPE_CHECKING:
+    from shardline.comparison import CheckedJob, Difference
+    from shardline.comparison.difference import Values
+
+MOST_NAMED = 20
+"""Tensors that are named if more differ."""
+
+
+@click.command(short_help="Compare a job's first steps with plain PyTorch, bit by bit.")
+@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps to compare.")
+@options.option("--ps", type=click.IntRange(min=1), default=2, help="Parameter servers.")
+@options.other_fields
+@options.plugin
+@options.device
+@options.option("--ps-device", default="cpu", callback=options.check_device, help="Device of the parameter servers.")
+@options.lanes
+@options.timeout
+def check(**flags: Any) -> int:
+    """Train JOB.py for some steps in plain PyTorch, then through servers in this process, and compare all tensors.
+
+    The exit code is 0 if all bits are equal, 1 if not. A checkpoint of each step is written to the temporary folder.
+    """
+    # Imports torch, which --help must not do.
+    from shardline.update.torch_optim.eager import leave_compiler_out
+
+    leave_compiler_out()
+    from shardline.comparison import checked_job, differences
+
+    steps: int = flags["steps"]
+    # Each side runs the file anew, so that it begins with the file's own objects.
+    jobs = [checked_job(_load(flags), steps) for _ in range(2)]
+    for line in _remarks(jobs[0]):
+        click.echo(line)
+    expected = _plain(jobs[0], flags)
+    found = _served(jobs[1], flags, overlap=flags["overlap"])
+    different = differences(expected, found)
+    if not different:
+        click.echo(f"{_count(steps, 'step')}: equal bits in {_count(len(expected[-1]), 'tensor')}")
+        return 0
+    _refuse_random(expected, _plain(checked_job(_load(flags), steps), flags))
+    click.echo(f"{_count(steps, 'step')}: {len(different)} of {_count(len(expected[-1]), 'tensor')} differ")
+    for line in _listed(different):
+        click.echo(line)
+    if flags["overlap"]:
+        found = _served(checked_job(_load(flags), steps), flags, overlap=False)
+        result = "the bits are equal" if not differences(expected, found) else "bits differ as well"
+        click.echo(f"with --no-overlap {result}")
+    return 1
+
+
+def _load(flags: Mapping[str, Any]) -> Any:
+    from shardline.job import load_job
+
+    path = options.existing_job(flags["job"])
+    assert path is not None
+    pairs = options.overrides({**flags, "steps": None})
+    return load_job(path, pairs, workers=1)
+
+
+def _remarks(checked: CheckedJob) -> list[str]:
+    """What of the job is left out of the comparison, in a sentence."""
+    if not checked.replaced:
+        return []
+    return [
+        f"compared without {', '.join(checked.replaced)}, which plain PyTorch has no equal for: synchronous, an "
+        "exchange in every step, exact bytes"
+    ]
+
+
+def _plain(checked: CheckedJob, flags: Mapping[str, Any]) -> Sequence[Values]:
+    from shardline.comparison import PlainTraining
+    from shardline.host.process import resolve_device
+
+    return PlainTraining(checked.job, resolve_device(flags["device"])).run(checked.job.steps)
+
+
+def _served(checked: CheckedJob, flags: Mapping[str, Any], *, overlap: bool) -> Sequence[Values]:
+    from shardline.comparison import InProcessCluster, train_served
+
+    with tempfile.TemporaryDirectory(prefix="shardline-check-") as folder:
+        cluster = InProcessCluster(
+            role=find_role,
+            out=Path(folder),
+            ps=flags["ps"],
+            lane=flags["lane"],
+            overlap=overlap,
+            device=flags["device"],
+            ps_device=flags["ps_device"],
+            timeouts=Timeouts(total_s=flags["timeout"]),
+        )
+        return train_served(checked.job, cluster)
+
+
+def _refuse_random(expected: Sequence[Values], again: Sequence[Values]) -> None:
+    """Raise JobError if plain PyTorch itself ends elsewhere when it runs again."""
+    from shardline.comparison import differences
+
+    for one in differences(expected, again)[:1]:
+        when = f"in step {one.step}" if one.step else "before the first step"
+        raise JobError(
+            f"plain PyTorch itself trains {one.name!r} to other values when it runs again, first {when}, so there is "
+            "nothing to compare with: the model, the loss or the data set depends on something that the seed does not "
+            "fix, such as a generator of its own, the time, or nondeterministic operations"
+        )
+
+
+def _listed(different: Sequence[Difference]) -> list[str]:
+    lines = [f"  {printable(str(one))}" for one in different[:MOST_NAMED]]
+    more = len(different) - MOST_NAMED
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

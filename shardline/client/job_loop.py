@@ -1,0 +1,23 @@
+"""The loop over a job file's steps: gradients of the replicas that the chief assigns, then the servers' update."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardline.client.api.optimizer import ShardlineOptimizer
+from shardline.client.api.session import Session
+from shardline.data import BatchSource, replica_gradients
+from shardline.job import Job
+
+
+def run_replicas(session: Session, optimizer: ShardlineOptimizer, model: nn.Module, job: Job) -> None:
+    """Train an attached model until the job ends."""
+    source = BatchSource(job, session.data_took)
+    for step in session.steps():
+        with session.attempt():
+            for replica in session.replicas:
+                session.begin_replica(replica)
+                loss, samples = replica_gradients(model, job, source, step, replica, session.watch(replica))
+                # The next replica's gradients are new tensors.
+                session.contribute(replica, loss=loss, samples=samples, keep=True)
+            optimizer.step()

@@ -1,0 +1,141 @@
+"""A job's steps in plain PyTorch: torch.optim steps on the model's own parameters, and nothing else touches them.
+
+With one replica this is the loop that anybody would write: zero_grad, backward, step. Of several replicas the gradients
+are computed one after another and averaged, and buffers are those of replica 0, as in DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from shardline import schedule
+from shardline.core.plan import Plan, make_plan
+from shardline.core.reduce import clip_scale, global_norm, is_finite, mean_, tree_sum, whole_square_sums
+from shardline.data import BatchSource, replica_gradients
+from shardline.errors import NonFiniteError, telling
+from shardline.job import Job
+from shardline.model import named_values, state_tensors
+from shardline.update.torch_optim.eager import one_thread
+
+Gradients = dict[int, torch.Tensor | None]
+"""By number of the parameter in the optimizer."""
+
+
+class PlainTraining:
+    """One training in this process, alone."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        """Raises JobError for a job that can't be trained."""
+        self._job = job
+        self._model = job.build_model().to(device)
+        self._optimizer = job.build_optimizer(self._model)
+        factors = schedule.complete(job.schedule, job.steps)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: schedule.factor(factors, step)
+        )
+        self._source = BatchSource(job)
+        spec = job.spec(self._model)
+        self._plan: Plan | None = make_plan(spec.tensors, 1) if job.clip_norm > 0.0 else None
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and persistent buffers by name, on the CPU."""
+        return {name: value.detach().to("cpu", copy=True) for name, value in state_tensors(self._model)}
+
+    def run(self, steps: int) -> list[dict[str, torch.Tensor]]:
+        """Train; returns the values after 0, 1, 2 ... steps. Raises JobError, NonFiniteError as the job would."""
+        with _threads(self._job.threads), telling(lambda error: None):
+            found = [self.values()]
+            for step in range(steps):
+                self._step(step)
+                found.append(self.values())
+        return found
+
+    def _step(self, step: int) -> None:
+        kept, after = _buffers(self._model), None
+        contributions: list[Gradients] = []
+        finite = True
+        for replica in range(self._job.replicas):
+            if replica:
+                _restore(kept)
+            self._optimizer.zero_grad(set_to_none=True)
+            loss, _ = replica_gradients(self._model, self._job, self._source, step, replica)
+            contributions.append({number: value.grad for number, value in enumerate(self._parameters())})
+            finite = self._check_finite(step, replica, loss) and finite
+            if self._job.replicas > 1:
+                after = after or _buffers(self._model)
+        if after is not None:
+            _restore(after)
+            self._average(contributions)
+        if finite:
+            self._clip()
+            # The ends of threads' parts may be rounded otherwise; see docs/decisions/0039.
+            with one_thread():
+                self._optimizer.step()
+        else:
+            _restore(kept)
+        self._scheduler.step()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _average(self, contributions: list[Gradients]) -> None:
+        for number, value in enumerate(self._parameters()):
+            total = tree_sum([one[number] for one in contributions])
+            value.grad = None if total is None else mean_(total, len(contributions))
+
+    def _clip(self) -> None:
+        """Scale the gradients down as the servers do: clip_grad_norm_ with the norm in float64, whatever the plan."""
+        if self._plan is None:
+            return
+        gradients = {name: value.grad for name, value in named_values(self._model).items()}
+        scale = clip_scale(global_norm(whole_square_sums(self._plan, gradients)), self._job.clip_norm)
+        if scale < 1.0:
+            for value in self._parameters():
+                if value.grad is not None:
+                    value.grad.mul_(scale)
+
+    def _check_finite(self, step: int, replica: int, loss: float) -> bool:
+        bad = [] if is_finite(torch.tensor(loss)) else ["the loss"]
+        bad += [
+            f"the gradient of {name!r}"
+            for name, value in named_values(self._model).items()
+            if value.grad is not None and not is_finite(value.grad)
+        ]
+        if bad and self._job.nan_policy == "stop":
+            raise NonFiniteError(f"in step {step}, replica {replica}, {', '.join(bad[:3])} has NaN or infinity")
+        return not bad
+
+
+_Kept = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+
+
+def _buffers(model: nn.Module) -> _Kept:
+    """The persistent buffers, each as (module, name, the tensor, a copy)."""
+    return [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+@torch.no_grad()
+def _restore(kept: _Kept) -> None:
+    for module, name, buffer, copy in kept:
+        buffer.copy_(copy)
+        module._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,138 @@
+"""A job's steps through a chief, parameter servers and a worker, all in this process; the sockets between are real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from shardline.checkpoint import Checkpoint
+from shardline.checkpoint.manifest import step_folder
+from shardline.client.api.session import Session
+from shardline.client.job_loop import run_replicas
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
+from shardline.errors import InternalError, UnreachableError, telling
+from shardline.job import Job
+
+Role = Callable[[RoleConfig], int]
+ANY = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InProcessCluster:
+    """The tasks in this process. role: finds what runs a role, by its name."""
+
+    role: Callable[[str], Role]
+    out: Path
+    """Folder of the chief's files; a new one."""
+    ps: int = 2
+    lane: str = "auto"
+    overlap: bool = True
+    device: str = "cpu"
+    ps_device: str = "cpu"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+def train_served(job: Job, cluster: InProcessCluster) -> list[dict[str, torch.Tensor]]:
+    """Train the job with one worker that runs all replicas; returns the values after 0, 1, 2 ... steps, on the CPU.
+
+    They are those of the checkpoints, so the job needs one after each step. Raises what training it would raise.
+    """
+    spec = ClusterSpec({"chief": (ANY,), "ps": (ANY,) * cluster.ps, "worker": (ANY,)})
+    chief, address = _start_chief(cluster, spec)
+    spec = spec.with_address("chief/0", address)
+    tasks = {"chief/0": chief}
+    for index in range(cluster.ps):
+        config = _config(cluster, "ps", spec, index, device=cluster.ps_device)
+        tasks[config.task] = _start(cluster.role("ps"), config)
+    try:
+        _train(job, _config(cluster, "worker", spec, 0, device=cluster.device))
+    except Exception:
+        # They write into a folder that the caller removes.
+        wait(tasks.values(), cluster.timeouts.total_s)
+        raise
+    for name, task in tasks.items():
+        code = _result(task, cluster.timeouts, name)
+        if code:
+            raise InternalError(f"{name} of the comparison ended with exit code {code} after its last step")
+    return [Checkpoint(cluster.out / "checkpoints" / step_folder(step)).state_dict() for step in range(job.steps + 1)]
+
+
+def _train(job: Job, config: RoleConfig) -> None:
+    session = Session(config)
+    before = torch.get_num_threads()
+    try:
+        with telling(session.fail):
+            model = job.build_model().to(session.device)
+            optimizer = session.attach(model, job.build_optimizer(model), job=job.spec(model))
+            # After the servers have set theirs.
+            torch.set_num_threads(job.threads)
+            run_replicas(session, optimizer, model, job)
+    finally:
+        torch.set_num_threads(before)
+        session.shutdown()
+
+
+def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int, *, device: str = "cpu") -> RoleConfig:
+    return RoleConfig(
+        role=role,
+        index=index,
+        cluster=spec,
+        timeouts=cluster.timeouts,
+        lane=cluster.lane,
+        overlap=cluster.overlap,
+        device=device,
+    )
+
+
+def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[int], str]:
+    """The chief and its address. Raises what it ended with, UnreachableError."""
+    read, write = os.pipe()
+    ended, says = socket.socketpair()
+    with open(read, encoding="utf-8") as ready, ended, says:
+        config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=write)
+        chief = _start(cluster.role("chief"), config)
+        chief.add_done_callback(lambda _: _say(says))
+        found, _, _ = select.select([read, ended.fileno()], [], [], cluster.timeouts.total_s)
+        if read in found:
+            return chief, ready.readline().strip()
+    if chief.done():
+        chief.result()
+    raise UnreachableError(f"the chief of the comparison did not start within {cluster.timeouts.total_s:g} s")
+
+
+def _say(ended: socket.socket) -> None:
+    # Long after the chief has started nobody listens.
+    with contextlib.suppress(OSError):
+        ended.send(b".")
+
+
+def _start(role: Role, config: RoleConfig) -> Future[int]:
+    """Run a task on a thread of its own; a daemon, so that an error elsewhere ends the process at once."""
+    future: Future[int] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(role(config))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, name=config.task, daemon=True).start()
+    return future
+
+
+def _result(task: Future[int], timeouts: Timeouts, name: str) -> int:
+    try:
+        return task.result(timeouts.total_s)
+    except TimeoutError:
+        raise UnreachableError(f"{name} of the comparison did not end within {timeouts.total_s:g} s") from None
