@@ -1,7 +1,8 @@
-"""shardline status|stop|export: show a running cluster, end it, export a checkpoint."""
+"""shardline status|stop|page|export: show a running cluster, end it, show a run's files, export a checkpoint."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 from shardline.cli import options
 from shardline.cluster import ClusterSpec, from_tf_config, read_spec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ClusterSpecError
+from shardline.errors import ClusterSpecError, UsageError
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from shardline.core.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
+
+VIEWERS = "shardline.viewers"
+"""Entry points that serve the page of a run from its files."""
 
 short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of this.")
 
@@ -139,6 +143,24 @@ def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None)
         client.close()
     print("the job will end with a checkpoint at its next common step, and its tasks will exit")
     return 0
+
+
+@click.command(short_help="Serve the page of a run from its files.")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--port", type=click.IntRange(0, 65_535), default=0, show_default=True, help="Port on 127.0.0.1; 0 = a free one."
+)
+@options.plugin
+def page(run: Path, port: int) -> int:
+    """Serve the page of RUN, the --out of a run that has ended or goes on elsewhere, until Ctrl-C.
+
+    It reads the files in RUN, and changes nothing.
+    """
+    found = tuple(importlib.metadata.entry_points(group=VIEWERS, name="run"))
+    if not found:
+        raise UsageError("no installed package serves the page of a run; install Shardline: pip install -e .")
+    code: int = found[0].load()(run, port)
+    return code
 
 
 @click.command(short_help="Export a checkpoint as one plain PyTorch file.")

@@ -366,7 +366,7 @@ def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
         if standbys:
             row.append(_standby(shard))
         if wide:
-            row += [size(shard.held_bytes), _awaited(shard)]
+            row += [glyphs.none if shard.held_bytes is None else size(shard.held_bytes), _awaited(shard)]
         table.add_row(*row)
     if len(shown) < len(view.shards):
         table.add_row("", f"{glyphs.more} {len(view.shards) - len(shown)} more")

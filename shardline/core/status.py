@@ -114,8 +114,9 @@ class TaskStatus:
     address: str = ""
     metrics_address: str = ""
     last_heard_s: float = 0.0
-    """Seconds since its last heartbeat."""
+    """Seconds since its last heartbeat; NaN = unknown."""
     step: int = 0
+    """-1 = unknown."""
     replicas: tuple[int, ...] = ()
     traffic: Traffic = field(default_factory=Traffic)
     push_bytes_per_s: float = 0.0
@@ -226,6 +227,7 @@ class ChiefStatus:
     reason: str = ""
     out_dir: str = ""
     consistency: str = "sync"
+    """Empty until the job is known."""
     time: float = 0.0
     """Unix time of the chief when it answered."""
     missing: tuple[str, ...] = ()

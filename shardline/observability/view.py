@@ -54,7 +54,7 @@ class ShardView:
     """State of the primary's task."""
     bytes: int
     """Bytes of its values."""
-    held_bytes: int
+    held_bytes: int | None
     """Bytes of memory on the primary: values, optimizer state, partial sums and cuts."""
     share: float
     """Its bytes relative to the largest shard's, 0 to 1."""
@@ -233,10 +233,12 @@ class ClusterView:
     out_dir: str
     dead_s: float
     """Seconds of silence after which a task is dead."""
+    written: float | None
+    """Unix time at which a run's files last changed, where the view is made of them; None if a chief tells."""
 
 
-def cluster_view(status: ChiefStatus) -> ClusterView:
-    """The view of a chief's status."""
+def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterView:
+    """The view of a chief's status. written: see ClusterView."""
     started = status.step > status.first_step
     ended = status.phase == "ended"
     tasks = _tasks(status)
@@ -278,6 +280,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         standstill=_standstill(status),
         out_dir=status.out_dir,
         dead_s=status.dead_s,
+        written=written,
     )
 
 
@@ -393,7 +396,7 @@ def _step(task: TaskStatus) -> int | None:
     if task.state == MISSING:
         return None
     if not task.task.startswith("ps/"):
-        return task.step
+        return task.step if task.step >= 0 else None
     return min((shard.step_min for shard in task.shards), default=None)
 
 
@@ -410,7 +413,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         incarnation=incarnation_text(task.incarnation) if task.incarnation else "",
         address=task.address,
         metrics_address=task.metrics_address,
-        heard_s=None if task.state == MISSING else task.last_heard_s,
+        heard_s=None if task.state == MISSING else _finite(task.last_heard_s),
         step=_step(task),
         replicas=task.replicas,
         shards=tuple(shard.shard for shard in task.shards),
@@ -437,7 +440,7 @@ def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
             ps=task.task,
             state=task.state,
             bytes=sizes.get(shard.shard, 0),
-            held_bytes=shard.bytes,
+            held_bytes=shard.bytes or None,
             share=sizes.get(shard.shard, 0) / largest if largest else 0.0,
             version=shard.version,
             step_min=shard.step_min,

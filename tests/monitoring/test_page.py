@@ -340,7 +340,7 @@ def test_a_job_that_stands_still_is_told_with_time_and_names_until_it_moves(brow
         server.show(STILL)
         browser.open(url)
         browser.wait("!document.querySelector('#still').hidden", "the standstill")
-        since = time.strftime("%H:%M:%S", time.localtime(STILL.time - 12.0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(STILL.time - 12.0))
         assert browser.text("#still").split("\n\n") == [
             f"No step since {since}: waiting for worker/1",
             "For 12 s; awaited: worker/1 (replica 1, last heard 11 s ago)",
@@ -352,6 +352,24 @@ def test_a_job_that_stands_still_is_told_with_time_and_names_until_it_moves(brow
         assert browser.text("#contact") == "live"
         assert figures(browser)["Steps/s"] == "10" and browser.text("#left").endswith(" left")
         assert browser.console == []
+    finally:
+        server.close()
+
+
+def test_a_page_of_files_says_so_with_the_day_that_they_are_of(browser: Browser) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        server.show(replace(STILL, standstill=None), written=time.time())
+        browser.open(url)
+        browser.wait("document.querySelector('#job').innerText === 'digits'", "the page")
+        assert re.fullmatch(r"files of \d\d:\d\d:\d\d", browser.text("#contact"))
+        server.show(replace(STILL, standstill=None, phase="ended"), written=STILL.time)
+        browser.wait("document.querySelector('#contact').innerText.includes('ended')", "the end")
+        assert re.fullmatch(r"the job has ended; files of 1970-01-\d\d \d\d:\d\d:\d\d", browser.text("#contact"))
+        server.close()
+        browser.wait("document.querySelector('#contact').innerText.includes('viewer')", "the end of the viewer")
+        assert browser.text("#job") == "digits"
     finally:
         server.close()
 

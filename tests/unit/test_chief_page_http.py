@@ -343,7 +343,7 @@ def test_an_exposed_page_of_a_cluster_with_tls_wears_it_and_needs_no_certificate
 
 def test_a_port_that_is_taken_is_said_with_a_remedy(make: Make) -> None:
     page = make()
-    with pytest.raises(UsageError, match=rf"can't serve its page at {page.address}: .*use another --page"):
+    with pytest.raises(UsageError, match=rf"can't be served at {page.address}: .*use another --page"):
         PageServer(page.address, PLAIN, History())
 
 

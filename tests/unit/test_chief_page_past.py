@@ -115,7 +115,7 @@ def test_of_a_long_file_evenly_spread_pieces_are_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(past, "READ_BYTES", 100_000)
     assert size > 10 * past.READ_BYTES
     # No other way: the history thins out what it is given.
-    read = list(past._lines(tmp_path / "steps.jsonl"))
+    read = list(past.Tail(tmp_path / "steps.jsonl").lines())
     assert 900 < len(read) < 1500
     numbers = [line["step"] for line in read]
     assert (numbers[0], numbers[-1]) == (0, steps - 1)

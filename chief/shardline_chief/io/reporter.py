@@ -25,13 +25,12 @@ from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
-from shardline_chief.page.past import add_rates, recall
+from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall
 from shardline_chief.rules.state.motion import patience_s
 
 log = logging.getLogger("shardline_chief")
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-EVENTS_SHOWN = 50
 TAIL_BYTES = 1 << 18
 """Bytes of an earlier chief's log searched for steps that are reported again: the steps of a few heartbeats."""
 EARLY = 1024
@@ -244,7 +243,7 @@ class Reporter:
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
         self.paces: dict[str, TaskSpeed] = {}
         self._timeline = 0
-        self._staleness = deque[float](maxlen=100)
+        self._staleness = deque[float](maxlen=STALENESS)
 
     @property
     def staleness(self) -> float:

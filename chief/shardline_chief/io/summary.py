@@ -142,10 +142,9 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     now = time.time()
     still = program.standstill(now_s)
     return ChiefStatus(
-        job=state.job.name if state.job is not None else "",
+        **facts(state.job),
         phase=state.phase.name.lower(),
         step=state.progress.step,
-        steps=state.job.steps if state.job is not None else 0,
         first_step=state.progress.first_step,
         loss=reporter.loss,
         steps_per_s=reporter.step_rate.per_second if still is None else 0.0,
@@ -164,12 +163,6 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         exit_code=state.exit_code,
         reason=state.reason,
         out_dir=str(out),
-        consistency=consistency.named(state.job.consistency) if state.job is not None else "",
-        rule=state.job.rule.name if state.job is not None else "",
-        codec_up=str(codecs.of(state.job).ups[0]) if state.job is not None else "",
-        codec_down=str(codecs.of(state.job).downs[0]) if state.job is not None else "",
-        codec_parcels=_codec_parcels(state.job),
-        replicas=state.job.replicas if state.job is not None else 0,
         time=now,
         missing=_missing(program, rows),
         staleness=reporter.staleness,
@@ -203,8 +196,20 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
     )
 
 
-def _codec_parcels(job: JobSpec | None) -> str:
-    return str(codecs.of_parcels(job)) if job is not None and pipeline.of(job).staged else ""
+def facts(job: JobSpec | None) -> dict[str, Any]:
+    """The fields of a ChiefStatus that come from the job alone."""
+    if job is None:
+        return {"consistency": ""}
+    return {
+        "job": job.name,
+        "steps": job.steps,
+        "replicas": job.replicas,
+        "consistency": consistency.named(job.consistency),
+        "rule": job.rule.name,
+        "codec_up": str(codecs.of(job).ups[0]),
+        "codec_down": str(codecs.of(job).downs[0]),
+        "codec_parcels": str(codecs.of_parcels(job)) if pipeline.of(job).staged else "",
+    }
 
 
 def _missing(program: Program, rows: Sequence[TaskStatus]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Board:
         """Of a pipeline."""
         self._lock = threading.Lock()
         self._status = ChiefStatus()
+        self._written: float | None = None
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         # Used only on the loop's thread.
@@ -31,10 +32,10 @@ class Board:
 
     # The control thread
 
-    def show(self, status: ChiefStatus) -> None:
-        """Set a newer status; costs the caller next to nothing."""
+    def show(self, status: ChiefStatus, written: float | None = None) -> None:
+        """Set a newer status; costs the caller next to nothing. written: see ClusterView."""
         with self._lock:
-            self._status = status
+            self._status, self._written = status, written
             self._number += 1
             loop = self._loop
         if loop is not None:
@@ -62,9 +63,10 @@ class Board:
     def view(self) -> str:
         """The newest status, as the JSON text of a ClusterView."""
         with self._lock:
-            status, number = self._status, self._number
+            status, written, number = self._status, self._written, self._number
         if self._view[0] != number:
-            self._view = (number, json.dumps(as_json(cluster_view(status)), allow_nan=False, separators=(",", ":")))
+            found = as_json(cluster_view(status, written))
+            self._view = (number, json.dumps(found, allow_nan=False, separators=(",", ":")))
         return self._view[1]
 
     def changes(self, cursor: str) -> dict[str, Any]:

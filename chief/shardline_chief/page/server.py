@@ -29,6 +29,7 @@ HEAD_BYTES = 16_384
 """Most bytes of a request's head."""
 IDLE_S = 10.0
 """Seconds; a connection without a request is closed after one to two times this long."""
+REMEDY = "use another --page HOST:PORT (port 0 = a free one), or --no-page"
 START_S = 10.0
 CLOSE_S = 2.0
 
@@ -36,8 +37,8 @@ CLOSE_S = 2.0
 class PageServer:
     """Serves the page of one chief. show() is thread-safe."""
 
-    def __init__(self, address: str, security: Security, history: History) -> None:
-        """address: "host:port", port 0 = a free one.
+    def __init__(self, address: str, security: Security, history: History, *, remedy: str = REMEDY) -> None:
+        """address: "host:port", port 0 = a free one. remedy: what to do if it can't be bound.
 
         Raises UsageError if it would be reachable from other machines without a token, or can't be bound.
         """
@@ -46,7 +47,7 @@ class PageServer:
         self._board = Board(history)
         self.passes = self._board.passes
         self._page = Page(self._board, PageAccess(security, exposed))
-        self._socket = _bind(address)
+        self._socket = _bind(address, remedy)
         host, _ = parse_address(address)
         tls = exposed and security.tls_cert is not None
         self.address = format_address(host, int(self._socket.getsockname()[1]))
@@ -88,9 +89,9 @@ class PageServer:
         """Number of browsers that receive live updates."""
         return self._page.streams
 
-    def show(self, status: ChiefStatus) -> None:
-        """Show a newer status; never blocks."""
-        self._board.show(status)
+    def show(self, status: ChiefStatus, *, written: float | None = None) -> None:
+        """Show a newer status; never blocks. written: see ClusterView."""
+        self._board.show(status, written)
 
     def close(self) -> None:
         """Send every browser the last state, then end. May be called twice."""
@@ -126,16 +127,13 @@ class PageServer:
         await self._server.serve(sockets=[self._socket])
 
 
-def _bind(address: str) -> socket.socket:
+def _bind(address: str, remedy: str) -> socket.socket:
     host, port = parse_address(address, "--page")
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=CONNECTIONS)
     except OSError as error:
-        raise UsageError(
-            f"the chief can't serve its page at {address}: {error.strerror or error}; use another --page HOST:PORT "
-            "(port 0 = a free one), or --no-page"
-        ) from None
+        raise UsageError(f"the page can't be served at {address}: {error.strerror or error}; {remedy}") from None
 
 
 class _Patient(H11Protocol):

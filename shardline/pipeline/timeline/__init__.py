@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from shardline.pipeline.timeline.clocks import ClockOffsets
 from shardline.pipeline.timeline.passes import TaskPass, Timeline
-from shardline.pipeline.timeline.trace import trace
+from shardline.pipeline.timeline.trace import passes_in, trace
 
-__all__ = ["ClockOffsets", "TaskPass", "Timeline", "trace"]
+__all__ = ["ClockOffsets", "TaskPass", "Timeline", "passes_in", "trace"]

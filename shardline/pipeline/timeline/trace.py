@@ -5,10 +5,14 @@ Format: Google: Trace Event Format, the JSON object with complete events (X), co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shardline.core.orders import PassReport
 from shardline.pipeline.timeline.passes import TaskPass, senders
+
+FACTS = ("step", "microbatch", "stage", "replica", "version", "held")
+"""Fields of a PassReport that each pass has as arguments."""
 
 
 def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict[str, Any]:
@@ -29,8 +33,7 @@ def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict
     events: list[dict[str, Any]] = [*_names(passes, tasks, place)]
     for one in sorted(passes, key=lambda one: one.start_s):
         report, what = one.report, "backward" if one.report.back else "forward"
-        facts = {"step": report.step, "microbatch": report.microbatch, "stage": report.stage}
-        facts |= {"replica": report.replica, "version": report.version, "held": report.held}
+        facts = {name: getattr(report, name) for name in FACTS}
         length_us = round(1e6 * (report.end_s - report.start_s), 3)
         begun = {"ph": "X", "name": f"{what} {report.microbatch}", "cat": what, "ts": us(one.start_s)}
         events.append({**begun, "dur": length_us, **place(one), "args": facts})
@@ -44,6 +47,28 @@ def trace(passes: Sequence[TaskPass], job: str = "", pipeline: str = "") -> dict
         # An arrow must not end before its slice begins.
         events.append({**arrow, "ph": "f", "bp": "e", "ts": us(max(one.start_s, begin_s)), **place(one)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job, "pipeline": pipeline}}
+
+
+def passes_in(found: Mapping[str, Any]) -> list[TaskPass]:
+    """The passes that a trace was made of, with times since the first one; [] if it is no such trace."""
+    try:
+        events = found["traceEvents"]
+        tasks = {event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
+        return [
+            TaskPass(
+                tasks[event["pid"]],
+                PassReport(
+                    **{name: int(event["args"][name]) for name in FACTS},
+                    back=event["cat"] == "backward",
+                    start_s=event["ts"] / 1e6,
+                    end_s=(event["ts"] + event["dur"]) / 1e6,
+                ),
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
 
 
 def _names(passes: Iterable[TaskPass], tasks: dict[str, int], place: Any) -> Iterable[dict[str, Any]]:

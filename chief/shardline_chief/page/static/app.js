@@ -1,7 +1,7 @@
 // The chief's page: takes what the chief says and writes it down; decides nothing.
 import { Curves } from "./curves.js";
 import { Feed } from "./feed.js";
-import { NONE, bytes, clock, count, figure, plural, rate, seconds } from "./format.js";
+import { NONE, bytes, count, figure, moment, plural, rate, seconds } from "./format.js";
 import { Pipeline } from "./pipeline.js";
 import { fill } from "./tables.js";
 
@@ -12,6 +12,7 @@ function put(element, text) {
 }
 
 function show(view) {
+  written = view.written;
   head(view);
   standstill(view);
   progress(view);
@@ -41,7 +42,7 @@ function standstill(view) {
   card.hidden = !still;
   document.body.classList.toggle("standing", Boolean(still));
   if (!still) return;
-  put(card.firstElementChild, `No step since ${clock(still.since)}${still.whom ? `: waiting for ${still.whom}` : ""}`);
+  put(card.firstElementChild, `No step since ${moment(still.since)}${still.whom ? `: waiting for ${still.whom}` : ""}`);
   put(card.lastElementChild, `For ${seconds(still.seconds)}${still.facts ? `; awaited: ${still.facts}` : ""}`);
 }
 
@@ -218,7 +219,7 @@ function events(view) {
       const text = document.createElement("span");
       item.className = event.level;
       time.dateTime = new Date(event.time * 1000).toISOString();
-      time.textContent = clock(event.time);
+      time.textContent = moment(event.time);
       text.textContent = event.sentence;
       item.append(time, text);
       return item;
@@ -226,16 +227,20 @@ function events(view) {
   );
 }
 
+let written = null; // when a run's files last changed, where they are what is shown
+
 function contact(state, since) {
-  const when = since.toLocaleTimeString([], { hour12: false });
+  const when = moment(since / 1000);
+  const still = document.body.classList.contains("standing") ? "; the job stands still" : "";
+  const source = written == null ? "the chief" : "the viewer";
   put(
     at("contact"),
     {
-      live: document.body.classList.contains("standing") ? "connected; the job stands still" : "live",
+      live: written == null ? (still ? `connected${still}` : "live") : `files of ${moment(written)}${still}`,
       unreached: `can't reach the chief; trying since ${when}`,
-      lost: `lost contact with the chief since ${when}`,
-      over: `the job has ended; last update at ${when}`,
-      ended: `the chief ended at ${when}; this is its last update`,
+      lost: `lost contact with ${source} since ${when}`,
+      over: written == null ? `the job has ended; last update at ${when}` : `the job has ended; files of ${moment(written)}`,
+      ended: `${source} ended at ${when}; this is its last update`,
     }[state],
   );
   const alarm = state === "lost" || state === "unreached";

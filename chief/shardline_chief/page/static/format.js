@@ -43,6 +43,13 @@ export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString([], { hour12: false });
 }
 
+// The time of day, with the date (in Sweden's order, year first) where that isn't today.
+export function moment(time) {
+  const found = new Date(time * 1000);
+  const today = found.toDateString() === new Date().toDateString();
+  return today ? clock(time) : `${found.toLocaleDateString("sv")} ${clock(time)}`;
+}
+
 export function plural(number, word) {
   return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 }

@@ -1,0 +1,281 @@
+"""A run as its files tell it: for its page after the chief has gone, or while it runs elsewhere. Read-only."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardline.checkpoint import committed_steps
+from shardline.checkpoint.manifest import step_folder
+from shardline.core.plan import make_plan
+from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill, TaskStatus
+from shardline.errors import UsageError
+from shardline.host import files
+from shardline.host.run_lock import ever_begun
+from shardline.pipeline.timeline import passes_in
+from shardline_chief.io.journal import read_entries
+from shardline_chief.io.reporter import TRACE, Shelf, mean
+from shardline_chief.io.summary import facts
+from shardline_chief.page.history import History
+from shardline_chief.page.passes import PassBoard
+from shardline_chief.page.past import Past
+from shardline_chief.rules.replay import Remembered, replay
+
+SILENT_S = 10.0
+"""Seconds without a line after which the chief counts as gone: while it trains, it writes one every two seconds."""
+FILE_BYTES = 64 << 20
+"""Most bytes of summary.json and of the trace."""
+REST = 10.0
+"""A file that grows is read again after this many times as long as reading it took."""
+CLOCK_S = 1.0
+"""Most seconds by which a file system's clock is behind."""
+MOST_NAMED = 4
+"""Most runs in a folder that an error names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KnownTask:
+    """The last life of a task."""
+
+    incarnation: int
+    address: str
+    metrics_address: str
+    joined: float
+    """Unix time."""
+    gone: bool = False
+
+
+class RunFiles:
+    """The files of one run."""
+
+    def __init__(self, out: Path, history: History, passes: PassBoard) -> None:
+        """history, passes: filled with what the files have. Raises UsageError if the folder has no run."""
+        _check(out)
+        self._out = out
+        self._past = Past(history, out / "logs")
+        self._passes = passes
+        self._shelf = Shelf()
+        self._shelved: set[int] = set()
+        self._tasks: dict[str, _KnownTask] = {}
+        self._planned = 0
+        """Shards of the plan."""
+        self._known = Remembered()
+        self._ended_at = math.inf
+        """Unix time at which the journal says that the job ended."""
+        self._summary: Mapping[str, Any] = {}
+        self._summed_up = 0.0
+        """Unix time of the summary."""
+        self._seen: dict[Path, tuple[int, int]] = {}
+        """Time in ns and bytes of each file when it was last read."""
+        self._rests: dict[Path, float] = {}
+        """Until when each file is not read again, as Unix time."""
+
+    def status(self, now: float) -> ChiefStatus:
+        """The run's status at a Unix time. Raises UsageError if the journal can't be read."""
+        self._past.read()
+        journals = (self._out / "chief").glob("journal-*.jsonl")
+        self._read_if_new(max(journals, key=lambda path: (len(path.name), path.name)), now, self._read_journal)
+        self._read_if_new(self._out / "summary.json", now, self._read_summary)
+        self._read_if_new(self._out / TRACE, now, self._read_trace)
+        for step in set(committed_steps(self._out / "checkpoints")) - self._shelved:
+            self._shelf.put(step, self._out / "checkpoints" / step_folder(step))
+            self._shelved.add(step)
+        known, summary, past = self._known, self._result(), self._past
+        still = self._standstill(now)
+        moves = still is None and known.ended is None
+        rates = past.rates if moves else {}
+        last = max((step for step, metrics in known.metrics.items() if metrics), default=None)
+        best_step, best = known.best or (-1, {})
+        seconds = float(past.rates.get("time", 0.0)) - known.began_s if known.began_s and past.rates else 0.0
+        return ChiefStatus(
+            **facts(known.job),
+            phase=self._phase(),
+            step=self._step(),
+            first_step=known.first_step,
+            loss=past.loss,
+            steps_per_s=float(rates.get("steps_per_s", 0.0)),
+            push_bytes_per_s=float(rates.get("push_bytes_per_s", 0.0)),
+            pull_bytes_per_s=float(rates.get("pull_bytes_per_s", 0.0)),
+            seconds=float(summary.get("seconds", max(0.0, seconds))),
+            tasks=self._rows(),
+            last_metrics=known.metrics[last] if last is not None else {},
+            last_metrics_step=-1 if last is None else last,
+            best_step=best_step,
+            best_metrics=best,
+            checkpoint_step=known.checkpoint_step,
+            checkpoint_path=known.checkpoint_path,
+            checkpoints=self._shelf.list(now),
+            said=tuple(past.said),
+            exit_code=known.ended[0] if known.ended is not None else 0,
+            reason=known.ended[1] if known.ended is not None else "",
+            out_dir=str(self._out),
+            time=now,
+            staleness=mean(past.staleness),
+            staleness_max=int(summary.get("staleness", {}).get("max", 0)),
+            shard_bytes=self._shard_bytes(),
+            stages=self._passes.figures(),
+            standstill=still,
+        )
+
+    def written(self) -> float | None:
+        """Unix time of the last change; None if it is not known."""
+        times = [time_ns / 1e9 for time_ns, _ in self._seen.values()]
+        return max(*times, self._past.written(), 0.0) or None
+
+    # Files
+
+    def _read_if_new(self, path: Path, now: float, read: Callable[[Path], None]) -> None:
+        try:
+            found = path.stat()
+        except OSError:
+            return
+        seen = (found.st_mtime_ns, found.st_size)
+        if self._seen.get(path) == seen or now < self._rests.get(path, 0.0):
+            return
+        began_s = time.monotonic()
+        read(path)
+        self._seen[path] = seen
+        self._rests[path] = now + REST * (time.monotonic() - began_s)
+
+    def _read_journal(self, path: Path) -> None:
+        self._tasks.clear()
+        self._ended_at = math.inf
+        self._known = replay(self._noted(read_entries(path.parent)))
+
+    def _noted(self, entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The entries, while the tasks in them are noted, also those that have gone, and the size of the plan."""
+        for entry in entries:
+            yield entry
+            # Read by replay() without an error, so the fields are there.
+            match entry["kind"]:
+                case "chief" if not entry.get("takes_over"):
+                    self._tasks.clear()
+                    self._ended_at = math.inf
+                case "ended":
+                    self._ended_at = float(entry["time"])
+                case "plan":
+                    self._planned = int(entry.get("shards", 0))
+                case "member":
+                    self._tasks[str(entry["task"])] = _KnownTask(
+                        incarnation=int(entry["incarnation"]),
+                        address=str(entry["address"]),
+                        metrics_address=str(entry["metrics_address"]),
+                        joined=float(entry.get("time", 0.0)),
+                    )
+                case "gone" if (task := self._tasks.get(str(entry["task"]))) is not None:
+                    gone = task.incarnation == int(entry["incarnation"])
+                    self._tasks[str(entry["task"])] = replace(task, gone=task.gone or gone)
+
+    def _read_summary(self, path: Path) -> None:
+        self._summary, self._summed_up = _json(path), path.stat().st_mtime
+
+    def _read_trace(self, path: Path) -> None:
+        job, passes = self._known.job, passes_in(_json(path))
+        if job is None or not passes:
+            return
+        stages, microbatches = (
+            1 + max(getattr(one.report, name) for one in passes) for name in ("stage", "microbatch")
+        )
+        self._passes.begin(job.name, job.pipeline, stages=stages, replicas=job.replicas, microbatches=microbatches)
+        for task in sorted({one.task for one in passes}):
+            reports = [one.report for one in passes if one.task == task]
+            self._passes.told(task, 0, reports, sent_s=0.0, now_s=0.0)
+
+    # What follows from them
+
+    def _result(self) -> Mapping[str, Any]:
+        """The summary of this run; {} while it goes on, also if there is one of an earlier run in the folder."""
+        return self._summary if self._summed_up >= self._ended_at - CLOCK_S else {}
+
+    def _phase(self) -> str:
+        known = self._known
+        if known.ended is not None:
+            return "ended"
+        if known.stopping is not None:
+            return "stopping"
+        if known.active and known.began_s is not None:
+            return "running"
+        return "init" if known.timeline else "waiting"
+
+    def _step(self) -> int:
+        told = self._result().get("steps", self._past.rates.get("step", 0))
+        # A job that ended between two lines of the log.
+        return max(int(told), self._known.checkpoint_step if self._known.ended is not None else self._known.base_step)
+
+    def _standstill(self, now: float) -> Standstill | None:
+        """By the times of the lines; where none was written for a while, the chief itself is awaited."""
+        if self._phase() not in ("running", "stopping") or not self._past.rates:
+            return None
+        silent_s = now - self._past.written()
+        if silent_s >= SILENT_S:
+            why = f"has written nothing to {self._out / 'logs'} since"
+            return Standstill(seconds=silent_s, awaited=(Awaited(task="chief/0", why=why),))
+        seconds = self._past.motion.still_s(float(self._past.rates["time"]))
+        lost = [row for row in self._rows() if row.state in ("suspect", "dead")]
+        if seconds is None:
+            return None
+        return Standstill(seconds=seconds, awaited=tuple(Awaited(task=row.task, why=row.state) for row in lost))
+
+    def _rows(self) -> tuple[TaskStatus, ...]:
+        return tuple(
+            TaskStatus(
+                task=name,
+                state=self._state(name, task),
+                incarnation=task.incarnation,
+                address=task.address,
+                metrics_address=task.metrics_address,
+                last_heard_s=math.nan,
+                step=self._step() if name in self._known.finished else -1,
+                shards=self._shards(name),
+            )
+            for name, task in self._tasks.items()
+        )
+
+    def _state(self, name: str, task: _KnownTask) -> str:
+        said_at, said = self._past.lives.get(name, (0.0, ""))
+        state = said if said_at >= task.joined else "alive"
+        over = task.gone or self._known.closed
+        return "left" if over and state != "dead" else state
+
+    def _shards(self, name: str) -> tuple[ShardStatus, ...]:
+        versions = self._result().get("versions", ())
+        return tuple(
+            ShardStatus(
+                shard=place.shard,
+                step_min=self._step(),
+                version=int(versions[place.shard]) if place.shard < len(versions) else self._step(),
+            )
+            for place in self._known.placement
+            if place.task == name
+        )
+
+    def _shard_bytes(self) -> tuple[int, ...]:
+        job = self._known.job
+        if job is None or not self._planned:
+            return ()
+        return tuple(shard.nbytes for shard in make_plan(job.tensors, self._planned).shards)
+
+
+def _check(out: Path) -> None:
+    """Raise UsageError if the folder has no run."""
+    if not out.is_dir():
+        raise UsageError(f"{out} is not a folder; give the folder of a run, its --out")
+    if ever_begun(out) and any((out / "chief").glob("journal-*.jsonl")):
+        return
+    runs = [path for path in sorted(out.iterdir()) if path.is_dir() and ever_begun(path)]
+    which = f"such as {', '.join(str(path) for path in runs[-MOST_NAMED:])}" if runs else "its --out"
+    raise UsageError(f"{out} contains no run; give the folder of a run, {which}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none."""
+    try:
+        found = json.loads(files.read_text(path, FILE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
