@@ -14,12 +14,8 @@ import click
 from shardline import errors, methods
 from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
-<<<<<<< HEAD
 from shardline.cli.check.command import check
-from shardline.cli.cluster_commands import export, status, stop
-=======
 from shardline.cli.cluster_commands import export, page, status, stop
->>>>>>> 626502ae (shardline page RUN serves the page of a run from its files, without a chief)
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.partition.command import partition
@@ -81,11 +77,8 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-<<<<<<< HEAD
-for command in (train, check, simulate, advise, partition, *COMMANDS, top, status, stop, export, certs, health, bench):
-=======
-for command in (train, simulate, advise, partition, *COMMANDS, top, page, status, stop, export, certs, health, bench):
->>>>>>> 626502ae (shardline page RUN serves the page of a run from its files, without a chief)
+HERE = (train, check, simulate, advise, partition)
+for command in (*HERE, *COMMANDS, top, page, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 
