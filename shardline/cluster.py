@@ -8,6 +8,7 @@ Join.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -33,7 +34,9 @@ NAMED = 16
 """Maximum number of tasks that a message lists."""
 FILE_LIMIT_BYTES = 4 << 20
 """Limit for a cluster.json: MAX_TASKS of each role, with names as long as DNS allows."""
-UNNAMED = "*:0"
+ANY_HOST = "*"
+"""Host of an address whose task has not named its machine."""
+UNNAMED = f"{ANY_HOST}:0"
 """Address of a task that reports it at Join: its machine's own name, and a free port unless --address sets one."""
 ANY = "any"
 """In place of an index: the chief assigns one."""
@@ -172,6 +175,22 @@ class ClusterSpec:
     def chief(self) -> str:
         """Address of the chief."""
         return self.tasks["chief"][0]
+
+    def neighbours(self, task: str) -> int:
+        """Number of tasks before this one that may be on its machine and want a device of their own.
+
+        A ps counts servers; others count workers, the chief and evaluators, in this order. A task that has not named
+        its machine may be on any.
+        """
+        role, index = parse_task(task)
+        hosts = [
+            (f"{name}/{number}", parse_address(address)[0].lower())
+            for name in (("ps",) if role == "ps" else ("worker", "chief", "evaluator"))
+            for number, address in enumerate(self.addresses(name))
+        ]
+        mine = dict(hosts).get(f"{role}/{index}", ANY_HOST)
+        before = itertools.takewhile(lambda item: item[0] != f"{role}/{index}", hosts)
+        return sum(mine == ANY_HOST or host in (mine, ANY_HOST) for _, host in before)
 
     def with_address(self, task: str, address: str) -> ClusterSpec:
         """The same cluster with a task's address set, or with one more task at the end of its role."""

@@ -83,6 +83,11 @@ class RoleConfig:
             check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
 
     @property
+    def neighbours(self) -> int:
+        """Number of tasks before this one on its machine; see ClusterSpec.neighbours."""
+        return self.cluster.neighbours(self.task)
+
+    @property
     def task(self) -> str:
         """Name of the process, such as "worker/3"."""
         return f"{self.role}/{self.index}"

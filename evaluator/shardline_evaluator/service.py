@@ -29,7 +29,7 @@ def run(config: RoleConfig) -> int:
     if config.job is None:
         raise UsageError("an evaluator needs --job JOB.py, which defines the model and `evaluate`")
     job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
-    device = resolve_device(config.device, config.gpu_memory_fraction)
+    device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
     torch.set_num_threads(job.threads)
     model = job.build_model()
     spec = job.spec(model)
@@ -46,7 +46,14 @@ def run(config: RoleConfig) -> int:
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
-        Applicant(role="evaluator", index=config.index, address=address, metrics_address=metrics_address, job=spec),
+        Applicant(
+            role="evaluator",
+            index=config.index,
+            address=address,
+            metrics_address=metrics_address,
+            device=str(device),
+            job=spec,
+        ),
         security=config.security,
     )
     try:

@@ -47,7 +47,7 @@ class PsProcess:
         torch.set_num_threads(1)
         # Importing it would take longer than a call may.
         leave_compiler_out()
-        device = resolve_device(config.device, config.gpu_memory_fraction)
+        device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
         self.store = ParameterStore(
             device=device,
             pool_threads=max(2, os.cpu_count() or 1),
@@ -191,7 +191,13 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
-        Applicant(role="ps", index=config.index, address=address, metrics_address=metrics_address),
+        Applicant(
+            role="ps",
+            index=config.index,
+            address=address,
+            metrics_address=metrics_address,
+            device=str(process.store.device),
+        ),
         on_orders=obey,
         cancelled=termination.event,
         facts=BeatFacts(ps=process.meter.observed(process.servicer.status)),

@@ -51,7 +51,8 @@ LIFE_FD = "SHARDLINE_LIFE_FD"
 """Environment variable with a script's pipe that closes with the launcher; other tasks get --life-fd."""
 
 # Tasks get their flags from the command line only: SHARDLINE_METRICS_PORT and the like were for the launcher.
-NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
+# LOCAL_RANK and SLURM_LOCALID number the launcher itself.
+NOT_INHERITED = {"TF_CONFIG", LIFE_FD, "LOCAL_RANK", "SLURM_LOCALID"} | {
     str(parameter.envvar) for command in COMMANDS for parameter in command.params if parameter.envvar
 }
 

@@ -152,7 +152,9 @@ job_fields = together(
     option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."), other_fields
 )
 
-device = option("--device", default="cpu", callback=check_device, help="cpu, cuda or cuda:N.")
+device = option(
+    "--device", default="cpu", callback=check_device, help="cpu, cuda (each task on a machine another GPU) or cuda:N."
+)
 gpu_memory_fraction = option(
     "--gpu-memory-fraction",
     type=float,

@@ -319,6 +319,7 @@ COLUMNS: Sequence[Column] = (
     ("compute", "right", 100, lambda task, glyphs: _milliseconds(task.compute_s, glyphs)),
     ("exchange", "right", 100, lambda task, glyphs: _milliseconds(task.exchange_s, glyphs)),
     ("blocked", "right", 120, lambda task, glyphs: _milliseconds(task.blocked_s, glyphs)),
+    ("device", "left", 120, lambda task, glyphs: printable(task.device) or glyphs.none),
     ("address", "left", 120, lambda task, glyphs: printable(task.address)),
 )
 

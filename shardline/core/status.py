@@ -113,6 +113,8 @@ class TaskStatus:
     incarnation: int = 0
     address: str = ""
     metrics_address: str = ""
+    device: str = ""
+    """Device that it computes on, such as "cuda:1"; empty if it did not say."""
     last_heard_s: float = 0.0
     """Seconds since its last heartbeat; NaN = unknown."""
     step: int = 0

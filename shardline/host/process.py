@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -96,11 +96,30 @@ def tell_ready(ready_fd: int | None, address: str) -> None:
             pipe.write(f"{address}\n")
 
 
-def resolve_device(name: str, memory_fraction: float | None = None) -> torch.device:
+LOCAL_INDEXES = ("LOCAL_RANK", "SLURM_LOCALID")
+"""Variables with a process's number on its machine, as torchrun and Slurm set them; the first that is set counts."""
+
+
+def device_index(environ: Mapping[str, str], neighbours: int, count: int) -> int:
+    """Number of the GPU for --device cuda: the process's number on its machine, modulo the number of GPUs.
+
+    neighbours: number of tasks before it on its machine, for processes without a variable of LOCAL_INDEXES. Raises
+    UsageError.
+    """
+    name = next((name for name in LOCAL_INDEXES if environ.get(name)), "")
+    text = environ.get(name, str(neighbours))
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(
+            f"--device cuda: {name} is {text!r}; it must be a number, or name the GPU with --device cuda:N"
+        )
+    return int(text) % count
+
+
+def resolve_device(name: str, memory_fraction: float | None = None, *, neighbours: int = 0) -> torch.device:
     """The device for --device; CUDA is initialized only if it is named. torch itself honours CUDA_VISIBLE_DEVICES.
 
-    memory_fraction: share of the device's memory that this process may allocate (--gpu-memory-fraction).
-    Raises UsageError if there is no such device.
+    memory_fraction: share of the device's memory that this process may allocate (--gpu-memory-fraction). neighbours:
+    see device_index(). Raises UsageError if there is no such device.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -108,7 +127,7 @@ def resolve_device(name: str, memory_fraction: float | None = None) -> torch.dev
     if device.type != "cuda":
         raise UsageError(f"--device {name}: use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
+    index = device.index if device.index is not None else device_index(os.environ, neighbours, max(1, count))
     if torch.version.cuda is None:
         raise UsageError(
             f"--device {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (for an image, "

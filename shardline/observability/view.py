@@ -88,6 +88,8 @@ class TaskView:
     """For people: "2.5" is the fifth life since the second start of the chief; empty if the task never joined."""
     address: str
     metrics_address: str
+    device: str
+    """Device that it computes on, such as "cuda:1"; empty if unknown."""
     heard_s: float | None
     """Seconds since its last heartbeat."""
     step: int | None
@@ -413,6 +415,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         incarnation=incarnation_text(task.incarnation) if task.incarnation else "",
         address=task.address,
         metrics_address=task.metrics_address,
+        device=task.device,
         heard_s=None if task.state == MISSING else _finite(task.last_heard_s),
         step=_step(task),
         replicas=task.replicas,

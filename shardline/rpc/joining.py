@@ -36,6 +36,8 @@ class Applicant:
     address: str = ""
     """Address it serves at, "host:port"; "" = none."""
     metrics_address: str = ""
+    device: str = ""
+    """Device that it computes on, such as "cuda:1"."""
     job: JobSpec | None = None
     """The job according to this task; the chief compares it with its own."""
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +129,7 @@ class JoinAttempts:
             stable_id=applicant.stable_id,
             address=applicant.address,
             metrics_address=applicant.metrics_address,
+            device=applicant.device,
             protocol_minor=PROTOCOL_MINOR,
         )
         if applicant.job is not None:

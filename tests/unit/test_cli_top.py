@@ -88,6 +88,7 @@ STATUS = ChiefStatus(
             compute_s=0.0123,
             exchange_s=0.0071,
             blocked_s=0.0042,
+            device="cuda:1",
         ),
         TaskStatus(task="worker/1", state="dead", step=90, last_heard_s=21.0),
     ),
@@ -144,8 +145,8 @@ def test_table_of_tasks_shows_more_the_wider_it_may_be() -> None:
     assert row(narrow, "evaluator/0") == ["evaluator/0", "missing", "–", "–", "–", "–", "–"]
     assert row(middle, "task")[-2:] == ["steps/s", "stale"]
     assert row(middle, "worker/0")[-2:] == ["50.0", "0.0"]
-    assert row(wide, "task")[-3:] == ["exchange", "blocked", "address"]
-    assert row(wide, "worker/0")[-10:] == ["50.0", "0.0", "3", "ms", "12", "ms", "7", "ms", "4", "ms"]
+    assert row(wide, "task")[-4:] == ["exchange", "blocked", "device", "address"]
+    assert row(wide, "worker/0")[-11:] == ["50.0", "0.0", "3", "ms", "12", "ms", "7", "ms", "4", "ms", "cuda:1"]
     assert row(wide, "chief/0")[-1] == "10.0.0.1:2222"
 
 

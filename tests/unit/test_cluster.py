@@ -338,6 +338,22 @@ def test_place_beyond_the_spec_leaves_those_between_without_an_address() -> None
 
 
 @pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ({"worker": ["a:1", "b:1", "a:2", "B:2"]}, {"worker/0": 0, "worker/1": 0, "worker/2": 1, "worker/3": 1}),
+        # Those that have not named their machine may be on any.
+        ({"worker": 3}, {"worker/0": 0, "worker/1": 1, "worker/2": 2}),
+        ({"worker": ["*:0", "a:1", "b:1", "*:0"]}, {"worker/1": 1, "worker/2": 1, "worker/3": 3}),
+        ({"worker": ["c:2", "c:3"], "evaluator": ["c:4"]}, {"worker/1": 1, "chief/0": 2, "evaluator/0": 3}),
+        ({"ps": ["c:5", "p:1", "p:2"], "worker": ["p:3"]}, {"ps/0": 0, "ps/1": 0, "ps/2": 1, "worker/0": 0}),
+    ],
+)
+def test_tasks_of_one_machine_are_numbered(tasks: dict[str, object], expected: dict[str, int]) -> None:
+    spec = ClusterSpec.from_mapping({"chief": ["c:1"], "ps": ["p:9"], **tasks})
+    assert {task: spec.neighbours(task) for task in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("address", "own"),
     [(":2222", "here:2222"), (UNNAMED, "here:0"), ("*:7", "here:7"), ("10.0.0.7:2222", "10.0.0.7:2222")],
 )

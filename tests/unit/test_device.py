@@ -19,7 +19,7 @@ from shardline.codecs.push import PushEncoders
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
-from shardline.host.process import resolve_device
+from shardline.host.process import device_index, resolve_device
 from shardline.host.segments import Segment
 
 
@@ -179,3 +179,34 @@ def test_device_that_is_not_there_is_one_sentence_that_says_what_to_do(
         resolve_device(name)
     assert "\n" not in str(refusal.value)
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("environ", "neighbours", "expected"),
+    [
+        ({}, 0, 0),
+        ({}, 3, 3),
+        ({}, 5, 1),
+        ({"SLURM_LOCALID": "2"}, 0, 2),
+        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "2"}, 3, 1),
+        ({"LOCAL_RANK": "", "SLURM_LOCALID": "6"}, 0, 2),
+    ],
+)
+def test_each_task_of_a_machine_gets_a_gpu_of_its_own_while_there_are_some(
+    environ: dict[str, str], neighbours: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device_index(environ, neighbours, 4) == expected
+    # Where Slurm shows each task its own GPU only.
+    assert device_index(environ, neighbours, 1) == 0
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    assert resolve_device("cuda", neighbours=neighbours) == torch.device("cuda", expected)
+    assert resolve_device("cuda:3", neighbours=neighbours) == torch.device("cuda", 3)
+
+
+def test_a_number_on_this_machine_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="--device cuda: LOCAL_RANK is 'first'; it must be a number"):
+        device_index({"LOCAL_RANK": "first"}, 0, 4)

@@ -59,6 +59,7 @@ def test_children_get_every_setting_as_a_flag_and_nothing_from_the_environment(t
     assert not {"--resume", "--chief-trains", "--ready-fd"} & set(ps)
 
     leaks = {"TF_CONFIG": "x", "SHARDLINE_TASK": "ps/9", "SHARDLINE_METRICS_PORT": "9000", "SHARDLINE_STEPS": "1"}
+    leaks |= {"LOCAL_RANK": "0", "SLURM_LOCALID": "0"}
     base = {**leaks, "PATH": "/bin", "SHARDLINE_JOB_ARGS": "--text x"}
     environment = task_environment(settings, "ps/0", life_fd=8, base=base)
     assert not set(leaks) & set(environment)

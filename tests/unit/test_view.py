@@ -33,6 +33,7 @@ TASKS = (
         blocked_s=0.004,
         drift=1.5,
         staleness=1.5,
+        device="cuda:1",
     ),
     TaskStatus(task="worker/0", state="alive", last_heard_s=0.4, step=40, push_bytes_per_s=3e6, steps_per_s=10.0),
     TaskStatus(

@@ -277,6 +277,7 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
         stable_id=message.stable_id,
         address=message.address,
         metrics_address=message.metrics_address[:MAX_NAME],
+        device=message.device[:MAX_NAME],
         job=job,
         protocol_minor=message.protocol_minor,
         required_features=tuple(message.hello.required_features),

@@ -61,6 +61,7 @@ def _admission(member: Member) -> JournalLine:
             "stable_id": member.stable_id,
             "address": member.address,
             "metrics_address": member.metrics_address,
+            "device": member.device,
             "key": member.key.hex(),
         },
     )

@@ -23,6 +23,7 @@ class Join:
     stable_id: str
     address: str
     metrics_address: str = ""
+    device: str = ""
     job: JobSpec | None = None
     protocol_minor: int = 0
     required_features: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ class KnownMember:
     stable_id: str
     address: str
     metrics_address: str = ""
+    device: str = ""
     key: bytes = b""
     """Digest of the secret that the task was given."""
 
@@ -286,6 +287,7 @@ class _Book:
             stable_id=str(entry["stable_id"]),
             address=str(entry["address"]),
             metrics_address=str(entry["metrics_address"]),
+            device=str(entry.get("device", "")),
             key=bytes.fromhex(entry.get("key", "")),
         )
         self._members[known.task] = known

@@ -99,6 +99,7 @@ def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
                 incarnation=member.incarnation,
                 address=member.address,
                 metrics_address=member.metrics_address,
+                device=member.device,
                 last_heard_s=now_s - member.last_heard_s,
                 step=state.tasks.steps.get(member.task, 0),
                 replicas=_replicas(state, member.task) if member.trains else (),

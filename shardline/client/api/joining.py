@@ -41,6 +41,7 @@ def link_of(
             index=config.index,
             address=address,
             metrics_address=metrics_address,
+            device=str(device),
             job=spec,
             machine=machine_fingerprint(spec.threads, str(device)),
         ),

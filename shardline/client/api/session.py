@@ -61,7 +61,7 @@ class Session:
         script: ScriptSettings | None = None,
     ) -> None:
         self.config = config
-        self.device = resolve_device(config.device, config.gpu_memory_fraction)
+        self.device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
         self._termination = termination or Termination()
         self._script = script or ScriptSettings()
         self._workers = max(1, config.cluster.num("worker"))

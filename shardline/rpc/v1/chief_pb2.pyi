@@ -65,6 +65,7 @@ class JoinRequest(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"ps", "worker", "chief" (a chief that trains) or "evaluator"."""
     index: _builtins.int
@@ -75,6 +76,8 @@ class JoinRequest(_message.Message):
     """Address of this task's services, host:port."""
     metrics_address: _builtins.str
     protocol_minor: _builtins.int
+    device: _builtins.str
+    """Device that it computes on, such as "cuda:1"."""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -92,10 +95,11 @@ class JoinRequest(_message.Message):
         metrics_address: _builtins.str = ...,
         job: _plan_pb2.JobSpec | None = ...,
         protocol_minor: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "hello", b"hello", "index", b"index", "job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "address", b"address", "hello", b"hello", "index", b"index", "job", b"job", "metrics_address", b"metrics_address", "protocol_minor", b"protocol_minor", "role", b"role", "stable_id", b"stable_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "address", b"address", "device", b"device", "hello", b"hello", "index", b"index", "job", b"job", "metrics_address", b"metrics_address", "protocol_minor", b"protocol_minor", "role", b"role", "stable_id", b"stable_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
@@ -880,6 +884,7 @@ class TaskStatus(_message.Message):
     DRIFT_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
     DATA_S_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -902,6 +907,8 @@ class TaskStatus(_message.Message):
     """Mean gap of its recent steps in which it was measured."""
     data_s: _builtins.float
     """Mean seconds of waiting for batches per recent step, not part of compute_s."""
+    device: _builtins.str
+    """Device that it computes on, such as "cuda:1"."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -931,10 +938,11 @@ class TaskStatus(_message.Message):
         drift: _builtins.float = ...,
         gap: _builtins.float = ...,
         data_s: _builtins.float = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "device", b"device", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

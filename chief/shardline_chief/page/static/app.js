@@ -140,9 +140,12 @@ function tasks(view) {
   );
 }
 
+// Such as "replicas 0–2 on cuda:1".
 function has(task) {
-  if (task.shards.length) return `${task.shards.length === 1 ? "shard" : "shards"} ${ranges(task.shards)}`;
-  return task.replicas.length ? `${task.replicas.length === 1 ? "replica" : "replicas"} ${ranges(task.replicas)}` : "";
+  const [one, numbers] = task.shards.length ? ["shard", task.shards] : ["replica", task.replicas];
+  const held = numbers.length ? `${one}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}` : "";
+  const device = task.device === "cpu" || !task.device ? "" : `on ${task.device}`;
+  return `${held} ${device}`.trim();
 }
 
 // [0, 1, 2, 5] as "0–2, 5".

@@ -37,6 +37,8 @@ class Member:
     address: str
     metrics_address: str
     last_heard_s: float
+    device: str = ""
+    """Device that it computes on, such as "cuda:1"; empty if it did not say."""
     key: bytes = field(default=b"", repr=False)
     """Digest of the secret that this life was given; see security.key_of."""
     state: Life = Life.ALIVE
@@ -139,6 +141,7 @@ class Membership:
             stable_id=join.stable_id,
             address=join.address,
             metrics_address=join.metrics_address,
+            device=join.device,
             last_heard_s=now_s,
             key=key,
         )
@@ -155,6 +158,7 @@ class Membership:
             stable_id=known.stable_id,
             address=known.address,
             metrics_address=known.metrics_address,
+            device=known.device,
             last_heard_s=now_s,
             key=known.key,
             state=Life.SUSPECT,
