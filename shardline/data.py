@@ -12,12 +12,15 @@ that all replicas' batches of a step, joined, are the batch of one process with 
 from __future__ import annotations
 
 import bisect
+import copy
+import dataclasses
 import functools
 import hashlib
+import operator
 import random
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -353,18 +356,41 @@ class _Streamed:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor in it on `device`, including those in lists, tuples, dicts and objects with .to()."""
-    if isinstance(batch, torch.Tensor):
+    """The batch with every tensor in it on `device`; the same object if nothing in it has to move.
+
+    Followed are lists, tuples, mappings and dataclasses of any class, which stay what they are. Everything else that
+    has a method to() is moved by it, such as a tokenizer's batch or a graph.
+    """
+    if hasattr(batch, "to"):
         return batch.to(device)
-    if type(batch) is list:
-        return [to_device(value, device) for value in batch]
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return _with_items(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+        items = [to_device(value, device) for value in batch]
+        if all(map(operator.is_, items, batch)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            # Not replace(), which would run __post_init__ again; frozen ones refuse setattr().
+            object.__setattr__(moved, field.name, to_device(getattr(batch, field.name), device))
+        same = all(getattr(moved, field.name) is getattr(batch, field.name) for field in dataclasses.fields(batch))
+        return batch if same else moved
+    return batch
+
+
+def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same class with these items, which have its keys."""
+    if all(items[key] is value for key, value in batch.items()):
+        return batch
+    if type(batch) is dict:
+        return items
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)
+        moved.update(items)
+        return moved
+    return type(batch)(items)  # type: ignore[call-arg]  # as most mappings can be made
 
 
 class Watch:

@@ -37,7 +37,7 @@ def model_tensors(
     }
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in state_tensors(model):
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     # Not by type: tensors that the user names need not be nn.Parameters.
@@ -70,7 +70,7 @@ def model_tensors(
 def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own tensors by their first names, in the order of model_tensors; not copies."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in state_tensors(model):
+    for name, tensor in named_tensors(model):
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 
@@ -82,7 +82,7 @@ def _parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
         yield item[1] if isinstance(item, tuple) else item
 
 
-def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every parameter, then of every persistent buffer; tied ones under each of their names.
 
     The model's own tensors, as in its state_dict.

@@ -18,7 +18,7 @@ from shardline.core.reduce import clip_scale, global_norm, is_finite, mean_, tre
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import NonFiniteError, telling
 from shardline.job import Job
-from shardline.model import named_values, state_tensors
+from shardline.model import named_tensors, named_values
 from shardline.update.torch_optim.eager import one_thread
 
 Gradients = dict[int, torch.Tensor | None]
@@ -43,7 +43,7 @@ class PlainTraining:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters and persistent buffers by name, on the CPU."""
-        return {name: value.detach().to("cpu", copy=True) for name, value in state_tensors(self._model)}
+        return {name: value.detach().to("cpu", copy=True) for name, value in named_tensors(self._model)}
 
     def run(self, steps: int) -> list[dict[str, torch.Tensor]]:
         """Train; returns the values after 0, 1, 2 ... steps. Raises JobError, NonFiniteError as the job would."""

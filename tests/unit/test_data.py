@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -299,6 +301,56 @@ def test_to_device_follows_containers() -> None:
     moved = to_device({"a": [x, (x, "text")], "b": Pair(x, 3)}, torch.device("meta"))
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == "text"
     assert isinstance(moved["b"], Pair) and moved["b"].x.is_meta and moved["b"].y == 3
+
+
+class Encoding(UserDict):
+    """As a tokenizer returns it: keys are attributes, and it can move itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.data.items()})
+
+
+class Rows(list):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    label: str = "seven"
+
+
+def batches() -> dict[str, tuple[Any, Callable[[Any], torch.Tensor]]]:
+    """Batches by class, each with a function that finds its tensor."""
+    x = torch.ones(2)
+    packed = nn.utils.rnn.pack_sequence([x])
+    return {
+        "tokenizer": (Encoding(x=x), lambda batch: batch.x),
+        "user dict": (UserDict(x=x), lambda batch: batch["x"]),
+        "ordered": (OrderedDict(x=x), lambda batch: batch["x"]),
+        "with a default": (defaultdict(int, x=x), lambda batch: batch["x"] if batch["y"] == 0 else None),
+        "read-only": (MappingProxyType({"x": x}), lambda batch: batch["x"]),
+        "list": (Rows([x, 3]), lambda batch: batch[0]),
+        "dataclass": (Sample(x), lambda batch: batch.x),
+        "packed": (packed, lambda batch: batch.data),
+        "nested": ({"a": [Sample(x)]}, lambda batch: batch["a"][0].x),
+    }
+
+
+@pytest.mark.parametrize("case", batches())
+def test_a_batch_keeps_its_class_and_is_what_collate_returned_where_nothing_moves(case: str) -> None:
+    batch, tensor = batches()[case]
+    stays = to_device(batch, torch.device("cpu"))
+    assert stays is batch or case == "tokenizer", "its own to() decides"
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert tensor(moved).is_meta and not tensor(batch).is_meta
 
 
 def test_gradients_are_the_mean_over_microbatches() -> None:
