@@ -396,6 +396,10 @@ def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any,
 class Watch:
     """Callbacks while a replica's gradients are computed. This one does nothing."""
 
+    def unread(self) -> AbstractContextManager[None]:
+        """Context manager around code that goes through the model's parameters and reads no values."""
+        return nullcontext()
+
     def forward(self) -> AbstractContextManager[None]:
         """Context manager around every call of the job's loss."""
         return nullcontext()
@@ -417,8 +421,9 @@ def replica_gradients(
     shardline.testing.reference all compute through this function. The loss may be NaN: handling it is up to the caller.
     Raises JobError if the job's loss or its backward pass raises, or it isn't a scalar that depends on the parameters.
     """
-    model.zero_grad(set_to_none=True)
-    device = next(model.parameters()).device
+    with watch.unread():
+        model.zero_grad(set_to_none=True)
+        device = next(model.parameters()).device
     samples = job.batch_size * job.accumulate
     total = 0.0
     for microbatch in range(job.accumulate):

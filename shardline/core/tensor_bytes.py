@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,6 +38,15 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     # A single element counts as contiguous with any stride, but can be viewed as bytes only with stride 1.
     return memory_of(flat.as_strided(flat.shape, (1,)).view(torch.uint8))
+
+
+# Not part of torch's interface.
+_count_memory: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _storage: -1)
+
+
+def memory_uses(tensor: torch.Tensor) -> int:
+    """Number of references to a tensor's memory, all of them counted alike; -1 if torch can't tell."""
+    return _count_memory(tensor.untyped_storage()._cdata)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -186,7 +186,7 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
         # Everything before the late layer had run when somebody asked for it.
         before = list(range(3 if late.startswith("layers") else 4))
         assert waited
-        assert all(ran == before for ran in waited)
+        assert all(ran == before for ran in waited), waited
 
 
 def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it(

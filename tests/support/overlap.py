@@ -13,6 +13,7 @@ from torch import nn
 
 from shardline.client.factory import Wishes
 from shardline.client.overlap.gate import Gate
+from shardline.client.overlap.reach import Reach
 from shardline.client.overlap.watching import StepWatch
 from shardline.client.step.expected import Expected
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
@@ -48,9 +49,14 @@ class OverlapWorker(Worker):
         """What its optimizer says instead of the job's numbers."""
         self.per_layer = per_layer
         trainer = self.trainer
+        tensors = trainer.weights.layout.tensors
+        reach = Reach(self.model, tensors)
+        # What refers to them here reads nothing while they arrive.
+        reach.loose.clear()
         self.gate = Gate(
             self.model,
-            {id(tensor): number for number, tensor in enumerate(trainer.weights.layout.tensors)},
+            tensors,
+            reach,
             # A test may put another function in its place.
             wait_for=lambda tensors: self.wait_for(tensors),  # noqa: PLW0108
             waiting=lambda: trainer.waiting,
@@ -103,12 +109,15 @@ class OverlapWorker(Worker):
         """Close the step, or start sending it."""
         if self.per_layer and not self.trainer.open.first:
             self.trainer.send()
+            with COMPUTE:
+                self.gate.shut()
         else:
             self.figures.append(self.trainer.finish())
 
     def settle(self) -> None:
         """Wait for what is being sent."""
         figures = self.trainer.settle()
+        self.gate.open()
         if figures is not None:
             self.figures.append(figures)
 
@@ -128,7 +137,7 @@ class OverlapWorker(Worker):
             torch.set_rng_state(state)
 
     def close(self) -> None:
-        self.gate.close()
+        self.gate.open()
         super().close()
 
 

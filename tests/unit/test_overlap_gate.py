@@ -1,9 +1,13 @@
-"""Who reads a tensor of the model waits for it: in its module, outside it, through a view or a container."""
+"""Readers of a tensor wait for it: they get it from its module's table, or it is waited for before they run."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -12,14 +16,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardline.client.overlap.early_push import why_not_early
-from shardline.client.overlap.gate import Gate, reads_values, why_not
+from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.hooks import FireCount, GradientHooks
+from shardline.client.overlap.reach import Reach, tables_of
 from shardline.client.step.expected import Expected as Expectation
 from shardline.client.step.layout import homes, keys_of
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
-from shardline.model import model_tensors
+from shardline.model import model_tensors, named_values
 from tests.support.builders import make_job_spec
+
+dynamo = importlib.import_module("torch._dynamo")
+
+
+def table(module: nn.Module, name: str = "_parameters") -> dict[str, torch.Tensor]:
+    """A module's own table of tensors, as C code finds it."""
+    return cast(dict[str, torch.Tensor], module.__dict__[name])
 
 
 class Tied(nn.Module):
@@ -41,36 +53,52 @@ class Tied(nn.Module):
 
 
 class Watched:
-    """A gate over a model; notes who was waited for."""
+    """A gate over a model; notes who was waited for, and on which thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-        tensors = [tensor for _, tensor in [*model.named_parameters(), *model.named_buffers()]]
+    def __init__(self, model: nn.Module, known: Iterable[Collection[torch.Tensor]] = ()) -> None:
+        named = named_values(model)
+        self.names = list(named)
         self.waited: list[str] = []
+        self.threads: set[int] = set()
         self.waiting = True
-        self.gate = Gate(
-            model,
-            {id(tensor): number for number, tensor in enumerate(tensors)},
-            wait_for=self._wait_for,
-            waiting=lambda: self.waiting,
-        )
+        self.reach = Reach(model, named.values(), known)
+        self.tensors = list(named.values())
+        del named
+        self.reach.rebase()
+        self.gate = Gate(model, self.tensors, self.reach, wait_for=self._wait_for, waiting=lambda: self.waiting)
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
         self.waited += [self.names[number] for number in numbers]
+        self.threads.add(threading.get_ident())
 
     def reads(self, function: Callable[[], Any]) -> set[str]:
-        """Tensors that a function waits for."""
+        """Tensors that a function waits for while parameters are on their way."""
+        self.gate.shut()
         self.waited.clear()
-        with self.gate.open():
+        try:
             function()
-        return set(self.waited)
+            return set(self.waited)
+        finally:
+            self.gate.open()
+
+    def loose(self, model: nn.Module) -> set[str]:
+        """Names of the tensors that can be read unseen."""
+        self.gate.look()
+        return {name for name, tensor in named_values(model).items() if id(tensor) in self.reach.loose}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier tests of this process may have compiled something."""
+    monkeypatch.setattr(dynamo.eval_frame, "cached_backends", {})
 
 
 def test_a_forward_pass_waits_for_what_it_reads_in_the_order_of_its_first_use() -> None:
     model = Tied()
     watched = Watched(model)
     uses: dict[int, None] = {}
-    with watched.gate.open(uses):
+    watched.waiting = False
+    with watched.gate.forward(uses):
         model(torch.tensor([1, 2, 3]))
     order = [watched.names[number] for number in uses]
     assert order[0] == "embed.weight"
@@ -78,52 +106,169 @@ def test_a_forward_pass_waits_for_what_it_reads_in_the_order_of_its_first_use() 
         "norm.num_batches_tracked"
     }
     assert [name for name in order[6:] if not name.startswith("blocks")] == ["bias"]
+    watched.waiting = True
+    assert watched.reads(lambda: model(torch.tensor([1, 2, 3]))) == {watched.names[number] for number in uses}
     # The tied weight is asked for again where it is read outside its module.
     assert watched.waited.count("embed.weight") >= 2
-    assert not [name for name in watched.waited if name.startswith("unused")]
 
 
-def test_reading_outside_of_modules_waits_too() -> None:
+def script(it: Any) -> Any:
+    """torch.jit.script(), which is deprecated but used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(it)
+
+
+def sum_of_squares(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * weight).sum()
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return (weight * weight).sum()
+
+
+def test_whoever_reads_a_parameter_has_asked_its_module_which_waits() -> None:
     model = Tied()
     watched = Watched(model)
-    weight = model.embed.weight
+    pool = ThreadPoolExecutor(1)
+    no_grad, scripted = torch.no_grad(), script(sum_of_squares)
     reads: dict[str, Callable[[], Any]] = {
-        "a regulariser": lambda: weight.pow(2).sum(),
-        "a list of tensors": lambda: torch.stack([weight, torch.ones(7, 4)]),
-        "a keyword": lambda: torch.add(torch.ones(7, 4), other=weight),
-        "an operator": lambda: 2.0 * weight,
-        "a view": weight.t,
-        "data": lambda: weight.data,
-        "detach": weight.detach,
-        "its numbers": weight.tolist,
-        "a write": lambda: torch.no_grad()(weight.add_)(0.0),
+        "a regulariser": lambda: model.embed.weight.pow(2).sum(),
+        "a view": lambda: model.embed.weight[1:],
+        "a scripted function": lambda: scripted(model.embed.weight),
+        "a scripted function without gradient": lambda: no_grad(scripted)(model.embed.weight),
+        "an autograd function": lambda: Square.apply(model.embed.weight),
+        "torch.func": lambda: torch.func.grad_and_value(lambda w: (w * w).sum())(model.embed.weight),
+        "vmap": lambda: torch.vmap(lambda row: row.sum())(model.embed.weight),
+        "numpy": lambda: model.embed.weight.detach().numpy().sum(),
+        "a thread": lambda: pool.submit(lambda: 2.0 * model.embed.weight).result(),
+        "its module's table": lambda: dict(table(model.embed)),
+        "getattr": lambda: getattr(model.embed, "weight").sum(),  # noqa: B009
+        "a copy": lambda: copy.deepcopy(model.embed),
+        "its state": lambda: list(model.embed.state_dict()),
+        "functional_call": lambda: torch.func.functional_call(
+            model.embed, dict(model.embed.named_parameters()), (torch.tensor([1]),)
+        ),
     }
     for what, read in reads.items():
+        watched.threads.clear()
         assert watched.reads(read) == {"embed.weight"}, what
+        assert (threading.get_ident() not in watched.threads) == (what == "a thread")
+    pool.shutdown()
     assert watched.reads(model.state_dict) == set(watched.names)
-    assert watched.reads(model.zero_grad) == set()
-    assert watched.reads(lambda: [weight.shape, weight.dtype, weight.grad, weight.size(0)]) == set()
+    assert watched.loose(model) == set()
 
 
-def test_nobody_is_asked_where_nothing_is_on_its_way_nor_outside_of_the_gate() -> None:
+def test_a_copy_made_while_parameters_arrive_is_an_ordinary_module() -> None:
     model = Tied()
     watched = Watched(model)
-    model.embed.weight.pow(2)
-    assert watched.waited == []
-    # A module without children waits wherever it is called: on another thread, no function is watched.
-    model.blocks[0](torch.ones(1, 4))
-    assert set(watched.waited) == {"blocks.0.weight", "blocks.0.bias"}
-    watched.waiting = False
-    assert watched.reads(lambda: model(torch.tensor([1, 2]))) == set()
-    watched.waiting = True
-    watched.gate.close()
-    watched.waited.clear()
+    copies: list[nn.Module] = []
+    watched.reads(lambda: copies.append(copy.deepcopy(model)))
+    assert all(type(own) is dict for _, _, own in tables_of(copies[0]))
+    assert all(torch.equal(a, b) for a, b in zip(copies[0].parameters(), model.parameters(), strict=True))
+    assert type(table(model.embed)) is dict
+
+
+def test_what_is_written_to_a_module_while_parameters_arrive_stays() -> None:
+    model = Tied()
+    watched = Watched(model)
+
+    def write() -> None:
+        model.blocks[0].weight = nn.Parameter(torch.ones(4, 4))
+        model.register_parameter("added", nn.Parameter(torch.ones(1)))
+        model.norm.running_mean = torch.full((4,), 3.0)
+        del model.bias
+
+    watched.reads(write)
+    assert torch.equal(model.blocks[0].weight, torch.ones(4, 4))
+    assert torch.equal(model.norm.running_mean, torch.full((4,), 3.0))
+    assert [name for name, _ in model.named_parameters(recurse=False)] == ["added"]
+
+
+def test_nobody_waits_where_nothing_is_on_its_way_nor_while_the_gate_is_open() -> None:
+    model = Tied()
+    watched = Watched(model)
     model(torch.tensor([1, 2]))
     assert watched.waited == []
+    watched.waiting = False
+    assert watched.reads(lambda: model(torch.tensor([1, 2]))) == set()
+
+
+def test_code_that_reads_no_values_waits_for_none_and_others_do_meanwhile() -> None:
+    model = Tied()
+    watched = Watched(model)
+    pool = ThreadPoolExecutor(1)
+
+    def clear() -> None:
+        with watched.gate.unread():
+            model.zero_grad(set_to_none=True)
+            pool.submit(lambda: 2.0 * model.bias).result()
+
+    assert watched.reads(clear) == {"bias"}
+    pool.shutdown()
+
+
+def test_everything_has_arrived_when_a_forward_pass_is_over() -> None:
+    model = Tied()
+    watched = Watched(model)
+    watched.gate.shut()
+    with watched.gate.forward():
+        watched.waited.clear()
+    assert set(watched.waited) == set(watched.names)
+
+
+def test_what_something_else_refers_to_is_waited_for_before_the_pass() -> None:
+    model = Tied()
+    watched = Watched(model)
+    assert watched.loose(model) == set()
+    holders: list[Any] = [model.bias]
+    assert watched.loose(model) == {"bias"}
+    holders.append(model.embed.weight.view(-1)[3:])
+    holders.append(model.blocks[0].weight.detach().numpy())
+    holders.append(script(model.blocks[1]))
+    holders.append(table(model.norm, "_buffers"))
+    expected = {"bias", "embed.weight", "blocks.0.weight", "blocks.1.weight", "blocks.1.bias"}
+    expected |= {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert watched.loose(model) == expected
+    watched.gate.shut()
+    assert set(watched.waited) == expected
+    watched.gate.open()
+    assert watched.gate.why_not() == ""
+
+
+def test_a_parameter_that_moves_to_a_module_that_nobody_watches_is_waited_for() -> None:
+    model = Tied()
+    watched = Watched(model)
+    nn.utils.parametrize.register_parametrization(model.blocks[0], "weight", nn.Identity())
+    assert watched.loose(model) == {"blocks.0.parametrizations.weight.original"}
+
+
+def test_who_holds_a_model_before_it_is_attached_is_noticed() -> None:
+    model = Tied()
+    held = [model.bias]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = [group["params"] for group in optimizer.param_groups]
+    assert Watched(model, groups).loose(model) == {"bias"}
+    assert Watched(model).loose(model) == {name for name, _ in model.named_parameters()}
+    held.clear()
+    assert Watched(model, groups).loose(model) == set()
+    # nn.GRU reads a list of its own.
+    assert Watched(nn.Sequential(nn.GRU(2, 2))).gate.why_not() != ""
+
+
+def test_what_is_only_garbage_is_not_waited_for() -> None:
+    model = Tied()
+    watched = Watched(model)
+    cycle: list[Any] = [model.bias]
+    cycle.append(cycle)
+    del cycle
+    assert watched.loose(model) == set()
 
 
 def test_the_gate_changes_no_bit_of_a_pass() -> None:
-    class Gru(nn.Module):
+    class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.rnn, self.attend = nn.GRU(4, 8, batch_first=True), nn.MultiheadAttention(8, 2, batch_first=True)
@@ -134,7 +279,7 @@ def test_the_gate_changes_no_bit_of_a_pass() -> None:
             return cast(torch.Tensor, self.attend(hidden, hidden, hidden)[0])
 
     torch.manual_seed(0)
-    model = Gru()
+    model = Attends()
     x = torch.randn(3, 5, 4)
 
     def gradients() -> list[torch.Tensor]:
@@ -145,31 +290,42 @@ def test_the_gate_changes_no_bit_of_a_pass() -> None:
 
     plain = gradients()
     watched = Watched(model)
-    with watched.gate.open():
-        found = gradients()
+    watched.gate.shut()
+    found = gradients()
     assert set(watched.waited) == set(watched.names)
     assert len(found) == len(plain) == len(watched.names)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def test_what_only_describes_a_tensor_does_not_read_it() -> None:
-    attributes = cast(Any, torch.Tensor)
-    for harmless in (torch.Tensor.size, torch.Tensor.dim, attributes.grad.__get__, attributes.shape.__get__):
-        assert not reads_values(harmless)
-    for reading in (torch.add, torch.Tensor.item, attributes.data.__get__, attributes.T.__get__, torch.equal):
-        assert reads_values(reading)
+def test_the_gate_opens_before_a_compiler_looks_at_a_model_and_stays_open() -> None:
+    model = Tied()
+    watched = Watched(model)
+    tables: list[type] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        tables.append(type(table(model.embed)))
+        return graph.forward
+
+    assert watched.gate.why_not() == ""
+    compiled = torch.compile(model, backend=backend)
+    try:
+        assert watched.reads(lambda: compiled(torch.tensor([1, 2]))) == set(watched.names)
+        assert set(tables) == {dict}
+        assert "torch.compile" in watched.gate.why_not()
+    finally:
+        dynamo.reset()
+    assert "torch.compile" in watched.gate.why_not()
+    assert dynamo.callback.callback_handler.start_callbacks == []
 
 
-def test_models_whose_reads_nobody_sees_are_named() -> None:
-    assert why_not(Tied()) == ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(nn.Linear(2, 2))
-    assert "'1' is a ScriptModule" in why_not(nn.Sequential(nn.Linear(2, 2), scripted))
-    compiled = nn.Sequential(nn.Linear(2, 2))
-    compiled[0].compile(backend="eager")
-    assert "'0' is compiled" in why_not(compiled)
-    assert "DataParallel" in why_not(nn.DataParallel(nn.Linear(2, 2)))
+def test_the_first_pass_of_a_process_that_compiles_is_not_watched() -> None:
+    model = Tied()
+    watched = Watched(model)
+    torch.compile(lambda x: x, backend="eager")
+    uses: dict[int, None] = {}
+    with watched.gate.forward(uses):
+        assert type(table(model.embed)) is dict
+    assert uses == {}
 
 
 # Hooks
@@ -207,7 +363,7 @@ def test_a_parameter_that_is_thawed_later_is_hooked_then() -> None:
 
 
 def test_every_bucket_of_a_tensor_is_its_home() -> None:
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(320, 300), nn.Linear(3, 3))
     plan = make_plan(model_tensors(model), 2, bucket_bytes=64 << 10)
     places = homes(plan)
     for number in range(len(plan.tensors)):

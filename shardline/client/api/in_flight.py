@@ -152,8 +152,22 @@ class InFlight:
                 self._close(figures)
         return True
 
-    def _close(self, figures: StepFigures | None) -> None:
+    def depart(self, sent: SentStep) -> None:
+        """Note a step that was sent: the gate keeps readers from what has not arrived. Raises StepAgain."""
+        self.sent = sent
+        if self._place.gate is not None:
+            with self._waiting():
+                self._place.gate.shut()
+
+    def _land(self) -> SentStep | None:
+        """Note that no step is in flight any more; returns the one that was."""
         sent, self.sent = self.sent, None
+        if self._place.gate is not None:
+            self._place.gate.open()
+        return sent
+
+    def _close(self, figures: StepFigures | None) -> None:
+        sent = self._land()
         if sent is not None and figures is not None:
             self._closed(sent, figures)
 
@@ -170,7 +184,7 @@ class InFlight:
 
     def lose(self) -> SentStep | None:
         """Give up the step in flight, which has to be computed again; returns it."""
-        sent, self.sent = self.sent, None
+        sent = self._land()
         if self._place.current is not None:
             self._place.current.give_up()
         return sent

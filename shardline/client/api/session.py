@@ -180,7 +180,7 @@ class Session:
             raise UsageError("this session is already attached; a session trains one model")
         spec = job or script_spec(self._script, self._workers, model, optimizer)
         watched = job is not None and not pipeline.divided(spec)
-        self._loop.place.furnish(model, from_file=watched, overlap=overlap, zero_copy=zero_copy)
+        self._loop.place.furnish(model, optimizer, from_file=watched, overlap=overlap, zero_copy=zero_copy)
         self._join(spec)
         begin(self.link, self._loop)
         check_unused(optimizer.state.values(), self.standing)

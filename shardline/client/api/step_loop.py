@@ -218,15 +218,19 @@ class StepLoop:
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
-        goes_on = self.place.gate is not None or self.trainer.methods.goes_on
-        wait = not goes_on or self.trainer.open.first
+        gate = self.place.gate
+        reason = gate.why_not() if gate is not None else ""
+        wait = self.trainer.open.first or not (self.trainer.methods.goes_on or (gate is not None and not reason))
         while True:
             try:
                 if self.finder.link.orders.phase is Phase.ENDED:
                     # The servers may be gone already.
                     raise Interrupted
                 if wait:
+                    first = self.trainer.open.first
                     figures = self.trainer.finish()
+                    if gate is not None and reason and not first:
+                        gate.tell_wait(reason, figures.seconds)
                 else:
                     self.trainer.send()
             except (Restart, Interrupted, Stopped) as error:
@@ -248,7 +252,7 @@ class StepLoop:
         self.finder.advance()
         self.in_flight.waited_s = 0.0
         if figures is None:
-            self.in_flight.sent = sent
+            self.in_flight.depart(sent)
         else:
             self._account(sent, figures)
         self.own_loop.pulled()

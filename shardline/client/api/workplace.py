@@ -13,7 +13,8 @@ from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.overlap.gate import Gate, why_not
+from shardline.client.overlap.gate import Gate
+from shardline.client.overlap.reach import Reach
 from shardline.client.parcels.post import PostOffice
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
@@ -99,6 +100,7 @@ class Workplace:
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
         self._model: nn.Module | None = None
+        self._reach: Reach | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
         self._wishes = Wishes()
@@ -111,9 +113,16 @@ class Workplace:
         """The servers know that this worker pushes nothing until it has located its step again."""
 
     def furnish(
-        self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        from_file: bool,
+        overlap: bool,
+        zero_copy: bool = False,
     ) -> None:
-        """Set the model. from_file: it is a job file's, so its passes are watched and the next one may wait per layer.
+        """Set the model and what holds its parameters. from_file: its passes are watched, as a job file's, and the
+        next one may wait for each tensor by itself.
 
         Raises UsageError for overlap together with zero_copy.
         """
@@ -126,7 +135,10 @@ class Workplace:
         self._wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)
-            self._model = model if from_file and overlaps else None
+            if from_file and overlaps:
+                self._model = model
+                groups = [group["params"] for group in optimizer.param_groups]
+                self._reach = Reach(model, self.values.values(), groups)
         else:
             self.values = dict(model)
 
@@ -227,16 +239,13 @@ class Workplace:
         return lanes
 
     def _open_gate(self, trainer: Trainer) -> None:
-        if self._model is None or not self.overlaps:
+        if self._model is None or self._reach is None or not self.overlaps:
             return
-        reason = why_not(self._model)
-        if reason:
-            log.info("the next forward pass waits for the whole model: %s", reason)
-            return
-        numbers = {id(tensor): number for number, tensor in enumerate(trainer.weights.layout.tensors)}
+        self._reach.rebase()
         self.gate = Gate(
             self._model,
-            numbers,
+            trainer.weights.layout.tensors,
+            self._reach,
             wait_for=self._wait_for,
             waiting=lambda: trainer.waiting,
         )
@@ -246,7 +255,8 @@ class Workplace:
 
     def _close_trainer(self) -> None:
         if self.gate is not None:
-            self.gate.close()
+            self.gate.open()
+            self.gate.look()
             self.gate = None
         if self.current is not None:
             self.current.close()

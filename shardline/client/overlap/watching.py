@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from shardline.client.overlap.gate import Gate
 from shardline.data import Watch
@@ -22,9 +23,9 @@ class StepAgain(BaseException):
 
 
 class StepWatch(Watch):
-    """Opens the gate during forward passes and reports the last backward pass.
+    """Keeps the gate during forward passes and reports the last backward pass.
 
-    uses: see Gate.open; called before every pass. expect(loss, samples): called right before the last backward pass.
+    uses: see Gate.forward; called before every pass. expect(loss, samples): called right before the last backward pass.
     """
 
     def __init__(
@@ -37,13 +38,17 @@ class StepWatch(Watch):
         self._uses = uses
         self._expect = expect
 
+    def unread(self) -> AbstractContextManager[None]:
+        """Context manager around code that goes through the model's parameters and reads no values."""
+        return self._gate.unread() if self._gate is not None else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Context manager around every call of the job's loss."""
         if self._gate is None:
             yield
             return
-        with self._gate.open(self._uses()):
+        with self._gate.forward(self._uses()):
             yield
 
     def backward(self, loss: Callable[[], float], samples: int) -> None:

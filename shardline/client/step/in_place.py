@@ -27,7 +27,7 @@ from shardline.client.step.layout import ModelLayout
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec
-from shardline.core.tensor_bytes import tensor_from_bytes
+from shardline.core.tensor_bytes import memory_uses, tensor_from_bytes
 from shardline.host.addresses import address_of, pages_of
 from shardline.host.segments import Segment
 from shardline.host.segments import layout as offsets_of
@@ -181,22 +181,13 @@ def _can_move(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     if storage.is_shared() or storage.is_pinned():
         return False
     # Memory that torch did not allocate may belong to an array of numpy, or to a file.
-    return storage.resizable() and storage.nbytes() == tensor.nbytes and _uses(tensor) == _uses_of_one()
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """Number of tensors, and the like, that share this one's memory, all of them counted alike; -1 if torch can't tell.
-
-    The function is not part of torch's interface: without it parameters are copied.
-    """
-    counter = getattr(torch._C, "_storage_Use_Count", None)
-    return -1 if counter is None else int(counter(tensor.untyped_storage()._cdata))
+    return storage.resizable() and storage.nbytes() == tensor.nbytes and memory_uses(tensor) == _uses_of_one()
 
 
 @functools.cache
 def _uses_of_one() -> int:
-    """The same of a tensor that is known to be alone; 0 if torch can't tell."""
-    return max(0, _uses(torch.zeros(1)))
+    """memory_uses() of a tensor that is known to be alone; 0 if torch can't tell."""
+    return max(0, memory_uses(torch.zeros(1)))
 
 
 def _move(tensor: torch.Tensor, window: Window, region: Region, spec: TensorSpec) -> None:

@@ -49,7 +49,8 @@ class BucketSink:
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
-        self._pieces: dict[int, memoryview | None] = {}
+        # All of them now: what refers to the model's memory later is somebody else's (see Reach).
+        self._pieces = [layout.memory(shard, bucket) for bucket in range(self.num_buckets)]
         self._in_place: set[int] = set()
         """Buckets that are received directly into the model."""
         self.arrived: set[int] = set()
@@ -75,8 +76,6 @@ class BucketSink:
         """
         if not self._written(arrival).codec.is_view or self._arrivals.holding or arrival.bucket in self.arrived:
             return None
-        if arrival.bucket not in self._pieces:
-            self._pieces[arrival.bucket] = self._layout.memory(self._shard, arrival.bucket)
         held = self._pieces[arrival.bucket]
         return held if held is not None and len(held) == arrival.payload_bytes else None
 

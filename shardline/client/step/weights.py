@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -20,7 +21,8 @@ from shardline.errors import ProtocolError
 
 
 class Weights:
-    """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread.
+    """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread,
+    wait_for() for any thread of the user.
 
     apart: passes compute with other tensors, see WorkerMethods.copies.
     """
@@ -51,6 +53,8 @@ class Weights:
         }
         self._homes = homes(plan)
         self._buffer_keys = keys_of(self._homes, layout.buffers)
+        self._loads = threading.RLock()
+        """Held while arrived buckets are brought into the tensors: other threads of the user may ask for some too."""
         self.have: int | None = None
         """Step of the parameters in the tensors, if they are known to be complete."""
         self._touched = False
@@ -84,7 +88,8 @@ class Weights:
 
     def await_all(self, running: Running) -> None:
         """Wait until every bucket of a successful exchange is in the tensors."""
-        self._load(self.arrivals.keys, running)
+        with self._loads:
+            self._load(self.arrivals.keys, running)
 
     def wait_for(self, tensors: Iterable[int], running: Running | None) -> None:
         """Wait until these tensors (numbers in the plan) contain the running exchange's values.
@@ -93,9 +98,10 @@ class Weights:
         """
         numbers = list(tensors)
         wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
-        self._load(self.residence.with_neighbours(keys_of(self._homes, wanted)), running)
-        with torch.no_grad():
-            self.layout.settle(numbers)
+        with self._loads:
+            self._load(self.residence.with_neighbours(keys_of(self._homes, wanted)), running)
+            with torch.no_grad():
+                self.layout.settle(numbers)
 
     @property
     def incomplete(self) -> bool:
@@ -117,12 +123,13 @@ class Weights:
 
         Returns versions by shard.
         """
-        self._host.join(self.arrivals.keys)
-        if self.layout.unsettled:
-            with torch.no_grad():
-                self.layout.settle()
-        if step is not None:
-            self.residence.settle()
+        with self._loads:
+            self._host.join(self.arrivals.keys)
+            if self.layout.unsettled:
+                with torch.no_grad():
+                    self.layout.settle()
+            if step is not None:
+                self.residence.settle()
         self.have = step
         self.gap.end()
         return {shard: sink.base_version for shard, sink in self.sinks.items()}
