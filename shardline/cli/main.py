@@ -77,8 +77,9 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-HERE = (train, check, simulate, advise, partition)
-for command in (*HERE, *COMMANDS, top, page, status, stop, export, certs, health, bench):
+for command in (train, check, simulate, advise, partition, *COMMANDS):
+    cli.add_command(command)
+for command in (top, page, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

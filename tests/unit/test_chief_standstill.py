@@ -96,7 +96,7 @@ def test_a_worker_that_is_silent_is_awaited_by_name_with_its_replicas() -> None:
         ps.waiting_for = (2, 3)
     cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
     cluster.tick(10.0, silent=("worker/1",))
-    assert awaited(cluster) == {"worker/1": "replica 2, 3, at step 0, last heard 10 s ago"}
+    assert awaited(cluster) == {"worker/1": "replica 2, 3, last at step 0, last heard 10 s ago"}
     found = standstill(cluster.program.state, cluster.now_s)
     assert found is not None and found.seconds == pytest.approx(10.0, abs=1.0)
 
@@ -106,7 +106,7 @@ def test_a_living_worker_whose_gradients_are_missing_is_awaited_and_the_others_a
     for ps in cluster.ps:
         ps.waiting_for = (0,)
     cluster.tick(10.0)
-    assert awaited(cluster) == {"worker/0": "replica 0, at step 0, alive"}
+    assert awaited(cluster) == {"worker/0": "replica 0, last at step 0, alive"}
 
 
 def test_where_no_replica_is_known_to_be_missing_every_worker_is_awaited() -> None:
@@ -181,7 +181,7 @@ def test_while_nothing_moves_the_status_has_no_rates_and_no_time_left(tmp_path: 
     assert view.standstill is not None
     assert view.standstill.since == pytest.approx(view.time - 10.0, abs=1.0)
     assert (view.standstill.whom, view.doing) == ("worker/1", "standing still for 10 s, waiting for worker/1")
-    assert view.standstill.facts == "worker/1 (at step 0, last heard 10 s ago)"
+    assert view.standstill.facts == "worker/1 (last at step 0, last heard 10 s ago)"
     assert (view.steps_per_s, view.push_bytes_per_s, view.pull_bytes_per_s, view.left_s) == (0.0, 0.0, 0.0, None)
     assert {(task.steps_per_s, task.push_bytes_per_s) for task in view.tasks} == {(0.0, 0.0)}
     reporter.close()

@@ -85,7 +85,7 @@ def _trainers(state: State, now_s: float) -> list[Awaited]:
     for task, member in (silent or members).items():
         numbers = ", ".join(map(str, sorted(owners[task])))
         has = f"replica {numbers}, " if numbers else ""
-        at = f"at step {state.tasks.steps[task]}, " if task in state.tasks.steps else ""
+        at = f"last at step {state.tasks.steps[task]}, " if task in state.tasks.steps else ""
         found.append(Awaited(task=task, why=f"{has}{at}{_life(member, now_s)}"))
     return found
 
