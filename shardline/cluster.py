@@ -250,6 +250,15 @@ def wants_place(task: str | None) -> str | None:
     return role if index == ANY and role in ROLES else None
 
 
+def check_chief_port(place: TaskPlace, *, ready_fd: int | None = None) -> None:
+    """Raise ClusterSpecError if others can't find the chief. ready_fd: on which it reports its address, if at all."""
+    chief = place.spec.chief
+    if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
+        raise ClusterSpecError(
+            f"chief/0 is {chief} in the cluster spec; it needs a fixed port so that other tasks can find it"
+        )
+
+
 def from_tf_config(text: str, *, host: str = "127.0.0.1") -> TaskPlace:
     """Cluster and own task from a TF_CONFIG as TensorFlow writes it.
 

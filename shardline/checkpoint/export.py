@@ -11,44 +11,60 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardline.checkpoint.files import os_text
-from shardline.checkpoint.manifest import MANIFEST
+from shardline.checkpoint.manifest import MANIFEST, step_folder
 from shardline.checkpoint.reader import Checkpoint
-from shardline.checkpoint.store import committed_steps, newest_valid
+from shardline.checkpoint.store import BEST, LATEST, committed_steps, marked_best, newest_valid
 from shardline.errors import CheckpointError, UsageError
 from shardline.host import files
 
 SUFFIXES = (".safetensors", ".pt")
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path, *, best: bool = False) -> Checkpoint:
     """The checkpoint in a step's folder, or the newest valid one in a folder of checkpoints or a run's --out.
 
-    Verifies its checksums. Raises CheckpointError if there is none.
+    path: may also name the files `best` or `latest` in the folder of checkpoints. best: the best one instead of the
+    newest. Verifies its checksums. Raises CheckpointError if there is none.
     """
-    if (path / MANIFEST).exists():
-        checkpoint = Checkpoint(path)
-        checkpoint.verify()
-        return checkpoint
+    if path.name in (BEST, LATEST) and path.is_file():
+        path, best = path.parent, path.name == BEST
+    if (path / MANIFEST).exists() and not best:
+        return _verified(path)
     for folder in (path, path / "checkpoints"):
-        if committed_steps(folder):
+        if not committed_steps(folder):
+            continue
+        if not best:
             return newest_valid(folder)
+        marked = marked_best(folder)
+        if marked is None:
+            raise CheckpointError(
+                f"no checkpoint in {folder} is marked as the best: none was scored; leave out --best, or train with an "
+                "evaluator and a job that has `evaluate`"
+            )
+        return _verified(folder / step_folder(marked.step))
     what = "is not a checkpoint and does not contain one" if path.exists() else "does not exist"
     raise CheckpointError(
         f"{path} {what}; give the folder of a step (step-00000100), or the folder that contains the checkpoints"
     )
 
 
-def export(checkpoint_path: Path, out: Path) -> Checkpoint:
+def _verified(path: Path) -> Checkpoint:
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    return checkpoint
+
+
+def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoint:
     """Write all values under their state_dict names, including aliases of tied weights and persistent buffers.
 
     `.pt`: torch.save; aliases share storage; load with torch.load(weights_only=True). `.safetensors`: the format has no
     shared storage, so aliases are copies; load_state_dict(load_file(out), strict=True) finds every name.
-    Returns the exported checkpoint. Raises UsageError for another suffix or an unwritable `out`, and CheckpointError if
-    the checkpoint can't be read.
+    best: see find_checkpoint. Returns the exported checkpoint. Raises UsageError for another suffix or an unwritable
+    `out`, and CheckpointError if the checkpoint can't be read.
     """
     if out.suffix not in SUFFIXES:
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")
-    checkpoint = find_checkpoint(checkpoint_path)
+    checkpoint = find_checkpoint(checkpoint_path, best=best)
     state = checkpoint.state_dict()
     if out.suffix == ".safetensors":
         state = _separate(checkpoint, state)

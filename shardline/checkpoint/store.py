@@ -231,13 +231,7 @@ class CheckpointStore:
 
     def best(self) -> Best | None:
         """The marked best step; None if there is none or the hint can't be read."""
-        try:
-            value = json.loads(files.read_bytes(self.dir / BEST, BEST_BYTES))
-            metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
-            step = value["step"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            return None
-        return Best(step, metrics) if type(step) is int and step in self.list() else None
+        return marked_best(self.dir)
 
     def open(self, step: int, *, verify: bool = True) -> Checkpoint:
         """The checkpoint of a step, with verified checksums. Raises CheckpointError if it is missing or damaged."""
@@ -339,6 +333,17 @@ def _hold(folder: Path) -> int | None:
     if lock is None:
         raise CheckpointError(f"{folder} was created by another process at the same time; is a second chief running?")
     return lock
+
+
+def marked_best(folder: Path) -> Best | None:
+    """The step that is marked as the best in a folder of checkpoints; None if none is, or the mark can't be read."""
+    try:
+        value = json.loads(files.read_bytes(folder / BEST, BEST_BYTES))
+        metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
+        step = value["step"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return Best(step, metrics) if type(step) is int and step in committed_steps(folder) else None
 
 
 def committed_steps(dir: Path) -> list[int]:

@@ -166,11 +166,16 @@ def page(run: Path, port: int) -> int:
 @click.command(short_help="Export a checkpoint as one plain PyTorch file.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.safetensors|OUT.pt")
-def export(checkpoint: Path, out: Path) -> int:
-    """Write the parameters of CHECKPOINT as one state_dict that loads in PyTorch without Shardline."""
+@click.option("--best", is_flag=True, help="The best checkpoint of a run, by its metric, instead of the newest.")
+def export(checkpoint: Path, out: Path, best: bool) -> int:
+    """Write the parameters of CHECKPOINT as one state_dict that loads in PyTorch without Shardline.
+
+    CHECKPOINT: a run's --out, its folder of checkpoints, one of these (step-00000100), or the file `best` or `latest`
+    there.
+    """
     from shardline.checkpoint import export as write
 
-    for warning in write(checkpoint, out).warnings:
+    for warning in write(checkpoint, out, best=best).warnings:
         print(f"shardline: {warning}", file=sys.stderr)
     print(out)
     return 0

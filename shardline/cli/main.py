@@ -23,6 +23,7 @@ from shardline.cli.roles import COMMANDS
 from shardline.cli.simulate import advise, simulate
 from shardline.cli.top import top
 from shardline.cli.train import train
+from shardline.host import files, lifeline
 from shardline.host.printable import printable_lines
 from shardline.native.library import describe
 
@@ -53,6 +54,7 @@ def cli() -> None:
     Flags may be given as SHARDLINE_* environment variables. Arguments after "--" are passed to the job file, as
     SHARDLINE_JOB_ARGS, or to the script.
     """
+    files.check_descriptors()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -85,7 +87,11 @@ for command in (top, page, status, stop, export, certs, health, bench):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Only a defect in Shardline prints a traceback, others a sentence."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        code = main(sys.argv[1:])
+        lifeline.leave(code)
+        return code
+    arguments = list(argv)
     if "--" in arguments:
         cut = arguments.index("--")
         os.environ[JOB_ARGS] = shlex.join(arguments[cut + 1 :])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import TaskPlace, locate, own_address, parse_address, parse_task, read_spec, wants_place
+from shardline.cluster import TaskPlace, check_chief_port, locate, own_address, parse_address, wants_place
 from shardline.config import RoleConfig
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
@@ -357,7 +357,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
             host=flags["host"],
         )
     place = _with_own_address(place, flags["address"])
-    _check_chief_port(place, ready_fd=flags["ready_fd"])
+    check_chief_port(place, ready_fd=flags["ready_fd"])
     return RoleConfig(
         role=role,
         index=place.index,
@@ -398,26 +398,14 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Ta
         raise ClusterSpecError(
             f"task {task} does not have the role {role}; start it with: shardline {wants_place(task)}"
         )
-    if flags["cluster"] is None:
-        raise ClusterSpecError(f"--task {flags['task']} needs --cluster FILE or SHARDLINE_CLUSTER")
-    spec = read_spec(flags["cluster"])
-    _check_chief_port(TaskPlace(spec, role, 0), ready_fd=None)
-    address = own_address(flags["address"] or ":0")
     # Imports grpc, which --help must not do.
-    from shardline.rpc.index_request import take_place
+    from shardline.rpc.index_request import assigned_place
 
-    task = take_place(spec.chief, role, address, timeouts(flags), secured_by)
-    return TaskPlace(spec.with_place(task, address), *parse_task(task))
+    return assigned_place(
+        flags["task"], flags["cluster"], address=flags["address"], timeouts=timeouts(flags), security=secured_by
+    )
 
 
 def _with_own_address(place: TaskPlace, given: str | None) -> TaskPlace:
     address = own_address(given or place.spec.address(place.task))
     return TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)
-
-
-def _check_chief_port(place: TaskPlace, *, ready_fd: int | None) -> None:
-    chief = place.spec.chief
-    if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
-        raise ClusterSpecError(
-            f"chief/0 is {chief} in the cluster spec; it needs a fixed port so that other tasks can find it"
-        )

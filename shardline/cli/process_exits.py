@@ -53,6 +53,12 @@ def last_words(lines: Sequence[str], *, script: bool = False) -> str:
     return next(said, "") or (exception_in(lines) if script else "")
 
 
+def says_more(lines: Sequence[str], words: str) -> bool:
+    """Whether a log has more than the message that its task ended with. words: those that were shown."""
+    said = {match[1] for line in lines if (match := LAST_WORDS.match(line)) and match[1] in words}
+    return any(line.strip() and not any(line.endswith(one) for one in said) for line in lines)
+
+
 def exception_in(lines: Sequence[str]) -> str:
     """The exception that a log ends with, as one sentence with the innermost line of the user's code; "" if none."""
     # A SyntaxError has only the last part of a traceback.

@@ -173,6 +173,9 @@ def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role
     for option in command.params:
         if isinstance(option, click.Option) and not reads(role, str(option.name)):
             option.hidden, option.envvar = True, None
+        if role == "chief" and option.name == "address":
+            # Others call the chief at the address in the cluster spec, and a variable may be there for all tasks.
+            option.envvar = None
     return command
 
 

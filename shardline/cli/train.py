@@ -24,8 +24,8 @@ import click
 
 from shardline import plugins
 from shardline.cli import options
-from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
-from shardline.cli.process_exits import SCRIPT_RAISED, Ended
+from shardline.cli.launcher import TAIL_LINES, LaunchError, LaunchOptions, LocalCluster
+from shardline.cli.process_exits import SCRIPT_RAISED, Ended, says_more
 from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
@@ -529,7 +529,8 @@ def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
             print(f"chief/0: {printable(text)}", file=sys.stderr)
         words = f"the chief ended with exit code {code} ({exit_code_name(code)})"
     print(f"shardline: {printable(words)}", file=sys.stderr)
-    print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
+    if any(says_more(cluster.log_tail(task, TAIL_LINES), words) for task in cluster.tasks()):
+        print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
 
 
 def summary_path(out: Path) -> Path:

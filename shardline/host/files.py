@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
+
+from shardline.errors import UsageError
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -23,6 +26,26 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 _PROC_FD = Path("/proc/self/fd")
+
+
+LEAST_OPEN = 64
+"""Files that a task of a small cluster has open at once."""
+
+
+def check_descriptors() -> None:
+    """Raise this process's limit of open files where that is too low; gRPC would abort.
+
+    Raises UsageError if it may not be raised.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_OPEN:
+        return
+    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN:
+        raise UsageError(
+            f"this process may have {hard} files open, but at least {LEAST_OPEN} are needed; raise the limit, for "
+            "example with: ulimit -n 1024"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN, hard))
 
 
 class UnsuitableFileError(OSError):

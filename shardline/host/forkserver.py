@@ -29,6 +29,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
 
+from shardline.host import lifeline
+
 log = logging.getLogger("shardline.host.forkserver")
 
 MAIN = "shardline.cli.main"
@@ -422,6 +424,7 @@ def end_as_fork(task: Callable[[], int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     try:
+        lifeline.leave(code)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     finally:

@@ -11,6 +11,28 @@ CAN_HOLD = sys.platform == "linux"
 """On other systems nothing can listen on a port where another socket is bound."""
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise OSError if nothing can listen on this port now; port 0 stands for any free one.
+
+    Names that can't be looked up are left to whoever listens. For callers of gRPC, which would log the reason itself.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE) if port else []
+    except OSError:
+        return
+    failed: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            failed.append(error)
+    # A name may have addresses of several kinds, of which one is enough.
+    if failed and len(failed) == len(found):
+        raise failed[0]
+
+
 def held_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free port of `host`, which reserves the port until the socket is closed.
 

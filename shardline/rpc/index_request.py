@@ -9,15 +9,41 @@ import time
 
 import grpc
 
-from shardline.cluster import MAX_TASKS
+from shardline.cluster import (
+    MAX_TASKS,
+    TaskPlace,
+    check_chief_port,
+    own_address,
+    parse_task,
+    read_spec,
+    wants_place,
+)
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
-from shardline.errors import MismatchError, ProtocolError, UnreachableError
+from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.rpc")
+
+
+def assigned_place(
+    task: str, cluster: str | None, *, address: str | None, timeouts: Timeouts, security: Security
+) -> TaskPlace:
+    """The place that the chief assigns for a task such as "worker/any". address: of this task; None = a free port.
+
+    Raises ClusterSpecError for a cluster that can't be read, and what take_place() raises.
+    """
+    role = wants_place(task)
+    assert role is not None, "the caller has asked"
+    if cluster is None:
+        raise ClusterSpecError(f"--task {task} needs --cluster FILE or SHARDLINE_CLUSTER")
+    spec = read_spec(cluster)
+    check_chief_port(TaskPlace(spec, role, 0))
+    own = own_address(address or ":0")
+    found = take_place(spec.chief, role, own, timeouts, security)
+    return TaskPlace(spec.with_place(found, own), *parse_task(found))
 
 
 def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security: Security = PLAIN) -> str:

@@ -13,8 +13,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shardline.cluster import format_address
+from shardline.cluster import format_address, parse_address
 from shardline.errors import InternalError, UsageError
+from shardline.host.ports import check_free
 from shardline.rpc.auth.access import STALE_KEY, Access, role_of
 from shardline.rpc.auth.handlers import HandlerCache, checked
 from shardline.rpc.auth.rights import PACKAGE, Token, right_of, role_refusal, takes_proof
@@ -218,10 +219,13 @@ class RpcServer:
         host, _, port = self._requested.rpartition(":")
         listen = self._requested if self._bind is None else format_address(self._bind, int(port))
         try:
+            check_free(parse_address(listen)[0], int(port))
             if credentials is None:
                 bound = server.add_insecure_port(listen)
             else:
                 bound = server.add_secure_port(listen, credentials)
+        except OSError as error:
+            bound, cause = 0, str(error.strerror)
         except RuntimeError as error:
             bound = 0
             # The rest is advice on debugging gRPC.

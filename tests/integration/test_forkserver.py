@@ -310,11 +310,13 @@ def test_a_task_computes_with_several_threads_though_an_import_has_computed_befo
         ("raise RuntimeError('gone wrong')", 1, "RuntimeError: gone wrong"),
         ("sys.exit('no more')", 1, "no more"),
         ("sys.exit(7)", 7, "atexit ran"),
+        ("threading.Thread(target=threading.Event().wait, name='mine').start(); return 7", 7, "not ours: mine"),
     ],
 )
 def test_a_forked_task_ends_as_an_interpreter_does(ending: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(
-        f"import atexit, sys\natexit.register(print, 'atexit ran')\ndef run():\n    {ending}\n"
+        "import atexit, sys, threading\nfrom shardline.host import lifeline\nlifeline.LEFT_S = 0.0\n"
+        f"atexit.register(print, 'atexit ran')\ndef run():\n    {ending}\n"
     )
     program = "from shardline.host.forkserver import end_as_fork; import ends; end_as_fork(ends.run)"
     done = subprocess.run(

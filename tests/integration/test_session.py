@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,19 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int
         rates.append(optimizer.param_groups[0]["lr"])
         scheduler.step()
     return rates
+
+
+def test_a_loss_that_is_logged_may_be_the_tensor_itself(start: Callable[..., Services]) -> None:
+    model = make_model()
+    with start(ps=1, workers=1).connect() as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in session.steps(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 6)).square().mean()
+            loss.backward()
+            session.log_loss(loss)
+            optimizer.step()
 
 
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["private", "shared"])

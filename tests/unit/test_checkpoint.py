@@ -556,6 +556,18 @@ def test_export_loads_in_plain_torch_with_tied_weights_and_buffers(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", out.name]
 
 
+@pytest.mark.parametrize(("given", "step"), [("best", 10), ("latest", 20), ("", 20)])
+def test_export_takes_the_best_or_the_newest_by_the_names_in_the_folder(tmp_path: Path, given: str, step: int) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    for number in (0, 10, 20):
+        store.commit(cut_of(step=number))
+    with pytest.raises(CheckpointError, match="is marked as the best: none was scored; leave out --best"):
+        find_checkpoint(tmp_path, best=True)
+    store.mark_best(10, {"accuracy": 0.9})
+    assert find_checkpoint(tmp_path / "checkpoints" / given).step == step
+    assert find_checkpoint(tmp_path, best=True).step == 10
+
+
 def test_export_refuses_what_it_cant_write_with_a_sentence(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "held", keep=1)
     path = store.commit(cut_of(job_of((*SMALL, spec("wave", (2,), "complex128", FROZEN)))))

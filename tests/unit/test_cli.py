@@ -286,6 +286,14 @@ def test_help_needs_neither_torch_nor_grpc() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
 
 
+FEW = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (24, 24)); main(['status'])"
+LEFT = """
+import sys, threading
+from shardline.host import lifeline
+lifeline.LEFT_S, sys.argv = 0.0, ["shardline", "--version"]
+threading.Thread(target=threading.Event().wait, name="mine").start()
+sys.exit(main())
+"""
 GONE = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); main(['status'])"
 
 
@@ -294,8 +302,10 @@ GONE = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); main(['status']
     [
         (["-OO"], "main(['--help'])", "130  Interrupted"),
         ([], GONE, "the working directory of this process was deleted"),
+        ([], FEW, "this process may have 24 files open, but at least 64 are needed; raise the limit"),
+        ([], LEFT, "ended without waiting for threads that are not ours: mine"),
     ],
-    ids=["without docstrings", "no folder"],
+    ids=["without docstrings", "no folder", "few files", "thread"],
 )
 def test_odd_surroundings_work_or_get_a_sentence(tmp_path: Path, flags: list[str], commands: str, says: str) -> None:
     program = [sys.executable, *flags, "-c", f"import os; from shardline.cli.main import main; {commands}"]

@@ -16,7 +16,7 @@ import pytest
 
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.main import main
-from shardline.cli.process_exits import MAX_RESTARTS, exception_in, may_restart
+from shardline.cli.process_exits import MAX_RESTARTS, exception_in, may_restart, says_more
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import LaunchedRun, Polled, run
 from shardline.core.status import ChiefStatus, TaskStatus
@@ -177,6 +177,20 @@ def test_the_exception_that_ends_a_script_is_read_from_its_log(tmp_path: Path, s
     script.write_text(f"{source}\n")
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert re.fullmatch(says, exception_in(["said before", *ended.stdout.splitlines(), *ended.stderr.splitlines()]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "more"),
+    [
+        ([], False),
+        (["shardline: job.py, line 1: no"], False),
+        (["12:00:00 worker/0 ERROR job.py, line 1: no", "shardline: job.py, line 1: no"], False),
+        (["12:00:00 worker/0 joined", "shardline: job.py, line 1: no"], True),
+        (["shardline: something else"], True),
+    ],
+)
+def test_logs_are_named_where_they_have_more_than_what_is_said(lines: list[str], more: bool) -> None:
+    assert says_more(lines, "worker/0: job.py, line 1: no; no task is left to train") is more
 
 
 # Launcher: processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
@@ -11,11 +12,14 @@ from typing import Any, cast
 import grpc
 import pytest
 
+import shardline
 from shardline.cli import options
 from shardline.cli.main import main
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError, UsageError
+from shardline.host.process import Termination
+from shardline.observability import log
 from shardline.rpc.auth.access import Access
 from shardline.rpc.index_request import take_place
 from shardline.rpc.server import RpcServer
@@ -95,6 +99,29 @@ def test_role_with_any_becomes_the_task_that_the_chief_names(serve: Callable[[An
     assert config.task == "worker/3"
     assert config.cluster.address("worker/3") == here
     assert config.bind == "0.0.0.0"
+
+
+def test_a_script_asks_for_its_index_too(
+    serve: Callable[[Answer], tuple[str, Giver]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chief, giver = serve(lambda request: places_pb2.PlaceReply(task="worker/1"))
+    monkeypatch.setenv("SHARDLINE_ADDRESS", "127.0.0.1:0")
+    # Signals and logging belong to the process, which is pytest's.
+    monkeypatch.setattr(Termination, "install", lambda self: None)
+    monkeypatch.setattr(log, "setup", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    session = shardline.connect(cluster=cluster(chief, worker=2), task="worker/any")
+    session.shutdown()
+    assert giver.asked == [("worker", "127.0.0.1:0")]
+    assert session.config.task == "worker/1"
+
+
+def test_the_chief_takes_no_address_from_a_variable_that_is_for_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLINE_ADDRESS", ":0")
+    place = json.dumps({"chief": ["127.0.0.1:7000"], "ps": ["127.0.0.1:7001"], "worker": ["127.0.0.1:7002"]})
+    assert parse("chief", "--cluster", place).cluster.chief == "127.0.0.1:7000"
+    config = parse("worker", "--cluster", place, "--insecure-bind")
+    assert config.cluster.address("worker/0") == f"{socket.gethostname()}:0"
 
 
 def test_place_that_is_not_free_yet_is_waited_for(serve: Callable[[Answer], tuple[str, Giver]]) -> None:

@@ -19,10 +19,12 @@ from shardline.client.api.workplace import credit_bytes
 from shardline.cluster import ClusterSpec
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
+from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ClusterSpecError, JobError, ShardlineError, UsageError
 from shardline.host.process import resolve_device
 from shardline.job import Job
 from shardline.model import model_tensors
+from shardline.rpc.index_request import assigned_place
 from shardline.security import PLAIN
 from shardline_chief.io.journal import Journal
 from shardline_chief.rules.state.leases import Leases
@@ -73,7 +75,7 @@ def job_spec(**argument: Any) -> JobSpec:
             "checkpoints",
         ),
         (
-            lambda: options._take_place("worker", {"task": "worker/any", "cluster": None}, PLAIN),
+            lambda: assigned_place("worker/any", None, address=None, timeouts=Timeouts(), security=PLAIN),
             ClusterSpecError,
             "--task worker/any needs --cluster FILE or SHARDLINE_CLUSTER",
         ),

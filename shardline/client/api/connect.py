@@ -12,7 +12,7 @@ from types import TracebackType
 
 from shardline.client.api.script_job import ScriptSettings, choose_settings
 from shardline.client.api.session import Session
-from shardline.cluster import locate
+from shardline.cluster import locate, wants_place
 from shardline.config import (
     RoleConfig,
     environment,
@@ -24,12 +24,13 @@ from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError, job_error
-from shardline.host import lifeline
+from shardline.host import files, lifeline
 from shardline.host.allocator import tune_allocator
 from shardline.host.printable import unicode
 from shardline.host.process import Termination
 from shardline.observability import log
 from shardline.observability.lossy import protect_output
+from shardline.rpc.index_request import assigned_place
 from shardline.rpc.names import wait_for_own_name
 from shardline.seams import Resident
 from shardline.update import RULES
@@ -54,14 +55,16 @@ def connect(
     """Take the task in a cluster that the arguments or the environment name; call attach() next.
 
     cluster: path or text of a cluster.json, default SHARDLINE_CLUSTER or TF_CONFIG. task: "worker/0", default
-    SHARDLINE_TASK or TF_CONFIG's. settings: `seed`, `checkpoint_every`, `checkpoint_keep`, `codec`, `cadence`,
-    `topology`, as in a job file. Omitted arguments default to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then to
-    sync, 0, no intermediate checkpoints, 60 s, cpu. They are part of the job: all workers must agree.
+    SHARDLINE_TASK or TF_CONFIG's; the chief assigns the index of "worker/any". settings: `seed`, `checkpoint_every`,
+    `checkpoint_keep`, `codec`, `cadence`, `topology`, as in a job file. Omitted arguments default to
+    SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then to sync, 0, no intermediate checkpoints, 60 s, cpu. They are
+    part of the job: all workers must agree.
 
     Raises ClusterSpecError, JobError, UsageError.
     """
     global _session
     _check_process()
+    files.check_descriptors()
     config = _config(cluster, task, timeout_s, device)
     protect_output()
     log.setup(config.task)
@@ -115,12 +118,16 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
         total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
         join_s=_number("join_timeout", Timeouts.join_s),
     )
-    place = locate(
-        "worker",
-        cluster=cluster or environment("cluster"),
-        task=task or environment("task"),
-        tf_config=os.environ.get("TF_CONFIG") or None,
-    )
+    named, found = task or environment("task"), cluster or environment("cluster")
+    secured_by = environment_security()
+    if wants_place(named) == "worker":
+        # Until its index is known, its log lines carry the role only.
+        log.setup("worker")
+        place = assigned_place(
+            str(named), found, address=environment("address"), timeouts=timeouts, security=secured_by
+        )
+    else:
+        place = locate("worker", cluster=found, task=named, tf_config=os.environ.get("TF_CONFIG") or None)
     life_fd = environment("life_fd")
     return RoleConfig(
         role="worker",
@@ -133,7 +140,7 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
         bind=environment("bind"),
         insecure_bind=environment_switch("insecure_bind", default=False),
         life_fd=int(life_fd) if life_fd else None,
-        security=environment_security(),
+        security=secured_by,
         lane=environment("lane") or "auto",
         overlap=environment_switch("overlap", default=True),
         run_dir=environment_path("run_dir"),

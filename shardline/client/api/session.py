@@ -315,9 +315,9 @@ class Session:
         limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
         return self._loop.meet_others(limit_s)
 
-    def log_loss(self, loss: float) -> None:
-        """Record the open step's loss for logs and the dashboard of a script's job."""
-        self._loop.note_loss(loss)
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Record the open step's loss for logs and the dashboard of a script's job. A tensor must have one element."""
+        self._loop.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
     # Named tensors, for a hand-written loop
 
