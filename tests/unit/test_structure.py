@@ -54,7 +54,7 @@ MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""
-PRIVATE_IN_TESTS = 31
+PRIVATE_IN_TESTS = 30
 """Places in tests that touch a private member of something else than `self`; the number only falls."""
 MAY_TOUCH = re.compile(r"(?<!\bself\.)(?<!\bcls\.)(?<!\bdef )(?<!\w)_[a-zA-Z]")
 """In every file that touches one. Parsing all tests would take seconds."""
