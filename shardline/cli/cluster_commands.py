@@ -151,15 +151,17 @@ def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None)
     "--port", type=click.IntRange(0, 65_535), default=0, show_default=True, help="Port on 127.0.0.1; 0 = a free one."
 )
 @options.plugin
-def page(run: Path, port: int) -> int:
+@options.token
+def page(run: Path, port: int, token_file: Path | None) -> int:
     """Serve the page of RUN, the --out of a run that has ended or goes on elsewhere, until Ctrl-C.
 
-    It reads the files in RUN, and changes nothing.
+    It reads the files in RUN, and changes nothing. With a token, a browser has to give it.
     """
+    security = Security(token_file=token_file)
     found = tuple(importlib.metadata.entry_points(group=VIEWERS, name="run"))
     if not found:
         raise UsageError("no installed package serves the page of a run; install Shardline: pip install -e .")
-    code: int = found[0].load()(run, port)
+    code: int = found[0].load()(run, port, security)
     return code
 
 

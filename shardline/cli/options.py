@@ -206,13 +206,14 @@ def _file(name: str, text: str) -> Callable[[F], F]:
     return option(name, type=click.Path(path_type=Path), metavar="FILE", help=text)
 
 
+token = _file("--token-file", "File with the job's token; calls without it are refused.")
 secured = together(
     _file("--tls-cert", "PEM certificate of this task; connections use TLS if it and --tls-key are set."),
     _file("--tls-key", "PEM private key of --tls-cert."),
     _file(
         "--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then present a certificate."
     ),
-    _file("--token-file", "File with the job's token; calls without it are refused."),
+    token,
 )
 admin = _file(
     "--admin-token-file",

@@ -257,11 +257,13 @@ class Printed(io.StringIO):
 
 
 def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.end()
+    (tmp_path / "token").write_text("correct-horse-battery")
+    command = ["page", str(run.out), "--token-file", str(tmp_path / "token")]
     before = sorted((path, path.stat().st_mtime_ns) for path in run.out.rglob("*"))
-    printed, views, again = Printed(), list[dict[str, object]](), list[int]()
+    printed, views, answers = Printed(), list[dict[str, object]](), list[int]()
 
     def look() -> None:
         if not printed.there.wait(PATIENCE_S):
@@ -270,8 +272,12 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
         try:
             with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
                 connection.request("GET", "/api/view")
+                answer = connection.getresponse()
+                answers.append(answer.status)
+                answer.read()
+                connection.request("GET", "/api/view", headers={"Authorization": "Bearer correct-horse-battery"})
                 views.append(json.load(connection.getresponse()))
-            again.append(main(["page", str(run.out), "--port", address.rpartition(":")[2]]))
+            answers.append(main([*command, "--port", address.rpartition(":")[2]]))
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -279,11 +285,11 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
     reader.start()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", printed)
-        assert main(["page", str(run.out)]) == 0
+        assert main(command) == 0
     reader.join(PATIENCE_S)
     assert [(view["phase"], view["step"], view["written"] is not None) for view in views] == [("ended", 100, True)]
     assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/\n", printed.getvalue())
-    assert again == [2]
+    assert answers == [401, 2]
     assert re.fullmatch(
         r"shardline: the page can't be served at 127\.0\.0\.1:\d+: .*; use another --port \(0 = a free one\)\n",
         capsys.readouterr().err,

@@ -59,6 +59,13 @@ def test_before_its_first_step_a_job_gets_more_time_and_before_it_trains_it_does
     assert motion.still_s(100.0 + FIRST_S) == FIRST_S
 
 
+def test_a_job_whose_tasks_report_rarely_is_given_the_time_of_some_reports() -> None:
+    motion = Motion(told_s=60.0)
+    motion.note("begun", 0.0)
+    assert motion.still_s(179.0) is None
+    assert motion.still_s(180.0) == 180.0
+
+
 def test_one_long_pause_does_not_make_the_next_one_usual() -> None:
     motion = stepping(1.0)
     motion.note("after an evaluation", 500.0)

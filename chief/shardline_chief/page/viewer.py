@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from shardline.errors import UsageError
-from shardline.security import PLAIN
+from shardline.security import Security
 from shardline_chief.page.history import History
 from shardline_chief.page.run_files import RunFiles
 from shardline_chief.page.server import PageServer
@@ -19,13 +19,15 @@ LOOK_S = 1.0
 """Seconds between two looks at the files."""
 
 
-def serve(run: Path, port: int) -> int:
+def serve(run: Path, port: int, security: Security) -> int:
     """Serve the page of the run in a folder on this machine, at a port (0 = a free one); returns the exit code.
+
+    With a token in `security`, only to those who have it.
 
     Raises UsageError if the folder has no run, or the port is taken.
     """
     history = History()
-    page = PageServer(f"127.0.0.1:{port}", PLAIN, history, remedy="use another --port (0 = a free one)")
+    page = PageServer(f"127.0.0.1:{port}", security, history, remedy="use another --port (0 = a free one)")
     try:
         found = RunFiles(run.absolute(), history, page.passes)
         page.show(found.status(time.time()), written=found.written())

@@ -23,7 +23,9 @@ def patience_s(usual_s: float | None) -> float:
 class Motion:
     """Movements of one job, such as steps closed or updates applied."""
 
-    def __init__(self) -> None:
+    def __init__(self, told_s: float = 0.0) -> None:
+        """told_s: seconds between two reports of the tasks, between which no movement is seen."""
+        self._told_s = told_s
         self.moved_s: float | None = None
         """When it last moved, or began to train; None before."""
         self._mark: object = None
@@ -43,4 +45,4 @@ class Motion:
         # The median: one long gap, such as an evaluation or an earlier standstill, makes nobody more patient.
         usual_s = statistics.median(self._gaps) if self._gaps else None
         seconds = now_s - self.moved_s
-        return seconds if seconds >= patience_s(usual_s) else None
+        return seconds if seconds >= max(patience_s(usual_s), TIMES * self._told_s) else None

@@ -45,7 +45,7 @@ class State:
         self.saves = Checkpoints(resume)
         self.losses = Losses()
         self.figures = JobFigures(now_s)
-        self.motion = Motion()
+        self.motion = Motion(settings.timeouts.heartbeat_s)
         self.outbox = Outbox(self.layout)
         self.events: deque[Event] = deque()
         """Events emitted by rules; the machine handles them once the rule has returned."""
