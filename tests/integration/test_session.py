@@ -223,7 +223,7 @@ def test_a_script_that_declares_overlap_trains_as_in_plain_torch(start: Callable
     assert services.end()["steps"] == 8
 
 
-@pytest.mark.parametrize("what", ["clipping", "a rate"])
+@pytest.mark.parametrize("what", ["clipping", "a rate", "data", "numpy"])
 def test_what_changes_after_gradients_have_left_is_refused(start: Callable[..., Services], what: str) -> None:
     services = start(ps=1, workers=1)
     model = make_model()
@@ -237,6 +237,12 @@ def test_what_changes_after_gradients_have_left_is_refused(start: Callable[..., 
             nn.functional.cross_entropy(model(points), labels).backward()  # type: ignore[no-untyped-call]
             if step == 2 and what == "clipping":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            if step == 2 and what == "data":
+                gradient.data.clamp_(max=float(gradient.max()) / 2)
+            if step == 2 and what == "numpy":
+                gradient.numpy()[:] *= 0.5
             if step == 2 and what == "a rate":
                 optimizer.param_groups[0]["lr"] = 0.01
             optimizer.step()

@@ -346,6 +346,29 @@ def test_gradients_that_are_completed_twice_in_one_pass_are_not_whole_at_their_f
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def test_a_gradient_leaves_after_the_users_own_hooks_even_those_that_come_later() -> None:
+    model = nn.Linear(3, 1)
+    plan = make_plan(model_tensors(model), 1)
+    hooks = GradientHooks(plan, list(model.parameters()))
+    seen: list[float] = []
+
+    def listener(number: int, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(float(parameter.grad.abs().max()))
+
+    def clear(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.data.zero_()
+
+    for step in range(2):
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(clear)  # type: ignore[no-untyped-call]
+        hooks.listen(listener)
+        model(torch.ones(1, 3)).sum().backward()
+    assert seen == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_a_parameter_that_is_thawed_later_is_hooked_then() -> None:
     model = nn.Linear(3, 1)
     plan = make_plan(model_tensors(model), 1)

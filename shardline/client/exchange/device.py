@@ -42,7 +42,7 @@ class HostPath:
         self._loading: dict[Key, torch.cuda.Event] = {}
         """The last copy out of each bucket's host memory."""
         self._unjoined: dict[Key, torch.cuda.Event] = {}
-        """Loads that the computing stream does not wait for yet."""
+        """Loads of the running pull, which each stream has to wait for before it reads."""
         self._locked: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
         """Shared segments, and whether their pages could be locked."""
 
@@ -134,13 +134,18 @@ class HostPath:
         return bool(self._unjoined)
 
     def join(self, keys: Iterable[Key]) -> None:
-        """Make this thread's current stream wait for the loads of these buckets."""
+        """Make this thread's current stream wait for the loads of these buckets; others may have to wait too."""
         stream = torch.cuda.current_stream(self.device)
-        for key in keys:
-            with self._lock:
-                loaded = self._unjoined.pop(key, None)
-            if loaded is not None:
-                stream.wait_event(loaded)
+        with self._lock:
+            loads = [self._unjoined[key] for key in keys if key in self._unjoined]
+        for loaded in loads:
+            stream.wait_event(loaded)
+
+    def settle(self) -> None:
+        """Make this thread's current stream, the computing one, wait for all loads of a pull that has ended."""
+        self.join(list(self._unjoined))
+        with self._lock:
+            self._unjoined.clear()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -170,6 +175,9 @@ class OnHost:
         """See HostPath."""
 
     def join(self, keys: Iterable[Key]) -> None:
+        """See HostPath."""
+
+    def settle(self) -> None:
         """See HostPath."""
 
 

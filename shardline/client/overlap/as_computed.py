@@ -96,6 +96,7 @@ class AsComputed:
             once=self._once,
             ranks=self._ranks,
             begin=functools.partial(self._start, expected, begin),
+            watched=bool(self._job.script),
             on_nonfinite=functools.partial(self._nonfinite.judge, step, expected.replica, early=True),
         )
         self._hooks.listen(self._push)

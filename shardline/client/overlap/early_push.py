@@ -18,6 +18,7 @@ from shardline.client.step.open_step import PushTools
 from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
+from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import JobError
 
 
@@ -57,8 +58,10 @@ class EarlyPush:
     """One replica's gradients, sent to all shards while they are computed. A listener of GradientHooks.
 
     block: the replica is its last one, earlier ones are in staging. once: see FireCount. begin: starts the exchange;
-    called when the first bucket is ready. on_nonfinite: called on a lane's thread with the names of tensors whose
-    gradients have NaN or infinity, before their bucket leaves; an error that it raises ends the push.
+    called when the first bucket is ready. watched: the user's code runs between backward() and step(), so gradients are
+    read once more before the step: writes to `.data` and the like change no version. on_nonfinite: called on a lane's
+    thread with the names of tensors whose gradients have NaN or infinity, before their bucket leaves; an error that it
+    raises ends the push.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class EarlyPush:
         once: set[int],
         ranks: Sequence[Sequence[int]],
         begin: Callable[[], None],
+        watched: bool,
         on_nonfinite: Callable[[Sequence[str]], None],
     ) -> None:
         plan = tools.plan
@@ -89,6 +93,9 @@ class EarlyPush:
         self._lock = threading.Lock()
         self._gradients: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._digests: dict[int, int] = {}
+        """Of gradients in host memory, if they are watched."""
+        self._watched = watched
         self._twice: set[int] = set()
         self._added: set[Key] = set()
         """Buckets for which staging already has this replica's part."""
@@ -128,6 +135,8 @@ class EarlyPush:
                 self._twice.add(number)
                 return
             self._gradients[number], self._versions[number] = gradient, gradient._version
+            if self._watched and gradient.device.type == "cpu":
+                self._digests[number] = digest(tensor_bytes(gradient))
             if self._gpu is not None:
                 # The hook runs on the stream that completed the gradient.
                 self._marks[number] = self._gpu.mark()
@@ -203,7 +212,8 @@ class EarlyPush:
         left = [number for number in self._gradients if any(key in self._early for key in self._homes[number])]
         for number in left:
             now, then = gradients.get(number), self._gradients[number]
-            if now is not then or now._version != self._versions[number] or number in self._twice:
+            changed = now is not then or now._version != self._versions[number] or number in self._twice
+            if changed or (number in self._digests and digest(tensor_bytes(then)) != self._digests[number]):
                 raise JobError(
                     f"the gradient of {self._plan.tensors[number].name!r} was changed after the backward pass had "
                     "sent it (for example by a second backward() or clip_grad_norm_ before step()); train this model "

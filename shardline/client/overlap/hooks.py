@@ -28,10 +28,20 @@ class GradientHooks:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Call this listener from now on. Parameters that have become trainable since get hooks too."""
+        """Call this listener from now on. Parameters that have become trainable since get hooks too.
+
+        Each is the parameter's last hook, so that the user's can't change a gradient that has left.
+        """
         self._listener = listener
         for number, tensor in self._trained:
-            if tensor.requires_grad and tensor.is_leaf and number not in self._handles:
+            if not (tensor.requires_grad and tensor.is_leaf):
+                continue
+            handle = self._handles.get(number)
+            others = tensor._post_accumulate_grad_hooks
+            if handle is not None and (not others or next(reversed(others)) != handle.id):
+                handle.remove()
+                handle = None
+            if handle is None:
                 hook = functools.partial(self._fired, number)
                 self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
