@@ -37,7 +37,7 @@ from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
-from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
+from shardline.core.settings import Settings, setting
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.data import Batch, DataOrder, seed_everything
@@ -410,14 +410,6 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
         )
 
 
-_OVERRIDES: Mapping[str, type] = {
-    **{name: kind_of(name) for name in known()},
-    "clip_norm": float,
-    **dict.fromkeys((*methods.FIELDS, "nan_policy", "best_metric", "best_mode", "name"), str),
-}
-"""Job fields that the command line can set, and the types to parse."""
-
-
 def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0) -> Job:
     """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
 
@@ -436,16 +428,8 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
     if not job.name:
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
-        changes.update([_override(name, text)])
+        changes.update([methods.override(name, text)])
     return dataclasses.replace(job, **changes)
-
-
-def _override(name: str, text: str) -> tuple[str, Setting]:
-    key = name.replace("-", "_")
-    kind = _OVERRIDES.get(key)
-    if kind is None:
-        raise JobError(f"job field {name!r} can't be set from the command line; these can: {', '.join(_OVERRIDES)}")
-    return key, read(key, text, kind)
 
 
 def _check_path(path: Path) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.core.settings import Setting, kind_of, known, read
+from shardline.errors import JobError
 from shardline.seams import Resident, Table
 
 if TYPE_CHECKING:
@@ -36,6 +38,37 @@ FIELDS = (*SEAMS, *PARTS)
 """Every field of a job that chooses a method."""
 WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 """The same as text, for --help: importing the tables would import torch."""
+
+
+OVERRIDES: Mapping[str, type] = {
+    **{name: kind_of(name) for name in known()},
+    "clip_norm": float,
+    **dict.fromkeys((*FIELDS, "nan_policy", "best_metric", "best_mode", "name"), str),
+}
+"""Job fields that the command line can set, and the types to parse."""
+
+
+def override(name: str, text: str) -> tuple[str, Setting]:
+    """The field and value for a job field from the command line. Raises JobError for an unknown field or no value."""
+    key = name.replace("-", "_")
+    kind = OVERRIDES.get(key)
+    if kind is None:
+        raise JobError(f"job field {name!r} can't be set from the command line; these can: {', '.join(OVERRIDES)}")
+    return key, read(key, text, kind)
+
+
+def check_override(name: str, text: str) -> None:
+    """Raise JobError for a field from the command line that no job can have; cheap where it is right.
+
+    A method's settings are left to those who have its table.
+    """
+    field, value = override(name, text)
+    seam = PARTS.get(field, field)
+    if seam not in SEAMS:
+        return
+    names = {usage.partition(":")[0] for usage, _ in written()[seam]}
+    if str(value).partition(":")[0] not in names:
+        canonical(field, str(value))
 
 
 def table(seam: str) -> Table[Any]:

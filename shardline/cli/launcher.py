@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from shardline import methods
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
 from shardline.cli.roles import COMMANDS, reads
-from shardline.cluster import ClusterSpec, parse_task
+from shardline.cluster import ClusterSpec, parse_address, parse_task
 from shardline.config import check_out, check_standbys
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import EVERY_S, Waiting
@@ -41,7 +42,7 @@ from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.python_file import installed_imports
 from shardline.host.run_lock import RunLock, unwritable
-from shardline.security import PLAIN, Security
+from shardline.security import PLAIN, Security, check_bind
 
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
@@ -115,6 +116,11 @@ class LaunchOptions:
                     f"--script: {name} is decided by the script itself; pass it to the script after --, or set one of "
                     f"{', '.join(SCRIPT_FIELDS)}"
                 )
+        for name, text in self.overrides:
+            methods.check_override(name, text)
+        if self.page is not None:
+            host = parse_address(self.page, "--page")[0]
+            check_bind("the chief's page", host, "--page", self.security, insecure=self.insecure_bind)
 
     def runs_script(self, task: str) -> bool:
         """Whether a task's process runs the user's script."""

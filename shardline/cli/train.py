@@ -291,7 +291,8 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
     except _Early as early:
         return 128 + early.number
     except LaunchError as error:
-        _show_failure(cluster, str(error), error.code)
+        # Nothing has run: what the others have logged is that they waited.
+        _show_failure(cluster, str(error), error.code, logs=("chief/0",))
         return error.code
 
 
@@ -523,13 +524,14 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
+def _show_failure(cluster: LocalCluster, words: str, code: int, *, logs: Sequence[str] = ()) -> None:
+    """Print why the run failed. logs: the tasks whose logs may say more; () = all."""
     if not words:
         for text in cluster.log_tail("chief/0"):
             print(f"chief/0: {printable(text)}", file=sys.stderr)
         words = f"the chief ended with exit code {code} ({exit_code_name(code)})"
     print(f"shardline: {printable(words)}", file=sys.stderr)
-    if any(says_more(cluster.log_tail(task, TAIL_LINES), words) for task in cluster.tasks()):
+    if any(says_more(cluster.log_tail(task, TAIL_LINES), words) for task in logs or cluster.tasks()):
         print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
 
 

@@ -180,6 +180,22 @@ def test_the_exception_that_ends_a_script_is_read_from_its_log(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"overrides": (("codec", "typo"),)}, "codec 'typo' does not exist"),
+        ({"overrides": (("nope", "1"),)}, "job field 'nope' can't be set from the command line"),
+        ({"overrides": (("steps", "many"),)}, "steps"),
+        ({"page": "1.2.3.4:0"}, "the chief's page would listen at 1.2.3.4 without TLS"),
+    ],
+)
+def test_flags_that_can_not_work_are_refused_before_a_process_is_started(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        launch(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
     ("lines", "more"),
     [
         ([], False),
