@@ -149,7 +149,13 @@ other_fields = together(
     ),
 )
 job_fields = together(
-    option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."), other_fields
+    option(
+        "--steps",
+        type=click.IntRange(min=1),
+        help="Train this many steps instead of the job's: rounds if the cadence has several passes, batches in "
+        "asynchronous mode.",
+    ),
+    other_fields,
 )
 
 device = option(

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.host.printable import printable
+from shardline.observability.counting import position, speed
 from shardline.observability.view import ClusterView, EventView, ShardView, StandstillView, TaskView, codec_text
 
 POINTS = 240
@@ -128,7 +129,7 @@ def plain_line(view: ClusterView) -> str:
     if view.loss is not None and view.step > view.first_step:
         parts.append(f"loss {view.loss:.4f}")
     if view.steps_per_s > 0:
-        parts.append(f"{view.steps_per_s:.1f} steps/s")
+        parts.append(speed(view.counting, f"{view.steps_per_s:.1f}"))
         parts.append(f"push {size(view.push_bytes_per_s)}/s")
         parts.append(f"pull {size(view.pull_bytes_per_s)}/s")
     if view.evaluation is not None:
@@ -209,7 +210,7 @@ def _share(left: int | None, tasks: int, shards: int) -> tuple[int, int]:
 
 
 def _steps(view: ClusterView) -> str:
-    return f"step {view.step}/{view.steps}" if view.steps else f"step {view.step}"
+    return position(view.counting, view.step, view.done, view.steps or 0)
 
 
 def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iterable[Text]:
@@ -226,7 +227,7 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
         yield Text(printable(standstill_text(view.standstill)), style="bold yellow", overflow="fold")
     yield _progress(view, width, glyphs)
     figures = [
-        f"{view.steps_per_s:.1f} steps/s" if view.standstill is None else f"{glyphs.none} steps/s",
+        speed(view.counting, f"{view.steps_per_s:.1f}" if view.standstill is None else glyphs.none),
         f"push {size(view.push_bytes_per_s)}/s",
         f"pull {size(view.pull_bytes_per_s)}/s",
     ]

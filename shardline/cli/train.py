@@ -366,6 +366,7 @@ class LaunchedRun:
                 if event.status.page and (self._last is None or event.status.page != self._last.page):
                     # Printed again for a restarted chief: with port 0 its address has changed.
                     display.say(f"page: {event.status.page}")
+                self._tell_plan(event.status, display)
                 self._last = event.status
                 display.update(event.status)
                 for sentence in self._warnings.of(event.status, time.monotonic()):
@@ -375,6 +376,14 @@ class LaunchedRun:
                     self._hopeless.polls += 1
                 if self._gives_up(display):
                     return None
+
+    def _tell_plan(self, status: ChiefStatus, display: Display) -> None:
+        """Say, once, how many passes the job's steps will be if they are more than one each."""
+        from shardline.observability.counting import plan
+
+        known = self._last is not None and self._last.counting is not None
+        if status.counting is not None and not known and (text := plan(status.counting, status.steps)):
+            display.say(f"{text}; --steps sets the {status.counting.asked}s, not the passes")
 
     def _gone(self, event: Ended) -> None:
         """A process has ended for good."""
@@ -553,11 +562,16 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
     """The lines that a finished run prints: outcome and location of the results."""
+    from shardline.core.status import Counting
+    from shardline.observability.counting import made, speed
+
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
         rate = found.get("steps_per_second", 0.0)
-        lines.append(f"{found['steps']} steps in {found['seconds']:.1f} s ({rate:.1f} steps/s)")
+        counting = Counting(**(found.get("counting") or {}))
+        what = made(counting, found["steps"], found.get("done", found["steps"]))
+        lines.append(f"{what} in {found['seconds']:.1f} s ({speed(counting, f'{rate:.1f}')})")
     scored = (found.get("evaluation") or {}).get("last") or {}
     metrics = scored.get("metrics") or (dict(last.last_metrics) if last is not None else {})
     if metrics:

@@ -203,6 +203,20 @@ class Standstill:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What the numbers of a job count."""
+
+    unit: str = "step"
+    """Its progress, checkpoints and curves: "step", "round" (a step of several passes) or "update"."""
+    asked: str = "step"
+    """Its `steps`: the same, or "batch" or "round" where workers push for themselves."""
+    passes: int = 1
+    """Passes of a replica in each of those; 0 = not in each as many."""
+    all_passes: int = 0
+    """Passes of a replica in all of those."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChiefStatus:
     """The job as the chief sees it."""
 
@@ -256,6 +270,10 @@ class ChiefStatus:
     """Codec of parameters."""
     codec_parcels: str = ""
     """Codec of activations and their gradients; empty without a pipeline."""
+    counting: Counting | None = None
+    """None until the job is known."""
+    done: int = 0
+    """How many of `steps` are done, in the unit Counting.asked."""
     dead_s: float = 0.0
     """Seconds of silence after which a task is dead."""
     page: str = ""

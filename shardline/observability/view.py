@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.core.status import ChiefStatus, StageStatus, Standstill, TaskStatus, Traffic
+from shardline.core.status import ChiefStatus, Counting, StageStatus, Standstill, TaskStatus, Traffic
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
@@ -199,6 +199,10 @@ class ClusterView:
     step: int
     steps: int | None
     """Steps to train; None if a script decides when to end."""
+    done: int
+    """How many of them are done."""
+    counting: Counting
+    """What these numbers count."""
     first_step: int
     """Step at which this run started."""
     progress: float | None
@@ -258,7 +262,9 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
         step=status.step,
         steps=status.steps or None,
         first_step=status.first_step,
-        progress=min(1.0, status.step / status.steps) if status.steps else None,
+        done=done(status),
+        counting=status.counting or Counting(),
+        progress=min(1.0, done(status) / status.steps) if status.steps else None,
         seconds=status.seconds,
         left_s=left_s(status),
         # After the end nothing moves any more; the average speed of the run is more informative.
@@ -324,13 +330,21 @@ def _standstill(status: ChiefStatus) -> StandstillView | None:
 
 def left_s(status: ChiefStatus) -> float | None:
     """Seconds to the last step, from the current speed, smoothed with that of the whole run; None if unknown."""
-    left = status.steps - status.step
+    made = done(status)
+    # Where workers push for themselves, an update may have several batches.
+    left = (status.steps - made) * (status.step / made if made else 1.0)
     if not status.steps or status.phase not in ("running", "stopping") or status.steps_per_s <= 0:
         return None
     if left <= 0:
         return 0.0
     whole = _whole_rate(status) or status.steps_per_s
     return left / ((status.steps_per_s + whole) / 2)
+
+
+def done(status: ChiefStatus) -> int:
+    """How many of the job's steps are done, also according to a chief of an earlier version."""
+    counting = status.counting or Counting()
+    return status.step if counting.asked == counting.unit else status.done
 
 
 def _whole_rate(status: ChiefStatus) -> float:

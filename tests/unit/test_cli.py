@@ -470,7 +470,7 @@ def test_bar_shows_loss_and_rates() -> None:
         display.update(RUNNING)
         display.say("worker/1 was killed")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("training", "120/400", "loss 0.3100", "50.0 steps/s", "3.4 MB/s", "ETA 6 s", "worker/1 was killed"):
+    for part in ("step ", "120/400", "loss 0.3100", "50.0 steps/s", "3.4 MB/s", "ETA 6 s", "worker/1 was killed"):
         assert part in shown
 
 

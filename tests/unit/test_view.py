@@ -10,12 +10,14 @@ from shardline.core.status import (
     Awaited,
     CheckpointStatus,
     ChiefStatus,
+    Counting,
     EventStatus,
     ShardStatus,
     Standstill,
     TaskStatus,
     Traffic,
 )
+from shardline.observability.counting import made, plan, position, speed
 from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view, codec_text
 from shardline.rpc.messages.status import STANDBY_STATES, chief_status_from_proto, chief_status_to_proto
 
@@ -202,5 +204,58 @@ def test_a_status_is_the_same_after_its_way_over_the_wire() -> None:
     )
     assert chief_status_from_proto(chief_status_to_proto(status)) == status
     awaited = tuple(Awaited(task=f"worker/{number}", why="last heard 11 s ago") for number in range(6))
-    status = replace(status, standstill=Standstill(seconds=12.5, awaited=awaited))
+    counting = Counting(unit="update", asked="batch", passes=1, all_passes=100)
+    status = replace(status, standstill=Standstill(seconds=12.5, awaited=awaited), counting=counting, done=80)
     assert chief_status_from_proto(chief_status_to_proto(status)) == status
+
+
+STEPS = Counting()
+ROUNDS = Counting(unit="round", asked="round", passes=10, all_passes=1200)
+UNEVEN = Counting(unit="round", asked="round", passes=0, all_passes=1020)
+BATCHES = Counting(unit="update", asked="batch", all_passes=120)
+PUSHED_ROUNDS = Counting(unit="update", asked="round", passes=10, all_passes=1200)
+
+
+@pytest.mark.parametrize(
+    ("counting", "step", "where", "whole", "rate"),
+    [
+        (STEPS, 118, "step 118/120", "118 steps", "2.0 steps/s"),
+        (ROUNDS, 118, "round 118/120 of 10 passes", "118 rounds of 10 passes", "2.0 rounds/s"),
+        (UNEVEN, 118, "round 118/120", "118 rounds", "2.0 rounds/s"),
+        (BATCHES, 61, "batch 118/120, update 61", "118 batches, 61 updates", "2.0 updates/s"),
+        (
+            PUSHED_ROUNDS,
+            1,
+            "round 118/120 of 10 passes, update 1",
+            "118 rounds of 10 passes, 1 update",
+            "2.0 updates/s",
+        ),
+    ],
+)
+def test_steps_rounds_batches_and_updates_are_called_what_they_are(
+    counting: Counting, step: int, where: str, whole: str, rate: str
+) -> None:
+    assert position(counting, step, 118, 120) == where
+    assert made(counting, step, 118) == whole
+    assert speed(counting, "2.0") == rate
+
+
+def test_a_script_that_ends_its_job_by_itself_has_no_total() -> None:
+    assert position(STEPS, 61, 61, 0) == "step 61"
+    assert position(PUSHED_ROUNDS, 61, 0, 0) == "update 61 of 10 passes"
+
+
+def test_steps_of_several_passes_are_said_with_their_sum() -> None:
+    assert plan(STEPS, 120) == plan(BATCHES, 120) == plan(ROUNDS, 0) == ""
+    assert plan(ROUNDS, 120) == "120 rounds of 10 passes: 1,200 passes of every replica"
+    assert plan(UNEVEN, 120) == "120 rounds: 1,020 passes of every replica"
+    assert plan(PUSHED_ROUNDS, 120) == "120 rounds of 10 passes: 1,200 passes of all workers together"
+
+
+def test_a_job_with_fewer_updates_than_batches_ends_at_its_last_batch() -> None:
+    status = replace(STATUS, step=30, first_step=0, steps=100, done=60, counting=BATCHES, steps_per_s=7.5)
+    view = cluster_view(status)
+    # 20 updates of 2 batches each.
+    assert (view.progress, view.done, view.left_s) == (0.6, 60, pytest.approx(20 / 7.5))
+    # A chief of an earlier version says nothing of it.
+    assert cluster_view(replace(status, counting=None, done=0)).progress == 0.3

@@ -20,6 +20,7 @@ from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.rules.program import Program
+from shardline_chief.rules.views import counting, done
 
 
 def total_traffic(program: Program) -> Traffic:
@@ -52,6 +53,8 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
         "exit_code": state.exit_code,
         "reason": state.reason,
         "steps": state.progress.step,
+        "done": done(state),
+        "counting": dataclasses.asdict(counting(state.job)) if state.job is not None else None,
         "first_step": state.progress.first_step,
         "seconds": round(seconds, 6),
         "steps_per_second": trained / seconds if seconds > 0 else 0.0,
@@ -145,6 +148,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         **facts(state.job),
         phase=state.phase.name.lower(),
         step=state.progress.step,
+        done=done(state),
         first_step=state.progress.first_step,
         loss=reporter.loss,
         steps_per_s=reporter.step_rate.per_second if still is None else 0.0,
@@ -203,6 +207,7 @@ def facts(job: JobSpec | None) -> dict[str, Any]:
     return {
         "job": job.name,
         "steps": job.steps,
+        "counting": counting(job),
         "replicas": job.replicas,
         "consistency": consistency.named(job.consistency),
         "rule": job.rule.name,

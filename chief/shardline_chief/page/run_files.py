@@ -96,6 +96,7 @@ class RunFiles:
             **facts(known.job),
             phase=self._phase(),
             step=self._step(),
+            done=known.leases.done if known.leases is not None else self._step(),
             first_step=known.first_step,
             loss=past.loss,
             steps_per_s=float(rates.get("steps_per_s", 0.0)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from shardline import pipeline
+from shardline import cadence as cadences
+from shardline import consistency, pipeline
+from shardline.consistency import Clock
 from shardline.consistency.assignment import replicas_of
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.placement import Post
 from shardline.core.plan import make_plan
-from shardline.core.status import TaskStatus, Traffic
+from shardline.core.spec import JobSpec
+from shardline.core.status import Counting, TaskStatus, Traffic
 from shardline.errors import UsageError
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.stages import Stage
@@ -114,3 +117,22 @@ def _replicas(state: State, task: str) -> tuple[int, ...]:
     """The replicas of which a task computes something."""
     units = replicas_of(state.work.assignment, task)
     return tuple(pipeline.by_replica(state.job, units)) if state.job is not None else units
+
+
+def counting(job: JobSpec) -> Counting:
+    """What the job's numbers count."""
+    mode, cadence = consistency.of(job.consistency), cadences.of(job)
+    whole = "round" if cadence.ticks > 1 else "step"
+    unit = "update" if mode.clock is Clock.VERSION else whole
+    leased = {"step": "batch"}.get(whole, whole) if mode.leases_batches and not job.script else unit
+    return Counting(
+        unit=unit,
+        asked=leased,
+        passes=cadence.ticks if cadence.uniform else 0,
+        all_passes=cadence.ticks_before(job.steps),
+    )
+
+
+def done(state: State) -> int:
+    """How many of the job's steps are done: batches whose lease is done, else steps or updates."""
+    return state.work.leases.done if state.work.leases is not None else state.progress.step

@@ -1110,6 +1110,40 @@ class Standstill(_message.Message):
 Global___Standstill: _TypeAlias = Standstill  # noqa: Y015
 
 @_typing.final
+class Counting(_message.Message):
+    """What the numbers of a job count."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    ALL_PASSES_FIELD_NUMBER: _builtins.int
+    unit: _builtins.str
+    """Its progress, checkpoints and curves: "step", "round" (a step of several passes) or "update"."""
+    asked: _builtins.str
+    """Its `steps`: the same, or "batch" or "round" where workers push for themselves."""
+    passes: _builtins.int
+    """Passes of a replica in each of them; 0 = not in each as many."""
+    all_passes: _builtins.int
+    """Passes of a replica in all of them."""
+    def __init__(
+        self,
+        *,
+        unit: _builtins.str = ...,
+        asked: _builtins.str = ...,
+        passes: _builtins.int = ...,
+        all_passes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_passes", b"all_passes", "asked", b"asked", "passes", b"passes", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Counting: _TypeAlias = Counting  # noqa: Y015
+
+@_typing.final
 class ChiefStatusReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1193,6 +1227,8 @@ class ChiefStatusReply(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     CODEC_PARCELS_FIELD_NUMBER: _builtins.int
     STANDSTILL_FIELD_NUMBER: _builtins.int
+    COUNTING_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -1232,6 +1268,8 @@ class ChiefStatusReply(_message.Message):
     codec_down: _builtins.str
     codec_parcels: _builtins.str
     """The codec of what stages of a pipeline hand to each other; empty = none, or without a pipeline."""
+    done: _builtins.int
+    """How many of `steps` are done, in the unit `asked`."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1265,6 +1303,10 @@ class ChiefStatusReply(_message.Message):
     @_builtins.property
     def standstill(self) -> Global___Standstill:
         """Absent while the job moves, and before it trains."""
+
+    @_builtins.property
+    def counting(self) -> Global___Counting:
+        """Absent until the job is known."""
 
     def __init__(
         self,
@@ -1309,10 +1351,12 @@ class ChiefStatusReply(_message.Message):
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
         codec_parcels: _builtins.str = ...,
         standstill: Global___Standstill | None = ...,
+        counting: Global___Counting | None = ...,
+        done: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["standstill", b"standstill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counting", b"counting", "standstill", b"standstill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "standstill", b"standstill", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "counting", b"counting", "dead_s", b"dead_s", "done", b"done", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "standstill", b"standstill", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

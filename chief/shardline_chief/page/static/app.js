@@ -48,8 +48,11 @@ function standstill(view) {
 
 function progress(view) {
   put(at("doing"), view.doing);
-  put(at("step"), count(view.step));
-  put(at("steps"), view.steps ? ` of ${plural(view.steps, "step")}` : " steps");
+  const { unit, asked, passes } = view.counting;
+  const each = passes > 1 ? ` of ${plural(passes, "pass")}` : "";
+  const updates = asked === unit ? "" : `, ${plural(view.step, unit)}`;
+  put(at("step"), count(view.steps ? view.done : view.step));
+  put(at("steps"), view.steps ? ` of ${plural(view.steps, asked)}${each}${updates}` : ` ${unit}s${each}`);
   const bar = at("bar");
   bar.hidden = view.progress == null;
   if (!bar.hidden) bar.value = view.progress;
@@ -72,7 +75,7 @@ function figures(view) {
       figure(value),
       `evaluated at step ${count(view.evaluation.step)}`,
     ]),
-    ["Steps/s", figure(view.steps_per_s || null, 3)],
+    [`${view.counting.unit.replace(/^./, (first) => first.toUpperCase())}s/s`, figure(view.steps_per_s || null, 3)],
     ["Push", rate(view.push_bytes_per_s)],
     ["Pull", rate(view.pull_bytes_per_s)],
     ["Staleness", figure(view.staleness, 3), view.staleness ? `at most ${count(view.staleness_max)}` : ""],

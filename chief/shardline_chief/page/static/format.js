@@ -51,5 +51,5 @@ export function moment(time) {
 }
 
 export function plural(number, word) {
-  return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+  return `${count(number)} ${word}${number === 1 ? "" : /(s|ch)$/.test(word) ? "es" : "s"}`;
 }

@@ -10,6 +10,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.fit import check_fit
+from shardline.observability.counting import plan
 from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
 from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.stages import Stage
@@ -17,6 +18,7 @@ from shardline_chief.rules.state.leases import Leases
 from shardline_chief.rules.state.settings import as_in_cluster
 from shardline_chief.rules.state.state import State
 from shardline_chief.rules.state.tasks import ps_at
+from shardline_chief.rules.views import counting
 
 
 class Start:
@@ -184,15 +186,17 @@ class Start:
                 f"{state.timeouts.lost_s:g} s of all others; training starts without them, but they may still join",
                 "warning",
             )
-        until = f"until step {job.steps}" if job.steps else "until the script ends"
+        counted = counting(job)
+        until = f"until {counted.asked} {job.steps}" if job.steps else "until the script ends"
         replicas = f", {job.replicas} replicas" if state.mode.assigns_replicas else ""
         if pipeline.of(job).staged:
             replicas += f" in {pipeline.stages(job)} stages"
         if pipeline.ranks(job) > 1:
             replicas += f", layers shared by {pipeline.ranks(job)} ranks"
         mode = consistency.named(job.consistency)
-        sentence = f"training from step {state.progress.base_step} {until}: {mode}, {there} workers"
-        state.say("running", sentence + replicas)
+        sentence = f"training from {counted.unit} {state.progress.base_step} {until}: {mode}, {there} workers"
+        passes = f" ({planned})" if (planned := plan(counted, job.steps)) else ""
+        state.say("running", sentence + replicas + passes)
         if pipeline.of(job).warning:
             state.say("pipeline", pipeline.of(job).warning, "warning")
 
