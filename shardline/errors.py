@@ -175,6 +175,8 @@ def exit_code_name(code: int) -> str:
 # Exceptions of the user's code
 
 PACKAGES = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
+MOST_TEXT = 2000
+"""Characters of an exception's text that are told: compilers write pages, which no message to the chief can hold."""
 _PYTHON = (sysconfig.get_paths()["stdlib"], "<")
 """Beginnings of the names of files that are Python's own, and of code without a file."""
 
@@ -241,7 +243,13 @@ def telling(tell: Callable[[ShardlineError], None]) -> Iterator[None]:
 
 def job_error(what: str, error: BaseException) -> JobError:
     """An exception of the user's code, with its type and line. what: the code, for the message."""
-    return JobError(f"{what} raised {type(error).__name__}: {error}{where_raised(error)}")
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its str() raises)"
+    if len(text) > MOST_TEXT:
+        text = f"{text[:MOST_TEXT]}..."
+    return JobError(f"{what} raised {type(error).__name__}: {text}{where_raised(error)}")
 
 
 def where_raised(error: BaseException) -> str:

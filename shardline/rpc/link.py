@@ -22,6 +22,7 @@ from shardline.rpc.beat_facts import NOTHING, BeatFacts
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
+from shardline.rpc.limits import MAX_SENTENCE
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import ReportQueue
@@ -154,7 +155,7 @@ class ChiefLink:
 
     def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
         """Report to the chief why this task can't continue; waits until that is sent, for at most timeout_s seconds."""
-        self._failure = (unicode(sentence), code)
+        self._failure = (unicode(sentence)[:MAX_SENTENCE], code)
         if self._thread is None or not self._thread.is_alive() or self.lost is not None:
             return
         self.beat_now()

@@ -49,6 +49,24 @@ def test_sys_exit_in_the_loss_ends_the_job_at_once_with_its_line(tmp_path: Path)
     assert any(re.search(says, sentence) for sentence in events(out, "failure"))
 
 
+def test_an_exception_in_backward_ends_the_job_at_once_with_its_line(tmp_path: Path) -> None:
+    hook = "value.register_hook(lambda gradient: {}['mine'])"
+    job = write_job(tmp_path / "job.py", after_loss=hook, steps=10_000)
+    finished = train(job, tmp_path / "run", "--ps", "1", "--workers", "2")
+    line = line_of(job, hook)
+    says = rf"worker/\d: backward\(\), in step 0 of replica 0, raised KeyError: 'mine' \(.*job\.py, line {line}\)"
+    assert_refused(finished, 2, says)
+    assert "restart 1" not in finished.err, finished
+
+
+def test_an_exception_of_a_script_before_it_connects_ends_the_run_at_once_with_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import json\n\njson.loads('{')\n")
+    finished = train(script, tmp_path / "run", "--script", "--ps", "1", "--workers", "1")
+    assert_refused(finished, 2, r"worker/0: the script raised json\.decoder\.JSONDecodeError: .*script\.py, line 3\)")
+    assert "restart 1" not in finished.err, finished
+
+
 def test_sys_exit_in_the_data_set_ends_the_job_at_once_with_its_line(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", imports="import sys", steps=10_000)
     text = job.read_text()

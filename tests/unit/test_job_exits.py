@@ -138,6 +138,19 @@ def test_a_loss_that_has_no_gradient_is_an_error_of_the_job(tmp_path: Path, stat
         train(path)
 
 
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        ("ValueError('x' * 100_000)", r"raised ValueError: x{2000}\.\.\. \("),
+        ("type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()", r"raised Odd: \(its str\(\) raises\) \("),
+    ],
+)
+def test_an_exception_of_any_text_is_told(tmp_path: Path, raised: str, says: str) -> None:
+    path, _ = write(tmp_path, "collate", f"raise {raised}", "Samples")
+    with pytest.raises(JobError, match=says):
+        train(path)
+
+
 def test_a_job_that_ends_nothing_is_trained_and_scored(tmp_path: Path) -> None:
     for data in ("Samples", "Stream"):
         path, _ = write(tmp_path, "loss", "assert True", data)
