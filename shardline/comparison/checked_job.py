@@ -14,7 +14,7 @@ from shardline.schedule import complete
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """job: its first steps, with a checkpoint after each. replaced: settings that were left out, "codec=bf16"."""
+    """job: its first steps. replaced: settings that were left out, "codec=bf16"."""
 
     job: Job
     replaced: tuple[str, ...]
@@ -34,8 +34,7 @@ def checked_job(job: Job, steps: int) -> CheckedJob:
             steps=steps,
             # The curve of the whole job.
             schedule=complete(job.schedule, job.steps),
-            checkpoint_every=1,
-            checkpoint_keep=0,
+            checkpoint_every=0,
         ),
         replaced,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +42,15 @@ class Difference:
         )
 
 
-def differences(expected: Sequence[Values], found: Sequence[Values]) -> list[Difference]:
-    """The tensors that differ, the first and largest difference first. Both: the values after 0, 1, 2 ... steps."""
-    last = len(expected) - 1
+def differences(expected: Mapping[int, Values], found: Mapping[int, Values]) -> list[Difference]:
+    """The tensors that differ, the first and largest difference first.
+
+    Both: values by number of steps done, 0 = before the first step. Compared are the steps of `found`, in order.
+    """
+    steps = sorted(found)
+    last = steps[-1]
     first = {
-        name: next((step for step in range(len(expected)) if _differ(expected[step], found[step], name)), None)
+        name: next((step for step in steps if _differ(expected[step], found[step], name)), None)
         for name in {**expected[last], **found[last]}
     }
     listed = [_measured(name, step, last, expected, found) for name, step in first.items() if step is not None]
@@ -60,7 +64,9 @@ def _differ(expected: Values, found: Values, name: str) -> bool:
     return a.shape != b.shape or a.dtype != b.dtype or not same_bits(a, b)
 
 
-def _measured(name: str, step: int, last: int, expected: Sequence[Values], found: Sequence[Values]) -> Difference:
+def _measured(
+    name: str, step: int, last: int, expected: Mapping[int, Values], found: Mapping[int, Values]
+) -> Difference:
     after = last if _differ(expected[last], found[last], name) else step
     a, b = expected[after].get(name), found[after].get(name)
     if a is None or b is None:

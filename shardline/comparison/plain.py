@@ -45,13 +45,13 @@ class PlainTraining:
         """Copies of the parameters and persistent buffers by name, on the CPU."""
         return {name: value.detach().to("cpu", copy=True) for name, value in named_tensors(self._model)}
 
-    def run(self, steps: int) -> list[dict[str, torch.Tensor]]:
+    def run(self, steps: int) -> dict[int, dict[str, torch.Tensor]]:
         """Train; returns the values after 0, 1, 2 ... steps. Raises JobError, NonFiniteError as the job would."""
         with _threads(self._job.threads), telling(lambda error: None):
-            found = [self.values()]
+            found = {0: self.values()}
             for step in range(steps):
                 self._step(step)
-                found.append(self.values())
+                found[step + 1] = self.values()
         return found
 
     def _step(self, step: int) -> None:
@@ -104,7 +104,8 @@ class PlainTraining:
         bad += [
             f"the gradient of {name!r}"
             for name, value in named_values(self._model).items()
-            if value.grad is not None and not is_finite(value.grad)
+            # Sparse ones are refused where they would be sent.
+            if value.grad is not None and value.grad.layout is torch.strided and not is_finite(value.grad)
         ]
         if bad and self._job.nan_policy == "stop":
             raise NonFiniteError(f"in step {step}, replica {replica}, {', '.join(bad[:3])} has NaN or infinity")

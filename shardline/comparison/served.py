@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shardline.checkpoint import Checkpoint
 from shardline.checkpoint.manifest import step_folder
@@ -20,8 +21,10 @@ from shardline.client.api.session import Session
 from shardline.client.job_loop import run_replicas
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, UnreachableError, telling
+from shardline.host.process import resolve_device
 from shardline.job import Job
 
 Role = Callable[[RoleConfig], int]
@@ -43,11 +46,14 @@ class InProcessCluster:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
-def train_served(job: Job, cluster: InProcessCluster) -> list[dict[str, torch.Tensor]]:
-    """Train the job with one worker that runs all replicas; returns the values after 0, 1, 2 ... steps, on the CPU.
+def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, torch.Tensor]]:
+    """Train the job with one worker that runs all replicas; returns the values before the first step and at the end.
 
-    They are those of the checkpoints, so the job needs one after each step. Raises what training it would raise.
+    They are those of its checkpoints, on the CPU, by number of steps done. Raises what training it would raise.
     """
+    # A model that is refused is so before anything starts.
+    model = job.build_model().to(resolve_device(cluster.device))
+    jobspec = job.spec(model)
     spec = ClusterSpec({"chief": (ANY,), "ps": (ANY,) * cluster.ps, "worker": (ANY,)})
     chief, address = _start_chief(cluster, spec)
     spec = spec.with_address("chief/0", address)
@@ -56,7 +62,7 @@ def train_served(job: Job, cluster: InProcessCluster) -> list[dict[str, torch.Te
         config = _config(cluster, "ps", spec, index, device=cluster.ps_device)
         tasks[config.task] = _start(cluster.role("ps"), config)
     try:
-        _train(job, _config(cluster, "worker", spec, 0, device=cluster.device))
+        _train(job, model, jobspec, _config(cluster, "worker", spec, 0, device=cluster.device))
     except Exception:
         # They write into a folder that the caller removes.
         wait(tasks.values(), cluster.timeouts.total_s)
@@ -65,16 +71,16 @@ def train_served(job: Job, cluster: InProcessCluster) -> list[dict[str, torch.Te
         code = _result(task, cluster.timeouts, name)
         if code:
             raise InternalError(f"{name} of the comparison ended with exit code {code} after its last step")
-    return [Checkpoint(cluster.out / "checkpoints" / step_folder(step)).state_dict() for step in range(job.steps + 1)]
+    folder = cluster.out / "checkpoints"
+    return {step: Checkpoint(folder / step_folder(step)).state_dict() for step in (0, job.steps)}
 
 
-def _train(job: Job, config: RoleConfig) -> None:
+def _train(job: Job, model: nn.Module, spec: JobSpec, config: RoleConfig) -> None:
     session = Session(config)
     before = torch.get_num_threads()
     try:
         with telling(session.fail):
-            model = job.build_model().to(session.device)
-            optimizer = session.attach(model, job.build_optimizer(model), job=job.spec(model))
+            optimizer = session.attach(model, job.build_optimizer(model), job=spec)
             # After the servers have set theirs.
             torch.set_num_threads(job.threads)
             run_replicas(session, optimizer, model, job)

@@ -1,0 +1,411 @@
+"""What a model, its batches and its optimizer may be: each row of the table in docs/jobs.md, as jobs or as scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from shardline.job import Job
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Iterator[int]], None]
+"""A script's own training loop."""
+SAME = "as in PyTorch"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table. jobs: by name of the case; script: (model, optimizer, loop) of one."""
+
+    what: str
+    """The first cell."""
+    says: str = SAME
+    """The second cell: SAME with more words, or "refused" and the sentence."""
+    jobs: dict[str, Callable[[], Job]] = field(default_factory=dict)
+    model: Callable[[], nn.Module] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    loop: Loop | None = None
+    overlaps: bool = True
+    """Whether the script may ask for overlap: nothing changes gradients between backward() and step()."""
+
+    @property
+    def sentence(self) -> str | None:
+        """The sentence with which it is refused, between backquotes; None if it is done as in PyTorch."""
+        return self.says.split("`")[1] if self.says.startswith("refused") else None
+
+
+def data() -> TensorDataset:
+    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def mse(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def job(model: Callable[[], nn.Module], **changes: Any) -> Callable[[], Job]:
+    settings: dict[str, Any] = {
+        "loss": mse,
+        "dataset": data,
+        "optimizer": "SGD",
+        "optimizer_args": {"lr": 0.05, "momentum": 0.9},
+        "batch_size": 4,
+        "replicas": 2,
+        "steps": 4,
+        "seed": 7,
+        "name": "model",
+    }
+    return lambda: Job(model=model, **{**settings, **changes})
+
+
+class Scaled(nn.Module):
+    """A linear layer whose output is multiplied by a parameter that is made by a function."""
+
+    def __init__(self, make: Callable[[], torch.Tensor], use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.own = nn.Parameter(make())
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.use(torch.tanh(self.inner(x)), self.own))  # type: ignore[no-any-return]
+
+
+def scaled(make: Callable[[], torch.Tensor], use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    return lambda: Scaled(make, use)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def narrow(dtype: torch.dtype, **settings: Any) -> Callable[[], Job]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mse(model, [batch[0].to(dtype), batch[1]])
+
+    return job(lambda: mlp().to(dtype), loss=loss, **settings)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = x.repeat(1, 2).view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return self.layers(images)  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    def __init__(self, *, object_: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.b.weight = self.a.weight if object_ else nn.Parameter(self.a.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.b(torch.tanh(self.a(x))))  # type: ignore[no-any-return]
+
+
+class Sometimes(nn.Module):
+    """Parameters that only some replicas use, or only later steps, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.some, self.late, self.never = (nn.Parameter(torch.full((6,), 0.1)) for _ in range(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        found = self.layers(x)
+        if float(x[0, 0]) > 0:
+            found = found + self.some.sum()
+        return found + self.late.sum() if int(self.seen) > 2 else found  # type: ignore[no-any-return]
+
+
+class Kept(nn.Module):
+    """Batch norm, dropout, and buffers of several dtypes that are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 1))
+        self.register_buffer("count", torch.tensor(2**62 + 1))
+        self.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("own", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for buffer, step in ((self.count, 1), (self.turn, 1j), (self.narrow, 0.5), (self.own, 1.0)):
+                buffer += step
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(4, 8)
+    prune.l1_unstructured(layer, "weight", amount=0.3)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.LSTM(2, 5, num_layers=2, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cells(x.view(-1, 2, 2))[0][:, -1])  # type: ignore[no-any-return]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2)), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
+    x = batch[0].clone().requires_grad_()
+    found = model(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return nn.functional.mse_loss(found, batch[1]) + 0.1 * slope.square().mean()
+
+
+def autocast(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return mse(model, batch)
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def batched(make: Callable[..., Any]) -> Callable[[], Job]:
+    def collate(samples: list[Any]) -> Any:
+        return make(x=torch.stack([x for x, _ in samples]), y=torch.stack([y for _, y in samples]))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch.x), batch.y)
+
+    return job(mlp, collate=collate, loss=loss)
+
+
+def columns() -> nn.Module:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            q, k = torch.randn(4, 8).chunk(2, dim=1)
+            self.q, self.k, self.out = nn.Parameter(q), nn.Parameter(k), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.tanh(x @ self.q) * (x @ self.k))  # type: ignore[no-any-return]
+
+    return Fused()
+
+
+class Bag(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table((x * 5).long().abs() % 10).sum(1))  # type: ignore[no-any-return]
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": [first], "lr": 0.01, "weight_decay": 0.1}, {"params": others[:2], "momentum": 0.5}]
+
+
+# Scripts
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.sum(1, keepdim=True)
+
+
+def seeded(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return model()
+
+    return make
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def one_cycle(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    for step in steps:
+        optimizer.zero_grad()
+        mse(model, batch(step)).backward()
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+        optimizer.step()
+        scheduler.step()
+
+
+def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
+    """Averages of weights are read after each step, and their values decide the next one's loss."""
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    for step in steps:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            target = average(batch(step)[0])
+        (mse(model, batch(step)) + nn.functional.mse_loss(model(batch(step)[0]), target)).backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad(set_to_none=False)
+        for part in (0, 100):
+            (mse(model, batch(step + part)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def frozen_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
+    first = next(model.parameters())
+    for step in steps:
+        first.requires_grad_(step % 2 == 0)
+        optimizer.zero_grad()
+        mse(model, batch(step)).backward()
+        optimizer.step()
+
+
+def read_between(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
+    """What is read between step() and the next pass decides the next loss."""
+    scale = 1.0
+    for step in steps:
+        optimizer.zero_grad()
+        (scale * mse(model, batch(step))).backward()
+        optimizer.step()
+        with torch.no_grad():
+            scale = 1.0 + float(sum(value.abs().sum() for value in model.state_dict().values()))
+
+
+ROWS = [
+    Row(
+        "float64, complex, float16, bfloat16",
+        f"{SAME}, see [optimizers](#optimizers)",
+        {
+            "float64": narrow(torch.float64),
+            "bfloat16": narrow(torch.bfloat16),
+            "float16": narrow(torch.float16),
+            "complex": job(scaled(lambda: torch.randn(8, dtype=torch.complex64), lambda h, own: h * own.abs())),
+        },
+    ),
+    Row(
+        "0-d and empty parameters",
+        jobs={
+            "0-d": job(scaled(lambda: torch.tensor(0.7), lambda h, own: h * own)),
+            "empty": job(scaled(lambda: torch.zeros(0, 3), lambda h, own: h + own.sum())),
+        },
+    ),
+    Row(
+        "transposed and other strided parameters, channels_last",
+        f"{SAME}, except the last elements in float16 and bfloat16 "
+        "([0039](decisions/0039-tensors-end-where-torch-ends-them.md))",
+        jobs={
+            "transposed": job(scaled(lambda: torch.randn(8, 5).t(), lambda h, own: h * own.sum(0))),
+            "strided": job(scaled(lambda: torch.randn(64)[::8], lambda h, own: h * own)),
+            "negated": job(scaled(lambda: torch._neg_view(torch.randn(8)), lambda h, own: h * own)),
+            "channels_last": job(lambda: Convolved().to(memory_format=torch.channels_last)),
+        },
+    ),
+    Row("views of one storage that share no element (columns of a fused matrix)", jobs={"columns": job(columns)}),
+    Row(
+        "an expanded parameter",
+        "refused: `is an expanded view whose elements share memory; store .contiguous() of it`",
+        {"expanded": job(scaled(lambda: torch.randn(1).expand(8), lambda h, own: h * own))},
+    ),
+    Row(
+        "weights tied by one `Parameter` object",
+        jobs={"tied": job(lambda: Tied(object_=True))},
+    ),
+    Row(
+        "two parameters that share elements",
+        "refused: `are different tensors that share memory; tie weights by assigning the same Parameter object`",
+        {"shared": job(lambda: Tied(object_=False))},
+    ),
+    Row(
+        "parameters that some replicas or some steps don't use",
+        f"{SAME}; a replica that doesn't use one counts as a gradient of 0, if another does",
+        {"SGD": job(Sometimes), "AdamW": job(Sometimes, optimizer="AdamW", optimizer_args={"lr": 0.01}, replicas=3)},
+    ),
+    Row("batch norm, dropout, buffers of any dtype that are written in place", jobs={"buffers": job(Kept)}),
+    Row("pruning and parametrizations, made in the model function", jobs={"norm": job(normed), "pruned": job(pruned)}),
+    Row(
+        "recurrent layers, recomputation (`torch.utils.checkpoint`)",
+        jobs={"LSTM": job(Recurrent), "recomputed": job(Recomputed)},
+    ),
+    Row(
+        "gradient penalties, autocast",
+        jobs={"penalty": job(mlp, loss=penalised), "autocast": job(mlp, loss=autocast)},
+    ),
+    Row(
+        "parameter groups, `fused=True`, `foreach=True`",
+        jobs={
+            "groups": job(mlp, param_groups=grouped),
+            "fused": job(mlp, optimizer="AdamW", optimizer_args={"lr": 0.01, "fused": True}),
+            "foreach": job(mlp, optimizer="Adam", optimizer_args={"lr": 0.01, "foreach": True}),
+        },
+    ),
+    Row(
+        "batches of any class: a tokenizer's batch, dataclasses, mappings",
+        jobs={"tokenizer": batched(Encoding), "dataclass": batched(Sample)},
+    ),
+    Row(
+        "a lazy module that has seen no batch",
+        "refused: `is not initialised yet (a lazy module); run the model once on a batch inside the model factory`",
+        {"lazy": job(lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1)))},
+    ),
+    Row(
+        "sparse gradients (`nn.Embedding(sparse=True)`)",
+        "refused: `has layout torch.sparse_coo; Shardline supports only dense gradients`",
+        {"sparse": job(lambda: Bag(sparse=True), optimizer_args={"lr": 0.05})},
+    ),
+    Row(
+        "a script's schedules of learning rate, momentum and weight decay (`OneCycleLR`)",
+        model=mlp,
+        optimizer=sgd,
+        loop=one_cycle,
+        overlaps=False,
+    ),
+    Row("a script's averages of weights (`AveragedModel`)", model=mlp, optimizer=adamw, loop=averaged),
+    Row("a script's accumulation and `clip_grad_norm_`", model=mlp, optimizer=adamw, loop=clipped, overlaps=False),
+    Row("a script that freezes a parameter for a while", model=mlp, optimizer=sgd, loop=frozen_for_a_while),
+    Row("a script that reads values between `step()` and the next pass", model=mlp, optimizer=sgd, loop=read_between),
+]
