@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -65,9 +65,9 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
-test test-processes test-long test-all test-native chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-long test-models test-all test-native chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
-SHORT := not chaos and not bench and not long and not processes
+SHORT := not chaos and not bench and not long and not processes and not models
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
 # whole clusters come after all others. With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
@@ -84,6 +84,10 @@ test-processes: $(STAMP)
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.
 test-long: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile long -m "long and not chaos" tests $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# Every model, batch and optimizer of the table in docs/jobs.md beside plain PyTorch, in all ways; make test tries a few.
+test-models: $(STAMP)
+	$(BIN)/pytest -q -n 2 tests/models $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own. Without libstdc++ beside it,
 # ASan ends the process at torch's first C++ exception.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec, itemsize
+from shardline.core.tensor_bytes import is_stored
 from shardline.errors import JobError, ProtocolError
 
 QUANTUM_ELEMENTS = 16_384
@@ -420,11 +421,11 @@ def span_of(plan: Plan, piece: Slice) -> slice:
 
 
 def tensor_piece(plan: Plan, bucket: BucketSpec, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The slice of one contiguous tensor that is the whole bucket, flat, not copied; None if there is none."""
+    """The slice of one tensor that is the whole bucket, flat, not copied; None if there is none."""
     piece = bucket.slices[0]
     if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
         return None
     tensor = tensors.get(piece.tensor)
-    if tensor is None or not tensor.is_contiguous():
+    if tensor is None or not is_stored(tensor):
         return None
     return tensor.detach().reshape(-1)[span_of(plan, piece)]

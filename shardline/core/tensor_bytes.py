@@ -23,7 +23,7 @@ FINGERPRINT_LINE = 64
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a CPU tensor as a view of its memory (a copy if it is not contiguous).
+    """The little-endian bytes of a CPU tensor as a view of its memory (a copy if it is not stored like that).
 
     Works for every dtype, 0-d and empty tensors. The view is valid as long as the tensor is unchanged.
     """
@@ -33,7 +33,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         # Of its own, since the tensor may get other memory; otherwise as in borrowed_tensor().
         memory.owner = tensor.detach()  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     # A single element counts as contiguous with any stride, but can be viewed as bytes only with stride 1.
@@ -49,13 +49,21 @@ def memory_uses(tensor: torch.Tensor) -> int:
     return _count_memory(tensor.untyped_storage()._cdata)
 
 
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are in memory in the order of their indices, each as it is read.
+
+    Views that torch negates or conjugates when they are read have other signs there.
+    """
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bytes: 0.0 is not -0.0, a NaN equals itself."""
     return bool(torch.equal(_octets(a), _octets(b)))
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def memory_of(octets: torch.Tensor) -> memoryview:

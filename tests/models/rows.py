@@ -87,6 +87,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
 
 
+def conjugated() -> nn.Module:
+    """A parameter and a gradient whose signs torch applies when they are read."""
+    return Scaled(lambda: torch.randn(64, 8, dtype=torch.complex64).conj(), lambda h, own: h * own.conj().sum(0).real)
+
+
 def narrow(dtype: torch.dtype, **settings: Any) -> Callable[[], Job]:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return mse(model, [batch[0].to(dtype), batch[1]])
@@ -214,19 +219,6 @@ def batched(make: Callable[..., Any]) -> Callable[[], Job]:
     return job(mlp, collate=collate, loss=loss)
 
 
-def columns() -> nn.Module:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            q, k = torch.randn(4, 8).chunk(2, dim=1)
-            self.q, self.k, self.out = nn.Parameter(q), nn.Parameter(k), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(torch.tanh(x @ self.q) * (x @ self.k))  # type: ignore[no-any-return]
-
-    return Fused()
-
-
 class Bag(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -325,6 +317,7 @@ ROWS = [
             "bfloat16": narrow(torch.bfloat16),
             "float16": narrow(torch.float16),
             "complex": job(scaled(lambda: torch.randn(8, dtype=torch.complex64), lambda h, own: h * own.abs())),
+            "conjugated": job(conjugated, replicas=1),
         },
     ),
     Row(
@@ -341,11 +334,10 @@ ROWS = [
         jobs={
             "transposed": job(scaled(lambda: torch.randn(8, 5).t(), lambda h, own: h * own.sum(0))),
             "strided": job(scaled(lambda: torch.randn(64)[::8], lambda h, own: h * own)),
-            "negated": job(scaled(lambda: torch._neg_view(torch.randn(8)), lambda h, own: h * own)),
+            "negated": job(scaled(lambda: torch._neg_view(torch.randn(64, 8)), lambda h, own: h * own.sum(0))),
             "channels_last": job(lambda: Convolved().to(memory_format=torch.channels_last)),
         },
     ),
-    Row("views of one storage that share no element (columns of a fused matrix)", jobs={"columns": job(columns)}),
     Row(
         "an expanded parameter",
         "refused: `is an expanded view whose elements share memory; store .contiguous() of it`",

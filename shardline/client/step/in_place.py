@@ -27,7 +27,7 @@ from shardline.client.step.layout import ModelLayout
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec
-from shardline.core.tensor_bytes import memory_uses, tensor_from_bytes
+from shardline.core.tensor_bytes import is_stored, memory_uses, tensor_from_bytes
 from shardline.host.addresses import address_of, pages_of
 from shardline.host.segments import Segment
 from shardline.host.segments import layout as offsets_of
@@ -172,7 +172,7 @@ def _can_move(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether a tensor is alone in ordinary host memory of its own."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
         return False
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_inference():
+    if tensor.layout != torch.strided or not is_stored(tensor) or tensor.is_inference():
         return False
     if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
         # ModelLayout has the error for this.
@@ -450,5 +450,5 @@ class InPlace:
 
 def _on_host(plan: Plan, layout: ModelLayout) -> dict[int, Region]:
     """Tensors whose gradients can be computed in the segment of their shard."""
-    other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not item.is_contiguous()]
+    other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not is_stored(item)]
     return regions(plan, other)

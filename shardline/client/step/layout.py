@@ -9,15 +9,15 @@ import torch
 from shardline.client.exchange.arrivals import Key
 from shardline.core.plan import Plan, span_of
 from shardline.core.spec import DTYPES, TensorKind
-from shardline.core.tensor_bytes import same_bits, tensor_bytes
+from shardline.core.tensor_bytes import is_stored, same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
 
 
 class ModelLayout:
     """Maps each bucket's slices to the worker's own tensors.
 
-    tensors: by canonical name, on any device; written by pulls. Tensors that aren't contiguous are written through a
-    flat mirror. Raises MismatchError, TensorError.
+    tensors: by canonical name, on any device; written by pulls. Tensors that aren't stored as they are read are written
+    through a flat mirror. Raises MismatchError, TensorError.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -37,7 +37,7 @@ class ModelLayout:
         self._mirrors = {
             number: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             for number, tensor in enumerate(self._tensors)
-            if not tensor.is_contiguous()
+            if not is_stored(tensor)
         }
         flats = [self._mirrors.get(number, tensor).reshape(-1) for number, tensor in enumerate(self._tensors)]
         self._views = [
