@@ -78,7 +78,8 @@ class RoleConfig:
                 f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "
                 "at least 1 and at most --max-workers"
             )
-        check_out((self.out or DEFAULT_OUT).absolute())
+        if self.out is not None or self.role == "chief":
+            check_out((self.out or DEFAULT_OUT).absolute())
         for what, host, flag in self._listens():
             check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
 

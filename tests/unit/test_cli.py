@@ -550,7 +550,8 @@ def test_run_whose_evaluator_scored_nothing_says_so_and_why(tmp_path: Path) -> N
 def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
-    for bad in (tmp_path, tmp_path / "file" / "summary.json", tmp_path / "fifo"):
+    (tmp_path / "link").symlink_to(tmp_path / "file" / "nothing")
+    for bad in (tmp_path, tmp_path / "file" / "summary.json", tmp_path / "fifo", tmp_path / "link"):
         with pytest.raises(UsageError, match=r"--summary .* can't be written: .*; choose a file in a folder"):
             check_summary(bad)
     check_summary(tmp_path / "new" / "summary.json")
