@@ -184,6 +184,13 @@ def block_number(step: int, replica: int, microbatch: int, *, replicas: int, acc
     return (step * replicas + replica) * accumulate + microbatch
 
 
+class Ahead(Protocol):
+    """Reads batches ahead, in other processes."""
+
+    def batch(self, place: tuple[int, int, int], end: int | None) -> Batch:
+        """The batch for (step, replica, microbatch). end: first step that won't be computed here, if known."""
+
+
 class BatchSource:
     """A job's batches by place, for the tasks that run its replicas. Not thread-safe; reseeds the global generators.
 
@@ -196,9 +203,20 @@ class BatchSource:
     replica also reads the samples of the others; going back means reading a pass from its start.
     """
 
-    def __init__(self, job: DataSource, took: Callable[[float], None] = lambda seconds: None) -> None:
-        """took: called with the seconds that each batch took to come."""
+    def __init__(
+        self,
+        job: DataSource,
+        took: Callable[[float], None] = lambda seconds: None,
+        *,
+        ahead: Ahead | None = None,
+        end: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """took: called with the seconds that each batch took to come. ahead: processes that read them. end: first step
+        that won't be computed here, if known.
+        """
         self._took = took
+        self._ahead = ahead
+        self._end = end
         self._source: _Indexed | _Tensors | _Streamed
         collate = job.collate or default_collate
         if not job.samples:
@@ -213,6 +231,11 @@ class BatchSource:
         """Whether batches have to be read in the order of the data, because going back takes long."""
         return isinstance(self._source, _Streamed)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a batch is rows of tensors, taken without a call of the user's code."""
+        return isinstance(self._source, _Tensors)
+
     def batch(self, step: int, replica: int, microbatch: int) -> Batch:
         """The collated batch_size samples of one microbatch, on the data set's device.
 
@@ -220,7 +243,10 @@ class BatchSource:
         yields nothing, or a data set that raises, naming the sample; ValueError for a place that the job doesn't have.
         """
         began_s = time.monotonic()
-        batch = self._source.batch(step, replica, microbatch)
+        if self._ahead is not None:
+            batch = self._ahead.batch((step, replica, microbatch), self._end())
+        else:
+            batch = self._source.batch(step, replica, microbatch)
         self._took(time.monotonic() - began_s)
         return batch
 

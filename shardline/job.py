@@ -122,6 +122,10 @@ class Job(Settings):
     """"max" or "min"; "" = "min" if the metric's name contains loss, error, perplexity or bits, else "max"."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch from a list of samples; None = torch's default_collate."""
+    loaders: int = 0
+    """Processes of each worker that read its batches ahead; 0 = its training thread reads them."""
+    prefetch: int = 2
+    """Batches per loader that are read before they are needed."""
     name: str = ""
     """Name in logs and checkpoints; "" = taken from the file."""
     workers: int = 0
@@ -147,6 +151,10 @@ class Job(Settings):
         across.check_choices({str(pattern): str(style) for pattern, style in shared.items()})
         check_settings(self)
         _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
+        for name, lowest in (("loaders", 0), ("prefetch", 1)):
+            number = getattr(self, name)
+            whole = isinstance(number, int) and not isinstance(number, bool) and number >= lowest
+            _require(whole, name, number, f"give a whole number >= {lowest}")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
         _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
         _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")

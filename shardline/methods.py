@@ -43,6 +43,8 @@ WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 OVERRIDES: Mapping[str, type] = {
     **{name: kind_of(name) for name in known()},
     "clip_norm": float,
+    "loaders": int,
+    "prefetch": int,
     **dict.fromkeys((*FIELDS, "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that the command line can set, and the types to parse."""

@@ -137,6 +137,11 @@ plugin = click.option(
 )
 other_fields = together(
     option("--seed", type=click.IntRange(min=0), help="Override the seed of the job."),
+    option(
+        "--loaders",
+        type=click.IntRange(min=0),
+        help="Processes of each worker that read its batches ahead, instead of the job's; 0 = none.",
+    ),
     *(method(seam) for seam in methods.SEAMS),
     *(method_part(field) for field in methods.PARTS),
     click.option(
@@ -297,7 +302,7 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
     return security(flags)
 
 
-JOB_FIELDS = ("steps", "seed", *methods.FIELDS)
+JOB_FIELDS = ("steps", "seed", "loaders", *methods.FIELDS)
 """Fields of the job that have a flag of their own."""
 
 

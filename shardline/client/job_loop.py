@@ -10,9 +10,10 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
 
 
-def run_replicas(session: Session, optimizer: ShardlineOptimizer, model: nn.Module, job: Job) -> None:
+def run_replicas(
+    session: Session, optimizer: ShardlineOptimizer, model: nn.Module, job: Job, source: BatchSource
+) -> None:
     """Train an attached model until the job ends."""
-    source = BatchSource(job, session.data_took)
     for step in session.steps():
         with session.attempt():
             for replica in session.replicas:

@@ -23,6 +23,7 @@ from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
+from shardline.data import BatchSource
 from shardline.errors import InternalError, UnreachableError, telling
 from shardline.host.process import resolve_device
 from shardline.job import Job
@@ -83,7 +84,7 @@ def _train(job: Job, model: nn.Module, spec: JobSpec, config: RoleConfig) -> Non
             optimizer = session.attach(model, job.build_optimizer(model), job=spec)
             # After the servers have set theirs.
             torch.set_num_threads(job.threads)
-            run_replicas(session, optimizer, model, job)
+            run_replicas(session, optimizer, model, job, BatchSource(job, session.data_took))
     finally:
         torch.set_num_threads(before)
         session.shutdown()

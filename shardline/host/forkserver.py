@@ -47,6 +47,7 @@ MAX_REASON = 1000
 """Bytes of the sentence that says why no process can be forked."""
 TITLE_BYTES = 4096
 """Room for a task's command line. The alternative, setproctitle's own, is the memory that /proc/PID/environ shows."""
+PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 CAN_FORK = sys.platform == "linux"
@@ -77,7 +78,7 @@ class ForkServer:
         besides Shardline and torch, where that works.
         """
         # From now on tasks become children of this process when the one that forked them has gone.
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._lock = threading.Lock()
         self._ready = False
         self._socket, theirs = socket.socketpair()
@@ -222,7 +223,8 @@ def _read_line(connection: socket.socket) -> bytes:
     return line
 
 
-def _prctl(option: int, value: int | bytes) -> None:
+def prctl(option: int, value: int | bytes) -> None:
+    """Linux' call of this name. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
@@ -369,7 +371,7 @@ def _rename(command: Sequence[str]) -> None:
     setproctitle.setproctitle(" ".join(command).encode(errors="backslashreplace").decode())
     if "--task" in command:
         with contextlib.suppress(OSError):
-            _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
+            prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
 
 
 def reap_group(group: int) -> None:

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import summary_of, train
+from tests.e2e.support import (
+    PATIENCE_S,
+    assert_refused,
+    expected_sha256,
+    mortal_cluster,
+    slow_job,
+    summary_of,
+    train,
+    wait_for_step,
+    write_job,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
@@ -84,3 +94,48 @@ def test_a_script_reads_through_a_data_loader(tmp_path: Path, start: str, persis
     finished = train(script, out, "--script", "--workers", "1")
     assert finished.code == 0, finished
     assert summary_of(out)["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate": 2},
+        {"consistency": "async"},
+        {"cadence": "local-sgd:every=3"},
+    ],
+    ids=["steps", "microbatches", "leased batches", "local passes"],
+)
+def test_a_job_with_loaders_ends_in_the_bits_of_one_without(tmp_path: Path, settings: dict[str, int | str]) -> None:
+    job, out = write_job(tmp_path / "job.py", steps=24, replicas=2, **settings), tmp_path / "run"
+    finished = train(job, out, "--workers", "1", "--loaders", "2")
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert found["steps"] == 24
+    if settings.get("consistency") != "async":
+        assert found["sha256"] == expected_sha256(job)
+
+
+def test_a_worker_that_is_killed_leaves_its_loaders_and_replicas_to_others(tmp_path: Path) -> None:
+    job, out = slow_job(tmp_path / "job.py", replicas=3, steps=60, loaders=2), tmp_path / "run"
+    with mortal_cluster(job, out, workers=2) as cluster:
+        wait_for_step(out, 12)
+        cluster.kill("worker/1")
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, [cluster.log_tail(task, 30) for task in cluster.tasks()]
+    assert summary_of(out)["sha256"] == expected_sha256(job)
+
+
+RAISES = "Points.__getitem__ = lambda self, index: [][index]"
+
+
+def test_an_error_in_a_loader_ends_the_job_as_without_loaders(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.py", after=RAISES)
+    sentences = set()
+    for loaders in ("0", "2"):
+        out = tmp_path / f"run{loaders}"
+        finished = train(job, out, "--workers", "1", "--loaders", loaders)
+        assert_refused(
+            finished, 2, r"dataset\[\d+\] \(of 256\) raised IndexError: list index out of range \(.*job.py, line \d+\)"
+        )
+        sentences.add(summary_of(out)["reason"])
+    assert len(sentences) == 1

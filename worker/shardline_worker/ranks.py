@@ -22,7 +22,7 @@ from shardline_worker.room import Room
 class RankWorker:
     """A worker's rank in shared layers, also in the stages of a pipeline. Attaches the session to the job's model."""
 
-    def __init__(self, session: Session, job: Job, model: nn.Module, spec: JobSpec) -> None:
+    def __init__(self, session: Session, job: Job, model: nn.Module, spec: JobSpec, source: BatchSource) -> None:
         if session.device.type != "cpu":
             raise JobError(
                 f"workers that share layers compute on CPUs, but this one was given {session.device}; start it with "
@@ -30,7 +30,7 @@ class RankWorker:
             )
         self._session = session
         self._job = job
-        self._source = BatchSource(job, session.data_took)
+        self._source = source
         self._schedule = pipeline.of(spec)
         layers = job.shared_layers(model)
         try_parts(model, job, layers, pipeline.ranks(spec))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -14,10 +15,11 @@ from shardline.client.api.session import Session
 from shardline.client.job_loop import run_replicas
 from shardline.config import RoleConfig
 from shardline.data import BatchSource
-from shardline.errors import UsageError, telling
+from shardline.errors import JobError, UsageError, telling
 from shardline.fit import goes_back
 from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
+from shardline.loading.pool import LoaderPool
 from shardline.pipeline.replica_tensors import StepPart
 from shardline.pipeline.runner import StageRunner
 from shardline.pipeline.schedules.gaps import Gaps
@@ -36,48 +38,68 @@ def run(config: RoleConfig) -> int:
         raise UsageError(f"{config.task} needs --job JOB.py; run a plain training script directly, see examples")
     job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
     torch.set_num_threads(job.threads)
+    # Before there are threads and connections, which a fork would have too.
+    loaders = start_loaders(job, config.task)
     session = Session(config, termination=termination)
     try:
         with telling(session.fail):
-            train(session, job, config)
+            train(session, job, config, loaders)
     finally:
         session.shutdown()
+        if loaders is not None:
+            loaders.close()
     return session.link.orders.exit_code if config.exit_with_job else 0
 
 
-def train(session: Session, job: Job, config: RoleConfig) -> None:
+def start_loaders(job: Job, task: str) -> LoaderPool | None:
+    """Processes that read the job's batches ahead; None if it wants none, or they would only copy rows of tensors."""
+    if not job.loaders:
+        return None
+    if sys.platform != "linux":
+        raise JobError(f"Job.loaders is {job.loaders}, but loaders need Linux; this is {sys.platform}: use loaders=0")
+    source = BatchSource(job)
+    if source.at_once:
+        log.info("the data set is rows of tensors, which need no loaders")
+        return None
+    count = job.loaders
+    if source.ordered and count > 1:
+        log.info("an iterable data set is read in its order, by one loader")
+        count = 1
+    return LoaderPool(source, loaders=count, prefetch=job.prefetch, accumulate=job.accumulate, who=task)
+
+
+def train(session: Session, job: Job, config: RoleConfig, loaders: LoaderPool | None) -> None:
     """Join with the job's model, then run the replicas that the chief assigns, step by step."""
+
+    def end() -> int | None:
+        leased = session.leases.end
+        return session.trainer.methods.cadence.ticks_before(leased) if leased is not None else None
+
+    source = BatchSource(job, session.data_took, ahead=loaders, end=end)
     model = job.build_model().to(session.device)
     spec = job.spec(model)
     if pipeline.ranks(spec) > 1:
         # Only here: torch.distributed takes a second to import.
         from shardline_worker.ranks import RankWorker
 
-        RankWorker(session, job, model, spec).train()
+        RankWorker(session, job, model, spec, source).train()
         _log_end(session)
         return
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
     tell_ready(config.ready_fd, session.link.task)
     schedule = pipeline.of(spec)
     if isinstance(model, StagedModel) and goes_back(spec):
-        train_stream(session, optimizer, model, job, schedule)
+        train_stream(session, optimizer, model, job, source)
         return
     if isinstance(model, StagedModel) and schedule.staged:
         train_stages(
             session,
             optimizer,
             model,
-            StageRunner(
-                model,
-                job,
-                BatchSource(job, session.data_took),
-                schedule,
-                session.parcels,
-                rest=functools.partial(_rest, session),
-            ),
+            StageRunner(model, job, source, schedule, session.parcels, rest=functools.partial(_rest, session)),
         )
         return
-    run_replicas(session, optimizer, model, job)
+    run_replicas(session, optimizer, model, job, source)
     _log_end(session)
 
 
@@ -101,7 +123,7 @@ def _rest(session: Session) -> None:
 
 
 def train_stream(
-    session: Session, optimizer: ShardlineOptimizer, model: StagedModel, job: Job, schedule: pipeline.PipelineSchedule
+    session: Session, optimizer: ShardlineOptimizer, model: StagedModel, job: Job, source: BatchSource
 ) -> None:
     """The same where no stage can begin a step again: what is computed stays in the runner."""
 
@@ -116,8 +138,8 @@ def train_stream(
     runner = StreamRunner(
         model,
         job,
-        BatchSource(job, session.data_took),
-        schedule,
+        source,
+        pipeline.of(session.job),
         session.parcels,
         ParameterSource(pulled=pulled, predict=predict, gaps=lambda: Gaps(session.job)),
         steps=session.job.steps,

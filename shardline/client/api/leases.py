@@ -25,6 +25,11 @@ class WorkerLeases:
         """Whether `batch` is within the lease."""
         return self._lease is not None and self.batch < self._lease.first + self._lease.count
 
+    @property
+    def end(self) -> int | None:
+        """First batch after the lease; None without one."""
+        return self._lease.first + self._lease.count if self._lease is not None else None
+
     def renew(self, link: ChiefLink) -> Lease:
         """Report the current lease as done and ask for the next, which may be empty. All its pushes are acknowledged.
 

@@ -71,6 +71,8 @@ class Session:
         """In a pipeline: activations and gradients from and to the stages of other workers."""
         self.data_took = self._loop.data_took
         """Call with the seconds that a batch of the open step took to come."""
+        self.leases = self._loop.finder.leases
+        """In an asynchronous job from a file: batches that this worker is to compute."""
         self._server = self.parcels.server()
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
@@ -150,8 +152,6 @@ class Session:
     def job(self) -> JobSpec:
         """The chief's job specification."""
         return self.trainer.job
-
-    # Attaching
 
     def attach(
         self,

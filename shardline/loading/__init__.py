@@ -1,0 +1,1 @@
+"""Processes that read a job's batches ahead of its training."""

@@ -1,0 +1,220 @@
+"""Loaders: processes that read a job's batches ahead, with the bits of reading them without."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from shardline.data import BatchSource
+from shardline.errors import JobError, JobExitError, TaskLostError
+from shardline.job import Job
+from shardline.loading.pool import LoaderPool
+from tests.support.jobs import make_job
+from tests.support.waiting import wait_for
+
+
+class Noisy:
+    """Samples with noise of every generator."""
+
+    def __init__(self, length: int = 48) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, np.ndarray[Any, Any], int]:
+        return index + torch.rand(3), np.random.rand(2), index
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Shuffles through a buffer, in another order in each pass."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer = list(range(6))
+        for item in range(6, 30):
+            place = int(torch.randint(6, ()))
+            yield buffer[place] + torch.rand(2)
+            buffer[place] = item
+
+
+@contextlib.contextmanager
+def pool(job: Job, *, loaders: int = 2, prefetch: int = 2) -> Iterator[LoaderPool]:
+    made = LoaderPool(BatchSource(job), loaders=loaders, prefetch=prefetch, accumulate=job.accumulate, who="worker/0")
+    try:
+        yield made
+    finally:
+        pids = made.pids
+        made.close()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def flat(batch: Any) -> list[Any]:
+    return [part.tolist() for part in (batch if isinstance(batch, list) else [batch])]
+
+
+PLACES = [
+    *((step, replica, microbatch) for step in range(4) for replica in (0, 2) for microbatch in range(2)),
+    # After a rollback, with the replica of a worker that was lost.
+    *((step, replica, microbatch) for step in range(1, 6) for replica in (0, 1, 2) for microbatch in range(2)),
+    (30, 1, 1),
+    (30, 1, 1),
+]
+
+
+@pytest.mark.parametrize("dataset", [Noisy, Stream])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_batches_are_those_of_reading_without_loaders_whatever_is_asked_for(
+    dataset: Callable[[], Any], prefetch: int
+) -> None:
+    job = make_job(dataset=dataset, batch_size=2, accumulate=2)
+    plain = BatchSource(job)
+    expected = [flat(plain.batch(*place)) for place in PLACES]
+    with pool(job, loaders=2 if job.samples else 1, prefetch=prefetch) as loaders:
+        source = BatchSource(job, ahead=loaders)
+        assert [flat(source.batch(*place)) for place in PLACES] == expected
+
+
+class Broken(Noisy):
+    """Raises for one sample, or ends its process there."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        super().__init__()
+        self.does = does
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            self.does()
+        return torch.zeros(1)
+
+
+def raises() -> None:
+    raise KeyError("no such picture")
+
+
+@pytest.mark.parametrize(
+    ("does", "error"), [(raises, JobError), (lambda: sys.exit(3), JobExitError)], ids=["an exception", "an exit"]
+)
+def test_an_error_of_the_data_set_is_the_same_with_loaders(does: Callable[[], object], error: type[JobError]) -> None:
+    job = make_job(dataset=Broken(does), batch_size=2)
+
+    def told(source: BatchSource) -> list[str | None]:
+        found: list[str | None] = []
+        for step in range(8):
+            for replica in range(3):
+                try:
+                    source.batch(step, replica, 0)
+                    found.append(None)
+                except error as raised:
+                    found.append(str(raised))
+        return found
+
+    expected = told(BatchSource(job))
+    assert sum(sentence is not None for sentence in expected) == 1
+    with pool(job) as loaders:
+        assert told(BatchSource(job, ahead=loaders)) == expected
+
+
+def test_a_batch_that_cannot_be_pickled_is_refused_by_its_class() -> None:
+    job = make_job(dataset=Noisy(), collate=lambda samples: (one for one in samples))
+    with pool(job) as loaders, pytest.raises(JobError, match="a batch of class generator can't be given from a loader"):
+        loaders.batch((0, 0, 0))
+
+
+def test_a_killed_loader_is_replaced_and_nothing_is_lost() -> None:
+    job = make_job(dataset=Noisy())
+    plain = BatchSource(job)
+    with pool(job) as loaders:
+        for step in range(12):
+            if step % 4 == 1:
+                os.kill(loaders.pids[0], signal.SIGKILL)
+            assert flat(loaders.batch((step, 1, 0))) == flat(plain.batch(step, 1, 0))
+
+
+def test_a_data_set_that_ends_its_loader_every_time_ends_the_job_with_the_place() -> None:
+    job = make_job(dataset=Broken(lambda: os._exit(9)), batch_size=2, replicas=1)
+    order = job.data_order()
+    step = next(step for step in range(24) if 17 in order.indices(step, 0, 0))
+    with pool(job) as loaders:
+        for earlier in range(step):
+            loaders.batch((earlier, 0, 0))
+        sentence = rf"loader \d of worker/0 \(process \d+\) ended with exit code 9 while it read step {step}, replica 0"
+        with pytest.raises(TaskLostError, match=sentence):
+            loaders.batch((step, 0, 0))
+
+
+def test_signals_for_the_whole_group_leave_loaders_to_their_worker() -> None:
+    job = make_job(dataset=Noisy())
+    with pool(job) as loaders:
+        before = loaders.pids
+        loaders.batch((0, 0, 0))
+        for pid in before:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        for step in range(1, 6):
+            loaders.batch((step, 0, 0))
+        assert loaders.pids == before
+
+
+WORKER = """
+import os, signal
+import torch
+from shardline.data import BatchSource
+from shardline.loading.pool import LoaderPool
+from tests.support.jobs import make_job
+from tests.integration.test_loaders import Noisy
+
+job = make_job(dataset=Noisy())
+loaders = LoaderPool(BatchSource(job), loaders=2, prefetch=2, accumulate=1, who="worker/0")
+loaders.batch((0, 0, 0))
+print(*loaders.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_loader_outlives_a_worker_that_was_killed() -> None:
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", WORKER], cwd=root, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+
+    def gone(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(lambda: all(gone(pid) for pid in pids), "the loaders' end")
+
+
+def test_batches_are_read_before_they_are_asked_for_and_no_more_than_that() -> None:
+    count = mmap.mmap(-1, 1)
+
+    class Counted(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            count[0] += 1
+            return torch.zeros(1)
+
+    job = make_job(dataset=Counted(), batch_size=4, replicas=1)
+    with pool(job, loaders=1, prefetch=3) as loaders:
+        loaders.batch((0, 0, 0))
+        wait_for(lambda: count[0] == 16, "three batches more")
+        loaders.batch((1, 0, 0), end=4)
+        loaders.batch((2, 0, 0), end=4)
+        loaders.batch((3, 0, 0), end=4)
+    # Those before the end alone.
+    assert count[0] == 16
