@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import psutil
 import torch
@@ -79,14 +82,27 @@ class OwnProcess:
             )
 
 
-def _answer_as_usual() -> None:
-    """In a forked child: signals end it, as they would without its parent's handlers."""
+S = TypeVar("S", bound=socket.socket)
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def kept_from_children(sock: S) -> S:
+    """The socket, which forked children close: a copy would keep a connection open that the task has closed."""
+    _sockets.add(sock)
+    return sock
+
+
+def _be_a_child() -> None:
+    """In a forked child: give up the task's sockets, and end at signals, as without its parent's handlers."""
+    for sock in list(_sockets):
+        sock.close()
     for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if isinstance(getattr(signal.getsignal(number), "__self__", None), Termination):
             signal.signal(number, usual)
 
 
-os.register_at_fork(after_in_child=_answer_as_usual)
+os.register_at_fork(after_in_child=_be_a_child)
 
 
 def tell_ready(ready_fd: int | None, address: str) -> None:

@@ -13,6 +13,7 @@ import ssl
 from typing import cast
 
 from shardline.core.tensor_bytes import Buffer
+from shardline.host.process import kept_from_children
 from shardline.native import tls as native
 
 BATCH_BYTES = 128 << 10
@@ -34,6 +35,7 @@ class TlsSocket(socket.socket):
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, *, name: str | None) -> None:
         timeout = plain.gettimeout()
         super().__init__(plain.family, plain.type, plain.proto, plain.detach())
+        kept_from_children(self)
         self.settimeout(timeout)
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls, self._native = native.connect(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from shardline.errors import ProtocolError
+from shardline.host.process import kept_from_children
 from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 
 log = logging.getLogger("shardline.lanes")
@@ -223,6 +224,7 @@ class TokenAcceptor(Generic[T]):
         while len(self._guests) < MAX_GUESTS:
             try:
                 sock, address = self._listener.accept()
+                kept_from_children(sock)
             except BlockingIOError:
                 return
             except ConnectionError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,3 +195,33 @@ def test_a_child_that_imports_a_script_without_a_guard_says_so_at_once(tmp_path:
     assert run.returncode == 1
     assert 'put the script\'s own code under if __name__ == "__main__":' in run.stderr
     assert "exited unexpectedly" in run.stderr
+
+
+def lane_sockets() -> list[socket.socket]:
+    """Open sockets of Python that have a name at the other end; gRPC's are its own."""
+    found = []
+    for one in gc.get_objects():
+        if isinstance(one, socket.socket) and one.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                found += [one] if one.getpeername() or one.getsockname() else []
+    return found
+
+
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
+def test_a_child_keeps_no_socket_of_its_parents_lanes(
+    start: Callable[..., Services], monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    monkeypatch.setenv("SHARDLINE_LANE", lane)
+    services = start(ps=1, workers=1)
+    session, model = services.connect(), make_model()
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in session.steps(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step == 2:
+            assert lane_sockets()
+            in_a_child(lambda: not lane_sockets())
+        optimizer.step()
+    assert session.step == 3
+    session.close()
+    services.end()

@@ -53,6 +53,29 @@ def test_a_loop_with_accelerate_trains_as_without_shardline(
     assert services.end()["steps"] == 6
 
 
+def test_a_loop_with_accelerate_reads_its_data_in_forked_processes(start: Callable[..., Services]) -> None:
+    whole = torch.utils.data.TensorDataset(*batch(0))
+
+    def passes(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int) -> None:
+        accelerator = accelerate.Accelerator(cpu=True)
+        data = accelerator.prepare(torch.utils.data.DataLoader(whole, batch_size=4, num_workers=workers))
+        for _ in range(2):
+            for points, labels in data:
+                optimizer.zero_grad()
+                accelerator.backward(nn.functional.cross_entropy(model(points), labels))
+                optimizer.step()
+
+    plain = make_model()
+    passes(plain, make_optimizer(plain), 0)
+    services = start(ps=1, workers=1)
+    session, model, optimizer = attached(services)
+    passes(model, optimizer, 2)
+    session.close()
+    services.end()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_what_accelerate_saved_is_loaded_at_the_same_step_only(start: Callable[..., Services], tmp_path: Path) -> None:
     services = start(ps=1, workers=1)
     session, model, optimizer = attached(services)

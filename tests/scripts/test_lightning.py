@@ -104,6 +104,19 @@ def test_a_trainer_that_is_saved_and_goes_on_ends_in_the_bits_of_one_without_sha
     assert_equal(module.net, expected.net)
 
 
+def test_a_trainer_reads_its_data_in_forked_processes(start: Callable[..., Services], tmp_path: Path) -> None:
+    expected = Module()
+    trainer(tmp_path / "plain").fit(expected, loader())
+    services = start(ps=1, workers=1)
+    session = services.connect()
+    module = Module(session)
+    data = torch.utils.data.DataLoader(samples(), batch_size=2, num_workers=2, persistent_workers=True)
+    trainer(tmp_path / "ours").fit(module, data)
+    session.close()
+    assert services.end()["steps"] == STEPS
+    assert_equal(module.net, expected.net)
+
+
 def test_a_trainer_and_a_job_that_begin_at_different_steps_are_told(
     start: Callable[..., Services], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

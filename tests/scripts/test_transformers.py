@@ -110,6 +110,16 @@ def test_a_trainer_that_is_saved_and_goes_on_ends_in_the_bits_of_one_without_sha
     assert_equal(model, expected)
 
 
+def test_a_trainer_reads_its_data_in_forked_processes(start: Callable[..., Services], tmp_path: Path) -> None:
+    expected = plain(tmp_path / "plain", steps=EVERY)
+    services = start(ps=1, workers=1)
+    session, model, optimizer = attached(services)
+    trainer(model, optimizer, tmp_path / "ours", steps=EVERY, dataloader_num_workers=2).train()
+    session.close()
+    assert services.end()["steps"] == EVERY
+    assert_equal(model, expected)
+
+
 def test_a_trainer_that_goes_on_while_the_job_begins_is_refused(start: Callable[..., Services], tmp_path: Path) -> None:
     services = start(ps=1, workers=1)
     session, model, optimizer = attached(services)

@@ -14,6 +14,7 @@ from shardline.core.tensor_bytes import Buffer, copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.addresses import address_of
+from shardline.host.process import kept_from_children
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_socket import CallSocket
@@ -268,7 +269,8 @@ class ShmLane(ShardCalls):
     def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
         gradients = Segment.create(pushes * self._length, name="shardline-gradients")
         with contextlib.ExitStack() as unless_kept:
-            sock = unless_kept.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock = unless_kept.enter_context(kept_from_children(plain))
             segments.connect(sock, opened.socket, timeout_s=max(0.1, deadline_s - time.monotonic()))
             segments.check_user(sock)
             sock.settimeout(max(0.1, deadline_s - time.monotonic()))

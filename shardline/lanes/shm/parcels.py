@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardline.errors import ProtocolError, UsageError
 from shardline.host import segments
+from shardline.host.process import kept_from_children
 from shardline.host.segments import SegmentError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.parcel_port import Listening
@@ -60,7 +61,7 @@ def dial(
 ) -> socket.socket:
     """Connect to the worker's socket; see LaneKind.dial."""
     wait_s = min(timeout_s, KNOCK_S)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         segments.connect(sock, opened.socket, timeout_s=wait_s)
         segments.check_user(sock)

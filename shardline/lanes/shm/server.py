@@ -23,6 +23,7 @@ from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor
 from shardline.errors import ProtocolError, UnreachableError, UsageError
 from shardline.host import segments
+from shardline.host.process import kept_from_children
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.base import LaneUnavailable
@@ -329,7 +330,7 @@ def listen(address: str, path: Path | None) -> socket.socket:
         listener.close()
         raise UsageError(f"can't listen at {address} for lane shm: {error}; see --run-dir") from error
     listener.setblocking(False)
-    return listener
+    return kept_from_children(listener)
 
 
 def _listen_in_folder(listener: socket.socket, path: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardline.errors import ProtocolError
+from shardline.host.process import kept_from_children
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES
 
@@ -98,7 +99,7 @@ def dial(
     """
     errors: list[OSError] = []
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
+        sock = kept_from_children(socket.socket(family, kind, protocol))
         try:
             if tls is not None:
                 # Before connecting: wrapping moves the descriptor to another object.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
+from shardline.host.process import kept_from_children
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.call_server import Answers
 from shardline.lanes.socket_thread import SocketThread
@@ -178,4 +179,4 @@ def listen(host: str) -> socket.socket:
             f"can't listen for bulk sockets on {host} ({error}); does it belong to this machine?"
         ) from error
     listener.setblocking(False)
-    return listener
+    return kept_from_children(listener)
