@@ -101,8 +101,7 @@ class Job(Settings):
     codec_parcels: str | Resident = ""  # type: ignore[assignment]
     """Encoding of activations and their gradients between the stages of a pipeline; "" = they travel as they are."""
     codec_tensors: Mapping[str, Any] = field(default_factory=dict)
-    """Encoding of single tensors, both ways, by pattern of their names: {"*.bias": "raw", "embed*": "bf16"}. The first
-    pattern that matches counts."""
+    """Encoding of single tensors, both ways, by the first pattern that their name matches: {"*.bias": "raw"}."""
     cadence: str | Resident = "every-step"  # type: ignore[assignment]
     """When a worker exchanges with the servers, and what it sends."""
     topology: str | Resident = "flat"  # type: ignore[assignment]
@@ -151,20 +150,14 @@ class Job(Settings):
         across.check_choices({str(pattern): str(style) for pattern, style in shared.items()})
         check_settings(self)
         _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
-        for name, lowest in (("loaders", 0), ("prefetch", 1)):
-            number = getattr(self, name)
-            whole = isinstance(number, int) and not isinstance(number, bool) and number >= lowest
-            _require(whole, name, number, f"give a whole number >= {lowest}")
+        _require_whole("loaders", self.loaders, 0)
+        _require_whole("prefetch", self.prefetch, 1)
         _require(isinstance(self.name, str), "name", self.name, "give a string")
         _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
         _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
-        _require(
-            isinstance(self.schedule, ScheduleSpec),
-            "schedule",
-            self.schedule,
-            "use shardline.schedule.constant, step, linear or cosine",
-        )
+        remedy = "use shardline.schedule.constant, step, linear or cosine"
+        _require(isinstance(self.schedule, ScheduleSpec), "schedule", self.schedule, remedy)
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
         consistency_of(self.consistency_spec()).needed(self.replicas)
@@ -379,6 +372,12 @@ def lowest_is_best(metric: str) -> bool:
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise JobError(f"Job.{name} is {_short(value)}; {remedy}")
+
+
+def _require_whole(name: str, value: object, lowest: int) -> None:
+    # A bool is an int in Python.
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+    _require(whole, name, value, f"give a whole number >= {lowest}")
 
 
 def _short(value: object) -> str:

@@ -124,77 +124,60 @@ def test_grpc_has_no_fork_handlers_unless_the_user_wants_them(given: str | None,
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip() == found
 
 
-JOB = """
-import torch
-from shardline import Job
+FILE = """
+class Square:
+    def __init__(self, side):
+        self.side = side
 
-class Squares(torch.utils.data.Dataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return torch.tensor(float(index * index))
-
-job = Job(
-    model=lambda: torch.nn.Linear(1, 1),
-    loss=lambda model, batch: model(batch).mean(),
-    dataset=Squares(),
-    optimizer="SGD",
-    batch_size=2,
-    steps=2,
-)
+def area(square):
+    return square.side ** 2
 """
 READER = """
+import multiprocessing
 import sys
 from pathlib import Path
-from torch.utils.data import DataLoader
-from shardline.job import load_job
+from shardline.host.python_file import run_file
 
 if __name__ == "__main__":
-    job = load_job(Path(sys.argv[1]))
+    file = run_file(Path(sys.argv[1]), "job")
     for start in ("spawn", "forkserver"):
-        loader = DataLoader(job.data, batch_size=3, num_workers=1, multiprocessing_context=start)
-        print(start, [batch.tolist() for batch in loader])
+        with multiprocessing.get_context(start).Pool(1) as pool:
+            print(start, pool.map(file.area, [file.Square(side) for side in (2, 3)]))
 """
 
 
 def test_children_that_are_not_forked_find_the_classes_of_a_job_file(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
-    job, script = tmp_path / "jobs" / "job.py", tmp_path / "read.py"
-    job.write_text(JOB)
+    file, script = tmp_path / "jobs" / "job.py", tmp_path / "read.py"
+    file.write_text(FILE)
     script.write_text(READER)
+    # A child that can't import the file's module is replaced for ever.
     run = subprocess.run(
-        [sys.executable, str(script), str(job)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script), str(file)], capture_output=True, text=True, timeout=100, check=False
     )
-    batches = "[[0.0, 1.0, 4.0], [9.0, 16.0, 25.0]]"
-    assert run.stdout.splitlines() == [f"{start} {batches}" for start in ("spawn", "forkserver")], run.stderr
+    assert run.stdout.splitlines() == ["spawn [4, 9]", "forkserver [4, 9]"], run.stderr
 
 
 UNGUARDED = """
-import torch
+import multiprocessing
+import sys
 import shardline
-
-class Ones(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.ones(2)
 
 if __name__ == "__mp_main__":
     shardline.connect()
-for batch in torch.utils.data.DataLoader(Ones(), num_workers=1, multiprocessing_context="spawn"):
-    pass
+child = multiprocessing.get_context("spawn").Process(target=print)
+child.start()
+child.join()
+sys.exit(child.exitcode)
 """
 
 
 def test_a_child_that_imports_a_script_without_a_guard_says_so_at_once(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 1
     assert 'put the script\'s own code under if __name__ == "__main__":' in run.stderr
-    assert "exited unexpectedly" in run.stderr
 
 
 def lane_sockets() -> list[socket.socket]:
