@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_scheduler_on_the_attached_optimizer_trains_as_in_plain_torch(
     found = services.end()
     assert (found["steps"], found["checkpoint_step"]) == (10, 10)
     assert found["versions"] == [10] * (1 if zero_copy else 2)
+
+
+def test_a_script_says_how_many_checkpoints_are_kept(start: Callable[..., Services], tmp_path: Path) -> None:
+    services, model = start(ps=1, workers=1), make_model()
+    session = services.connect(checkpoint_keep=1)
+    loop(model, session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)), session.steps(4))
+    session.close()
+    services.end()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
 def test_workers_push_and_pull_named_tensors_in_step(start: Callable[..., Services]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +200,27 @@ def autocast(model: nn.Module, batch: Any) -> torch.Tensor:
         return mse(model, batch)
 
 
+@torch.jit.script
+def scripted(h: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    return h * (own * own).mean()
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+def in_thread(h: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    return h * own.mean() + POOL.submit(lambda: float(own.detach().mean())).result()
+
+
+def functional(model: nn.Module, batch: Any) -> torch.Tensor:
+    found = torch.func.functional_call(model, dict(model.named_parameters()), (batch[0],))
+    return nn.functional.mse_loss(found, batch[1])
+
+
+def large() -> torch.Tensor:
+    return torch.full((300, 1000), 0.5)
+
+
 class Encoding(UserDict[str, torch.Tensor]):
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
@@ -366,6 +388,14 @@ ROWS = [
     Row(
         "recurrent layers, recomputation (`torch.utils.checkpoint`)",
         jobs={"LSTM": job(Recurrent), "recomputed": job(Recomputed)},
+    ),
+    Row(
+        "scripted functions, threads and `torch.func` that read parameters",
+        jobs={
+            "scripted": job(scaled(large, scripted)),
+            "thread": job(scaled(large, in_thread)),
+            "functional": job(mlp, loss=functional),
+        },
     ),
     Row(
         "gradient penalties, autocast",

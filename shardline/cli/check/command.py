@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardline.comparison import CheckedJob, Difference
     from shardline.comparison.difference import Values
+    from shardline.job import Job
 
 MOST_NAMED = 20
 """Tensors that are named if more differ."""
@@ -47,29 +48,31 @@ def check(**flags: Any) -> int:
     from shardline.comparison import checked_job, differences
 
     steps: int = flags["steps"]
-    for line in _remarks(checked_job(_load(flags), steps)):
+    # Once: what a file registers, such as an operator, can't be registered again.
+    job = _load(flags)
+    for line in _remarks(checked_job(job, steps)):
         click.echo(line)
-    expected = _plain(flags)
-    found = _served(flags, steps, overlap=flags["overlap"])
+    expected = _plain(job, flags)
+    found = _served(job, flags, steps, overlap=flags["overlap"])
     if not differences(expected, found):
         click.echo(f"{_count(steps, 'step')}: equal bits in {_count(len(expected[steps]), 'tensor')}")
         return 0
-    _refuse_random(expected, _plain(flags))
+    _refuse_random(expected, _plain(job, flags))
     # Where it began: nothing stops between two steps to look at values, which would hide what comes of overlapping.
     for fewer in range(1, steps):
-        found[fewer] = _served(flags, fewer, overlap=flags["overlap"])[fewer]
+        found[fewer] = _served(job, flags, fewer, overlap=flags["overlap"])[fewer]
     different = differences(expected, found)
     click.echo(f"{_count(steps, 'step')}: {len(different)} of {_count(len(expected[steps]), 'tensor')} differ")
     for line in _listed(different):
         click.echo(line)
     if flags["overlap"]:
-        found = _served(flags, steps, overlap=False)
+        found = _served(job, flags, steps, overlap=False)
         result = "the bits are equal" if not differences(expected, found) else "bits differ as well"
         click.echo(f"with --no-overlap {result}")
     return 1
 
 
-def _load(flags: Mapping[str, Any]) -> Any:
+def _load(flags: Mapping[str, Any]) -> Job:
     from shardline.job import load_job
 
     path = options.existing_job(flags["job"])
@@ -88,19 +91,18 @@ def _remarks(checked: CheckedJob) -> list[str]:
     ]
 
 
-def _plain(flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """Every training runs the file anew, so that it begins with the file's own objects."""
+def _plain(job: Job, flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
     from shardline.comparison import PlainTraining, checked_job
     from shardline.host.process import resolve_device
 
-    checked = checked_job(_load(flags), flags["steps"])
+    checked = checked_job(job, flags["steps"])
     return PlainTraining(checked.job, resolve_device(flags["device"])).run(flags["steps"])
 
 
-def _served(flags: Mapping[str, Any], steps: int, *, overlap: bool) -> dict[int, dict[str, Tensor]]:
+def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) -> dict[int, dict[str, Tensor]]:
     from shardline.comparison import InProcessCluster, checked_job, train_served
 
-    checked = checked_job(_load(flags), steps)
+    checked = checked_job(job, steps)
 
     with tempfile.TemporaryDirectory(prefix="shardline-check-") as folder:
         cluster = InProcessCluster(
