@@ -41,10 +41,20 @@ class Scale:
     small_megabytes: float = 4.0
     large_megabytes: float = 400.0
     link_seconds: float = 5.0
+    tensors: tuple[int, ...] = (100, 1_000, 10_000)
     peers: bool = True
 
 
-QUICK = Scale(repeats=1, steps=3, warmup=1, megabytes=4.0, small_megabytes=1.0, large_megabytes=8.0, link_seconds=0.5)
+QUICK = Scale(
+    repeats=1,
+    steps=3,
+    warmup=1,
+    megabytes=4.0,
+    small_megabytes=1.0,
+    large_megabytes=8.0,
+    link_seconds=0.5,
+    tensors=(10, 30, 100),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ Prefix = tuple[str, ...]
 """What stands before a command to run it elsewhere, such as ("ip", "netns", "exec", "bench")."""
 HERE: Prefix = ()
 
+COMMAND_S = 600.0
+"""Most seconds of a command that is timed as a whole."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -202,3 +204,25 @@ def run_json(
         if code:
             raise ContenderError(f"{what} ended with code {code} after its figures")
         return found
+
+
+def timed(command: Sequence[str], more: Mapping[str, str] | None = None) -> tuple[float, float]:
+    """When a command began and ended. more: of its environment. Raises ContenderError where it fails."""
+    start_s = time.time()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment(tuned=False, more=more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ContenderError(f"{' '.join(command)} took longer than {COMMAND_S:.0f} s") from None
+    if done.returncode != 0:
+        raise ContenderError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-1000:]}")
+    return start_s, time.time()

@@ -25,6 +25,7 @@ from benchmarks.sets import (
     sizes,
     small_tensors,
     start,
+    tensors,
     workers,
 )
 
@@ -61,6 +62,7 @@ ALL: dict[str, ModuleType] = {
         overlap,
         overhead,
         start,
+        tensors,
         modes,
         codecs,
         auto,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Bench, Contender, collect
 from benchmarks.figures import AT_MOST, Row, Samples, median
-from benchmarks.process import HERE, ROOT, ContenderError, Prefix, environment
+from benchmarks.process import HERE, ROOT, Prefix, timed
 
 NAME = "start"
 ABOUT = "from the command to the first step and from the last one to the exit: digits, 6 processes, 30 steps"
 IMPORT, TRAIN = "import torch", "shardline train"
 STEPS = 30
-LIMIT_S = 300.0
 FIRST_BAR = 2.5
 """Times the import of torch."""
 END_BAR_S = 1.0
@@ -52,7 +49,7 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
 
 def imported(prefix: Prefix = HERE) -> dict[str, Any]:
     """Seconds of `python -c 'import torch'`."""
-    start_s, end_s = _run([*prefix, sys.executable, "-c", "import torch"])
+    start_s, end_s = timed([*prefix, sys.executable, "-c", "import torch"])
     return {"seconds": end_s - start_s}
 
 
@@ -63,31 +60,9 @@ def trained(prefix: Prefix = HERE) -> dict[str, Any]:
         (folder / "job.py").write_text(DIGITS.read_text() + STAMPED)
         command = [sys.executable, "-m", "shardline", "train", str(folder / "job.py"), "--ps", "2", "--workers", "2"]
         command += ["--evaluators", "1", "--steps", str(STEPS), "--out", str(folder / "out")]
-        start_s, end_s = _run([*prefix, *command])
+        start_s, end_s = timed([*prefix, *command])
         stamps = [float(line) for line in (folder / "stamps").read_text().splitlines()]
     return {"first_s": min(stamps) - start_s, "end_s": end_s - max(stamps), "seconds": end_s - start_s}
-
-
-def _run(command: list[str]) -> tuple[float, float]:
-    """When a command began and ended. Raises ContenderError where it fails."""
-    start_s = time.time()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(tuned=False),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ContenderError(f"{' '.join(command)} took longer than {LIMIT_S:.0f} s") from None
-    if done.returncode != 0:
-        raise ContenderError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-1000:]}")
-    return start_s, time.time()
 
 
 def rows(samples: Samples) -> list[Row]:

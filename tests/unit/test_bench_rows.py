@@ -30,6 +30,7 @@ from benchmarks.sets import (
     sizes,
     small_tensors,
     start,
+    tensors,
     workers,
 )
 from benchmarks.train_job import summary
@@ -450,3 +451,17 @@ def test_a_pipeline_is_beside_what_is_predicted_of_it_with_the_error() -> None:
     assert (memory.value, memory.ratio, memory.met) == (56.0, pytest.approx(6 / 56), False)
     lacking = [row for row in pipelines.rows({}) if row.work.startswith("flush: ")]
     assert [(row.value, row.met) for row in lacking] == [(None, None)] * 2
+
+
+def test_tensors_compares_what_grows_between_the_two_largest_sizes() -> None:
+    def phases(first_s: float, export_s: float) -> dict[str, float]:
+        return {**dict.fromkeys(tensors.PHASES, 1.0), "first_s": first_s, "export_s": export_s}
+
+    spent = {1: phases(5.0, 2.0), 100: phases(5.1, 2.5), 1_000: phases(6.0, 3.0), 10_000: phases(15.0, 102.0)}
+    samples = {tensors.named(size): [{"tensors": size, **found}] for size, found in spent.items()}
+    first, step, *_, export = tensors.rows(samples)
+    assert first.value == pytest.approx(1.0) and first.met is True
+    # What did not grow counts as a twentieth of the constant at both sizes.
+    assert step.value == 0.0 and step.met is True
+    assert export.value == pytest.approx(2.0) and export.met is False
+    assert export.note == "1 tensor 2 s; 100 tensors 2.5 s; 1,000 tensors 3 s; 10,000 tensors 102 s"
