@@ -125,6 +125,34 @@ def replay(entries: Iterable[Mapping[str, Any]]) -> Remembered:
     return book.remembered()
 
 
+class _ChoiceList:
+    """Choices that grow in place: a long run has thousands of entries, and copying all for each takes minutes."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._made: list[int] = []
+
+    @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return self._first + len(self._made)
+
+    def until(self, step: int) -> Choices:
+        """See Choices.until."""
+        return Choices(self._first, tuple(self._made)).until(step)
+
+    def replace(self, choices: Choices) -> None:
+        """Begin with these."""
+        self._first, self._made = choices.first, list(choices.made)
+
+    def follow(self, news: Choices) -> None:
+        """See Choices.followed_by."""
+        if self._first <= news.first <= self.end:
+            self._made[news.first - self._first :] = news.made
+        else:
+            self.replace(news)
+
+
 class _Book:
     """The entries read so far."""
 
@@ -165,7 +193,7 @@ class _Book:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
         self._leases: Leases | None = None
-        self._choices = Choices()
+        self._choices = _ChoiceList()
 
     def remembered(self) -> Remembered:
         return Remembered(
@@ -175,7 +203,7 @@ class _Book:
             metrics=dict(self._metrics),
             recoveries=tuple(self._recoveries),
             leases=self._leases,
-            choices=self._choices,
+            choices=self._choices.until(self._choices.end),
         )
 
     def take(self, entry: Mapping[str, Any]) -> None:
@@ -196,7 +224,7 @@ class _Book:
         self._found["page"] = str(entry.get("page", ""))
         step = entry.get("resume")
         if step is not None:
-            self._choices = choices.until(int(step))
+            self._choices.replace(choices.until(int(step)))
             self._found["earlier"] = (*earlier, job) if job is not None else earlier
             self._found.update(first_step=int(step), base_step=int(step), checkpoint_step=int(step))
 
@@ -229,7 +257,7 @@ class _Book:
         self._standbys(entry)
         step = entry.get("from_cut")
         if not stays:
-            self._choices = self._choices.until(int(step or 0))
+            self._choices.replace(self._choices.until(int(step or 0)))
         if step is not None:
             found.update(base_step=int(step), checkpoint_step=int(step))
             if "path" in entry:
@@ -326,7 +354,7 @@ class _Book:
     def _chosen(self, entry: Mapping[str, Any]) -> None:
         """With spares: whose gradients made the next steps; after a gap, what was before is of no use."""
         news = Choices.unpacked(int(entry["first"]), int(entry["width"]), bytes.fromhex(entry["made"]))
-        self._choices = self._choices.followed_by(news)
+        self._choices.follow(news)
 
     # The end
 

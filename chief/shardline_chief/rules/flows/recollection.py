@@ -38,7 +38,9 @@ def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> N
         state.adopt(known.job)
     state.tasks.machine = known.machine
     state.tasks.finished = set(known.finished)
-    state.figures.metrics, state.figures.best = dict(known.metrics), known.best
+    for step, metrics in known.metrics.items():
+        state.figures.score(step, metrics)
+    state.figures.best = known.best
     state.work.leases = known.leases
     state.choices.recall(known.choices)
     state.progress.first_step, state.progress.base_step = known.first_step, known.base_step

@@ -46,7 +46,7 @@ class Scoring:
             if best:
                 figures.best = (step, dict(metrics))
                 state.outbox.actions.append(MarkBest(step=step, metrics=dict(metrics)))
-        figures.metrics[step] = dict(metrics)
+        figures.score(step, metrics)
         # A list of pairs, to keep the order: the first metric may decide which is best.
         state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
         return best

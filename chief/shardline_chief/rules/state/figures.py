@@ -8,6 +8,9 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import Traffic
 from shardline.job import lowest_is_best
 
+KEPT_SCORES = 100
+"""Scores that are kept: a long run has any number of checkpoints."""
+
 
 class JobFigures:
     """Times, traffic, scores and faults."""
@@ -25,7 +28,7 @@ class JobFigures:
         self.faults: dict[str, str] = {}
         """Current faults that do not stop the job, by subject: "checkpoint", "journal"."""
         self.metrics: dict[int, Mapping[str, float]] = {}
-        """The evaluator's scores, by step."""
+        """The evaluator's newest scores, by step."""
         self.best: tuple[int, Mapping[str, float]] | None = None
         self.unscored: dict[int, str] = {}
         """Why a checkpoint has no score, by step."""
@@ -46,6 +49,15 @@ class JobFigures:
         """Note when training ended; only the first call counts."""
         if self.training_end_s is None:
             self.training_end_s = now_s
+
+    def score(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note a checkpoint's score, {} if it has none."""
+        self.metrics.pop(step, None)
+        self.metrics[step] = dict(metrics)
+        if len(self.metrics) > KEPT_SCORES:
+            oldest = next(iter(self.metrics))
+            del self.metrics[oldest]
+            self.unscored.pop(oldest, None)
 
     def better(self, metrics: Mapping[str, float], job: JobSpec | None) -> bool:
         """Whether these metrics beat the best so far; the first ones always do, a NaN never does.

@@ -60,20 +60,16 @@ class Progress:
 
 
 class ChoiceLog:
-    """The choices of the surviving history, and counts for people."""
+    """Which steps of the surviving history have noted choices, which the journal has, and counts for people."""
 
     def __init__(self) -> None:
         self._first = 0
-        self._made: list[int] = []
+        self.end = 0
+        """The first step that is not noted yet."""
         self.used: Counter[str] = Counter()
         """Gradients that made a step, by task that had the replica when the chief noted the step."""
         self.dropped: Counter[str] = Counter()
         """The same for those that came too late."""
-
-    @property
-    def end(self) -> int:
-        """The first step that is not noted yet."""
-        return self._first + len(self._made)
 
     def news(self, told: Choices) -> Choices:
         """What the lead has told and the log lacks."""
@@ -82,19 +78,18 @@ class ChoiceLog:
     def add(self, news: Choices, assignment: Mapping[int, str]) -> None:
         """Note the next steps. After a gap the log begins anew."""
         if news.first > self.end:
-            self._made.clear()
             self._first = news.first
-        self._made += news.made
+        self.end = news.end
         for choice in news.made:
             for replica, task in assignment.items():
                 (self.used if choice >> replica & 1 else self.dropped)[task] += 1
 
     def back_to(self, step: int) -> None:
         """The job goes back to a step, or begins at it."""
-        del self._made[max(0, step - self._first) :]
-        if not self._made:
-            self._first = step
+        self.end = min(self.end, max(self._first, step))
+        if self.end == self._first:
+            self._first = self.end = step
 
     def recall(self, known: Choices) -> None:
         """Continue where an earlier chief was."""
-        self._first, self._made = known.first, list(known.made)
+        self._first, self.end = known.first, known.end
