@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, export
-from shardline.core.plan import Plan, check_plan, make_plan
+from shardline.core.plan import Plan, check_plan, make_plan, span_of
 from shardline.core.spec import JobSpec, TensorSpec, differences, joined, parts_of
 from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.rpc.messages.configuration import Configuration, configuration_from_proto, configuration_to_proto
@@ -149,3 +149,15 @@ def test_work_grows_as_the_model_does(work: Callable[[Case], Callable[[], object
     tensors, size = MODELS[model]
     numbers = itertools.count()
     assert_grows_at_most_linearly(lambda count: work(Case(tensors(count), tmp_path / str(next(numbers)))), size)
+
+
+@pytest.mark.parametrize("shape", [((1 << 32) + 5,), (3, 1 << 31), ((1 << 20) + 1, 4096)], ids=str)
+def test_offsets_and_sizes_beyond_2_to_the_31_survive_the_plan_and_its_messages(shape: tuple[int, ...]) -> None:
+    job = job_of((spec("long", shape), spec("short", (7,))))
+    plan = make_plan(job.tensors, 3)
+    check_plan(plan)
+    received = plan_from_proto(plan_to_proto(plan))
+    assert received == plan and received.plan_id == plan.plan_id
+    assert job_from_proto(job_to_proto(job)) == job
+    last = max((piece for _, _, piece in plan.pieces(0)), key=lambda piece: piece.first_row)
+    assert span_of(plan, last).stop == job.tensors[0].elements > 1 << 31
