@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,19 +30,21 @@ def model_tensors(
     rule: decides what must not be cut; None = nothing.
 
     Raises JobError, naming the tensor, if the model has nothing to train, contains a sparse, quantized, meta or not yet
-    initialised tensor, one made under torch.inference_mode(), or two different tensors that overlap in memory;
-    TensorError for an unsupported dtype.
+    initialised tensor, one made under torch.inference_mode(), or two different tensors that overlap in memory, or if a
+    group has a parameter that is not in the model; TensorError for an unsupported dtype.
     """
-    group_of = {
-        id(parameter): number
+    grouped = [
+        (number, parameter)
         for number, group in enumerate(groups if groups is not None else [{"params": model.parameters()}])
-        for parameter in _parameters_of(group)
-    }
+        for parameter in parameters_of(group)
+    ]
+    group_of = {id(parameter): number for number, parameter in grouped}
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
+    _check_grouped(grouped, tensors)
     # Not by type: tensors that the user names need not be nn.Parameters.
     parameters = {id(tensor) for tensor in model.parameters()}
     specs = []
@@ -63,8 +68,126 @@ def model_tensors(
         )
     if not any(spec.kind is TensorKind.PARAM for spec in specs):
         raise JobError(_nothing_to_train(specs))
-    _check_overlap([(names[key][0], tensor) for key, tensor in tensors.items()])
+    check_overlap([(names[key][0], tensor) for key, tensor in tensors.items()])
     return tuple(specs)
+
+
+class Owners:
+    """Finds a model's tensors by owner and name, and notices when the user's code has put others in their place.
+
+    assignable: the model's persistent buffers may be assigned anew, `self.mean = 0.9 * self.mean + ...`; else that is
+    refused.
+    """
+
+    def __init__(self, model: nn.Module, *, assignable: bool = True) -> None:
+        self._model = model
+        self._assignable = assignable
+        self._names = dict(named_tensors(model))
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._look()
+
+    def _look(self) -> None:
+        """Remember which objects the modules hold."""
+        self._modules = list(self._model.modules())
+        self._held = [*itertools.chain.from_iterable(map(dict.values, self._tables()))]
+        self._sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
+        self._buffers = [(table, key, buffer) for _, table, key, buffer in _persistent_buffers(self._model)]
+
+    def _tables(self) -> Iterator[dict[str, Any]]:
+        return itertools.chain(map(_PARAMETERS, self._modules), map(_MODULES, self._modules))
+
+    @property
+    def changed(self) -> bool:
+        """Whether an object is new or gone. Takes a few microseconds per hundred tensors."""
+        sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
+        values = itertools.chain.from_iterable(map(dict.values, self._tables()))
+        return not (
+            sizes == self._sizes
+            and all(map(operator.is_, values, self._held))
+            and all(table.get(key) is buffer for table, key, buffer in self._buffers)
+        )
+
+    def put_back(self) -> None:
+        """Have the modules hold the buffers of the start again, without the values that were assigned since."""
+        for table, key, buffer in self._buffers:
+            if table.get(key) is not buffer:
+                table[key] = buffer
+
+    def settle(self, when: str) -> None:
+        """Move the values of buffers that were assigned anew into those of the start, which the modules hold again.
+
+        when: for the message, such as "step 5". Raises JobError, naming the tensor, if a parameter was replaced, or a
+        tensor is new, gone or renamed, or if a buffer has another shape, dtype or device.
+        """
+        if not self.changed:
+            return
+        now = dict(named_tensors(self._model))
+        for name, tensor in self._names.items():
+            if name not in now:
+                raise JobError(f"{when}: {self._gone(name, now)}")
+            if now[name] is not tensor and name in self._parameters:
+                raise JobError(
+                    f"{when}: the model has another object as parameter {name!r} than the one that is trained "
+                    f"(replaced, or tied to another parameter); do that {BEFORE}, or write the values in place"
+                )
+        for name in now.keys() - self._names.keys():
+            raise JobError(
+                f"{when}: {name!r} is new in the model, so no server has it and nobody trains it; add it {BEFORE}"
+                + ("" if isinstance(now[name], nn.Parameter) else ", or register the buffer with persistent=False")
+            )
+        assigned: dict[str, torch.Tensor] = {}
+        for name, tensor in self._names.items():
+            if now[name] is not tensor:
+                self._check_assigned(name, now, when)
+                assigned[name] = now[name]
+        with torch.no_grad():
+            for name, value in assigned.items():
+                # It may be a view of what it replaces.
+                self._names[name].copy_(value.detach().clone())
+        for name, table, key, _ in _persistent_buffers(self._model):
+            table[key] = self._names[name]
+        self._look()
+
+    def _gone(self, name: str, now: Mapping[str, torch.Tensor]) -> str:
+        held = self._names[name]
+        called = next((other for other, tensor in now.items() if tensor is held and other not in self._names), None)
+        what = f"is now called {called!r} (pruned, parametrized or wrapped)" if called else "is no longer in the model"
+        return f"{name!r} {what}, but checkpoints have the tensors that the model began with; change the model {BEFORE}"
+
+    def _check_assigned(self, name: str, now: Mapping[str, torch.Tensor], when: str) -> None:
+        """Raise JobError for a buffer whose new value can't be kept in the old one."""
+        value, held = now[name], self._names[name]
+        if not self._assignable:
+            raise JobError(
+                f"{when}: buffer {name!r} was assigned anew, which stages of a pipeline can't follow; write its value "
+                "in place, with .copy_()"
+            )
+        for other, tensor in self._names.items():
+            if tensor is held and now[other] is not value:
+                raise JobError(
+                    f"{when}: buffers {name!r} and {other!r} were one tensor and are two now; assign both, or write "
+                    "in place, with .copy_()"
+                )
+        if value.requires_grad:
+            raise JobError(
+                f"{when}: buffer {name!r} was assigned a value that carries the graph of this pass; assign .detach() "
+                "of it"
+            )
+        if (value.shape, value.dtype, value.device) != (held.shape, held.dtype, held.device):
+            raise JobError(
+                f"{when}: buffer {name!r} was assigned a value of {described(value)}, but its checkpoints have "
+                f"{described(held)}; keep shape, dtype and device, or register the buffer with persistent=False"
+            )
+
+
+_PARAMETERS, _MODULES, _BUFFERS = map(operator.attrgetter, ("_parameters", "_modules", "_buffers"))
+BEFORE = "before training begins (in the model function of a job file, before attach() in a script)"
+"""When a model may be changed, in messages."""
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Shape, dtype and device for a message."""
+    return f"shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,7 +198,7 @@ def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def _parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Parameters of one group in any form that torch accepts: tensors, or (name, tensor)."""
     params = group["params"]
     for item in [params] if isinstance(params, torch.Tensor) else params:
@@ -88,10 +211,16 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     The model's own tensors, as in its state_dict.
     """
     yield from model.named_parameters(remove_duplicate=False)
+    for name, _, _, buffer in _persistent_buffers(model):
+        yield name, buffer
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """(name, table of the module, key in it, buffer) of every persistent buffer."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, module._buffers, key, buffer
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -114,24 +243,68 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         raise JobError(f"{name!r} is an expanded view whose elements share memory; store .contiguous() of it")
 
 
-def _check_overlap(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuse two tensor objects over the same memory: an update of one would silently change the other.
+def _check_grouped(grouped: Sequence[tuple[int, torch.Tensor]], tensors: Mapping[int, torch.Tensor]) -> None:
+    """Refuse a parameter of a group that is no tensor of the model: nobody would train it."""
+    for number, parameter in grouped:
+        if parameter.requires_grad and id(parameter) not in tensors:
+            raise JobError(
+                f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} that is not in the model, "
+                "so no server would train it; make it a parameter of the model, such as model.temperature = "
+                "nn.Parameter(...), which the loss reads from there"
+            )
 
-    Views side by side in one storage are fine; cuDNN's recurrent layers use this layout.
+
+@dataclass(frozen=True)
+class _Span:
+    """A tensor's memory: bytes [start, end), in which elements of other tensors may lie too."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+
+
+def check_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise JobError for two tensors that share elements: an update of one would silently change the other.
+
+    Views that share a storage, but no element of it, are fine: side by side as in cuDNN's recurrent layers, or
+    interleaved as the columns of a fused matrix.
     """
     spans = []
     for name, tensor in named:
         if tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < end:
+            end = start + (last + 1) * tensor.element_size()
+            spans.append(_Span(str(tensor.device), start, end, name, tensor))
+    spans.sort(key=lambda span: (span.device, span.start, span.end))
+    together: list[_Span] = []
+    for span in spans:
+        if together and (span.device != together[0].device or span.start >= max(other.end for other in together)):
+            together.clear()
+        if together and _overlap([*together, span]):
+            other = next(other for other in together if _overlap([other, span]))
             raise JobError(
-                f"{name!r} and {other!r} are different tensors that share memory; tie weights by assigning the same "
-                "Parameter object to both, or make one a copy with .clone()"
+                f"{other.name!r} and {span.name!r} are different tensors that share memory; tie weights by assigning "
+                "the same Parameter object to both, or make one a copy with .clone()"
             )
+        together.append(span)
+
+
+def _overlap(spans: Sequence[_Span]) -> bool:
+    """Whether the last of these tensors has an element in common with one of the others: in a map of their memory."""
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    unit = math.gcd(*(span.tensor.element_size() for span in spans), *(span.start - first for span in spans))
+    taken = torch.zeros((last - first) // unit, dtype=torch.bool)
+    for number, span in enumerate(spans, 1):
+        units = span.tensor.element_size() // unit
+        strides = [stride * units for stride in span.tensor.stride()]
+        own = taken.as_strided((*span.tensor.shape, units), (*strides, 1), (span.start - first) // unit)
+        if number == len(spans):
+            return bool(own.any())
+        own.fill_(True)
+    raise AssertionError("the last one returns")
 
 
 def _nothing_to_train(specs: Sequence[TensorSpec]) -> str:

@@ -32,7 +32,7 @@ from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
-from shardline.model import named_values
+from shardline.model import Owners, named_values
 from shardline.pipeline.alone import CodedModel, Delayed
 from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
@@ -123,6 +123,7 @@ class _Run:
                 "with the job with tensor_ranks=1, up to rounding"
             )
         self.plan: Plan = make_plan(self.spec.tensors, 1)
+        self.owners = Owners(self.model)
         values = named_values(self.model)
         kinds = {tensor.name: tensor.kind for tensor in self.spec.tensors}
         self.params = {name: value for name, value in values.items() if kinds[name] is not TensorKind.BUFFER}
@@ -151,6 +152,7 @@ class _Run:
         for replica in replicas:
             _assign(self.buffers, before)
             losses.append(self._compute(replica))
+            self.owners.settle(f"step {self.at}")
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
             if replica == replicas[0]:

@@ -101,6 +101,16 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     return trainer
 
 
+def own_layout(trainer: Trainer) -> ModelLayout | None:
+    """The layout of the tensors that passes compute with; None if these have values that are not the servers'."""
+    methods = trainer.methods
+    if methods.copies:
+        return None
+    found = trainer.weights.layout if methods.applied is None else methods.applied.ground.model
+    assert isinstance(found, ModelLayout)
+    return found
+
+
 def _gap(methods: WorkerMethods, layout: ModelLayout) -> GapMeter:
     """Where steps are in common, all gradients are of the parameters that they are applied to."""
     if methods.mode.clock is not Clock.VERSION or methods.cadence.sends_deltas:

@@ -9,7 +9,7 @@ import torch
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.seams import Table
-from shardline.update.arguments import ALLOWED, REFUSED, hyper_numbers, rule, rule_from_optimizer
+from shardline.update.arguments import ALLOWED, REFUSED, fixed_settings, hyper_numbers, rule, rule_from_optimizer
 from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
 from shardline.update.dana import DANA
 from shardline.update.dc_asgd import DCASGD
@@ -38,6 +38,7 @@ __all__ = [
     "check_tensors",
     "chosen",
     "completed",
+    "fixed_settings",
     "hyper_numbers",
     "parse_state_key",
     "rule",

@@ -130,6 +130,16 @@ def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def fixed_settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a param_group that can't change from step to step: flags, texts, and whether a number is given."""
+    found = {key: group.get(key, False) for key in _OFF}
+    for key, parameter in _parameters(name).items():
+        value = group.get(key, parameter.default)
+        numbers = parameter.kind in ("number", "integer", "numbers")
+        found[key] = "a number" if numbers and value is not None else value
+    return found
+
+
 def momentum(group: Mapping[str, Argument]) -> float:
     """The momentum of a canonical group, the first of the betas in Adam's family; 0 if there is none."""
     betas = group.get("betas", (0.0,))

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from shardline import topology
+from shardline import pipeline, topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
-from shardline.client.factory import Ties, Wishes, make_trainer
+from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.watch.model_watch import ModelWatch
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.exchange import Sender
@@ -149,6 +150,11 @@ class Worker:
             observer=self.orders,
         )
         self.trainer = make_trainer(cluster.view, WorkerMethods(self.cluster.spec, self.values), ties, wishes)
+        groups = self.job.build_optimizer(self.model).param_groups
+        self.trainer.watch = ModelWatch(
+            self.model, self.values, groups, script=False, divided=pipeline.divided(cluster.spec)
+        )
+        self.trainer.watch.meet(own_layout(self.trainer))
         self.clips = self.trainer.methods.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 

@@ -107,7 +107,7 @@ class OverlapWorker(Worker):
 
     def send(self) -> None:
         """Close the step, or start sending it."""
-        if self.per_layer and not self.trainer.open.first:
+        if self.per_layer and not (self.trainer.open.first or self.trainer.watch.waits):
             self.trainer.send()
             with COMPUTE:
                 self.gate.shut()

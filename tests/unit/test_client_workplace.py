@@ -74,7 +74,9 @@ def place() -> Iterator[Workplace]:
         still_open=lambda key: True,
         settle=lambda: None,
     )
-    made.furnish({"w": torch.zeros(64)}, from_file=False, overlap=False)
+    made.furnish(
+        {"w": torch.zeros(64)}, torch.optim.SGD([torch.zeros(1)]), replace(view_of(1).job, script=True), overlap=False
+    )
     yield made
     made.close()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from shardline.client.api.optimizer_state import KEY, TrainingPosition, check_loadable
-from shardline.update import hyper_numbers
+from shardline.errors import JobError
+from shardline.model import BEFORE
+from shardline.update import fixed_settings, hyper_numbers
 
 log = logging.getLogger("shardline.client")
 
@@ -58,7 +61,10 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         self._session = session
         self._rule = rule
         self._told_state = False
+        self.state = defaultdict(_OnServers)
         self._initial = [hyper_numbers(rule, group) for group in self.param_groups]
+        self._fixed = [fixed_settings(rule, group) for group in self.param_groups]
+        self._members = self._member_ids()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this replica's gradients as one step and pull the updated parameters; returns closure's loss.
@@ -71,6 +77,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups()
         if hasattr(self, "found_inf"):
             self._session.check_scaler()
             self._unscale(getattr(self, "grad_scale", None))
@@ -81,6 +88,26 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def skipped(self) -> bool:
         """Whether the last step was skipped; see Session.skipped."""
         return self._session.skipped
+
+    def _member_ids(self) -> list[list[int]]:
+        """id() of each parameter, by group. A reference would count as a reader of its values, see Reach."""
+        return [[*map(id, group["params"])] for group in self.param_groups]
+
+    def _check_groups(self) -> None:
+        """Raise JobError for a change of the groups that the servers can't follow."""
+        when = f"step {self._session.standing.step}"
+        if self._member_ids() != self._members:
+            raise JobError(
+                f"{when}: the parameters in the optimizer's groups are not those that the servers train any more; "
+                f"choose the groups {BEFORE}, and freeze with requires_grad_(False) what is not to train"
+            )
+        for number, (group, before) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
+            now = fixed_settings(self._rule, group)
+            for key in (key for key, value in now.items() if value != before[key]):
+                raise JobError(
+                    f"{when}: {key} of parameter group {number} is {now[key]!r} and was {before[key]!r} when training "
+                    f"began, but only numbers such as lr can change from step to step; set it {BEFORE}"
+                )
 
     def _unscale(self, scale: torch.Tensor | None) -> None:
         """Like torch.amp.GradScaler.unscale_, but without its check for infinities: the push checks."""
@@ -121,6 +148,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
             return found  # a copy, see __getstate__
         standing = self._session.standing
         found[KEY] = standing.stamp()
+        # A plain dict can be loaded without this class.
+        found["state"] = {key: dict(value) for key, value in found["state"].items()}
         if standing.step and not self._told_state:
             self._told_state = True
             log.warning(
@@ -139,6 +168,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_session") and check_loadable(state_dict, self._session.standing):
             self._session.resumed()
         super().load_state_dict(state_dict)
+        self.state = defaultdict(_OnServers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after attach(): the plan is made from the groups at that time."""
@@ -149,3 +179,13 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # As in the base class, without the session: a copied or pickled optimizer is a plain description.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+
+class _OnServers(dict[str, Any]):
+    """What `optimizer.state[parameter]` is here: what a script has put there itself."""
+
+    def __missing__(self, key: str) -> Any:
+        raise JobError(
+            f"optimizer.state has no {key!r} in this process: the optimizer's state is on the servers and in the "
+            "checkpoints of the job"
+        )

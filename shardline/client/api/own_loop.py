@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-
-import torch
 
 from shardline.client.api.step_finder import StepFinder
 from shardline.core.orders import Phase
@@ -20,9 +17,6 @@ class OwnLoop:
     def __init__(self) -> None:
         self._goes_on = 0
         """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
-        self._trained: Sequence[tuple[str, torch.Tensor]] = ()
-        self._versions: list[int] = []
-        """torch's in-place change counters of the trained tensors, read after the last pull."""
         self._refused = 0
 
     @property
@@ -56,22 +50,16 @@ class OwnLoop:
             log.warning("%s", error)
         raise error
 
-    def attached(self, step: int, trained: Mapping[str, torch.Tensor]) -> None:
-        """Record the job's step and the tensors that contain its parameters."""
+    def attached(self, step: int) -> None:
+        """Record the job's step."""
         self._goes_on = step
-        self._trained = tuple(trained.items())
-        self.pulled()
 
     def knows_the_step(self) -> None:
         """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
         self._goes_on = 0
 
-    def pulled(self) -> None:
-        """The tensors now contain the servers' values."""
-        self._versions = [tensor._version for _, tensor in self._trained]
-
     def about_to_step(self) -> None:
-        """Warn of steps that will be done twice and of changes that are lost."""
+        """Warn of steps that will be done twice."""
         if self._goes_on:
             log.warning(
                 "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
@@ -81,17 +69,3 @@ class OwnLoop:
                 *(self._goes_on,) * 3,
             )
             self._goes_on = 0
-        now = [tensor._version for _, tensor in self._trained]
-        if now != self._versions:
-            changed = [
-                name for (name, _), *two in zip(self._trained, now, self._versions, strict=True) if len({*two}) > 1
-            ]
-            more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
-            log.warning(
-                "the values of %s%s were changed in this process since the last step; the change is lost, since the "
-                "parameters are those on the servers. Load weights before attach(); --resume restores those of the job",
-                changed[0],
-                more,
-            )
-            # Warn only once.
-            self._trained = ()

@@ -19,7 +19,6 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardline import pipeline
 from shardline.client.api.joining import begin, link_of
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.optimizer_state import TrainingPosition, check_unused, position_of
@@ -124,7 +123,7 @@ class Session:
     def resumed(self) -> None:
         """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
         self._loop.own_loop.knows_the_step()
-        self._loop.own_loop.pulled()
+        self._loop.place.watch.resumed(one_step=self.standing.one_step)
 
     @property
     def skipped(self) -> bool:
@@ -179,13 +178,12 @@ class Session:
         if self._optimizer is not None:
             raise UsageError("this session is already attached; a session trains one model")
         spec = job or script_spec(self._script, self._workers, model, optimizer)
-        watched = job is not None and not pipeline.divided(spec)
-        self._loop.place.furnish(model, optimizer, from_file=watched, overlap=overlap, zero_copy=zero_copy)
+        self._loop.place.furnish(model, optimizer, spec, overlap=overlap, zero_copy=zero_copy)
         self._join(spec)
         begin(self.link, self._loop)
         check_unused(optimizer.state.values(), self.standing)
-        if job is None and not zero_copy:
-            self._loop.own_loop.attached(self.standing.step, self.trainer.weights.layout.trained)
+        if job is None:
+            self._loop.own_loop.attached(self.standing.step)
         self._optimizer = ShardlineOptimizer(self, optimizer, (spec.inner or spec).rule.name)
         lent = None
         if zero_copy:

@@ -124,7 +124,6 @@ class StepLoop:
 
     def _enter_body(self) -> None:
         self.barrier.begin(self.trainer.step, begun=True)
-        self.own_loop.pulled()
 
     def _enter_pass(self) -> None:
         """In a script, whose worker has one replica: put that one's own parameters into the model, if it has any."""
@@ -206,9 +205,7 @@ class StepLoop:
         self.skipped = False
         self._check_loop()
         self.finder.unstepped.reset()
-        if self.in_flight.sent is None:
-            # Else the running exchange may have changed the tensors.
-            self.own_loop.about_to_step()
+        self.own_loop.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
@@ -220,7 +217,8 @@ class StepLoop:
         figures: StepFigures | None = None
         gate = self.place.gate
         reason = gate.why_not() if gate is not None else ""
-        wait = self.trainer.open.first or not (self.trainer.methods.goes_on or (gate is not None and not reason))
+        goes_on = self.trainer.methods.goes_on or (gate is not None and not reason)
+        wait = not goes_on or self.trainer.open.first or self.trainer.watch.waits
         while True:
             try:
                 if self.finder.link.orders.phase is Phase.ENDED:
@@ -255,7 +253,6 @@ class StepLoop:
             self.in_flight.depart(sent)
         else:
             self._account(sent, figures)
-        self.own_loop.pulled()
 
     def _forget(self) -> None:
         """Drop the contribution to the open step, which is of no use any more."""

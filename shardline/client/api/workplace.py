@@ -9,18 +9,20 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardline import topology
+from shardline import pipeline, topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, Restart
-from shardline.client.factory import Ties, Wishes, make_trainer
+from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
 from shardline.client.parcels.post import PostOffice
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
 from shardline.config import RoleConfig, environment
 from shardline.core.exchange import Standing
 from shardline.core.orders import JobView
+from shardline.core.spec import JobSpec
 from shardline.core.status import Traffic
 from shardline.errors import NonFiniteError, ShardlineError, UnreachableError, UsageError
 from shardline.lanes.base import Lane
@@ -103,6 +105,8 @@ class Workplace:
         self._reach: Reach | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
+        self.watch = UNWATCHED
+        """Looks at the user's model."""
         self._wishes = Wishes()
         self._methods: WorkerMethods | None = None
         self.view: JobView | None = None
@@ -116,16 +120,18 @@ class Workplace:
         self,
         model: nn.Module | Mapping[str, torch.Tensor],
         optimizer: torch.optim.Optimizer,
+        job: JobSpec,
         *,
-        from_file: bool,
         overlap: bool,
         zero_copy: bool = False,
     ) -> None:
-        """Set the model and what holds its parameters. from_file: its passes are watched, as a job file's, and the
+        """Set the model and what holds its parameters. The passes of a job file's whole model are watched, and the
         next one may wait for each tensor by itself.
 
         Raises UsageError for overlap together with zero_copy.
         """
+        divided = pipeline.divided(job)
+        from_file = not (job.script or divided)
         if zero_copy and (overlap or (from_file and self._config.overlap)):
             remedy = "pass only one of them to attach()" if overlap else "for a job file, set SHARDLINE_OVERLAP=0"
             raise UsageError(
@@ -141,6 +147,7 @@ class Workplace:
                 self._reach = Reach(model, self.values.values(), groups)
         else:
             self.values = dict(model)
+        self.watch = ModelWatch(model, self.values, optimizer.param_groups, script=job.script, divided=divided)
 
     @property
     def overlaps(self) -> bool:
@@ -185,6 +192,8 @@ class Workplace:
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._methods, ties, self._wishes)
         trainer.weights.arrivals.on_end = self.office.mailbox.look
+        self.watch.meet(own_layout(trainer))
+        trainer.watch = self.watch
         self._open_gate(trainer)
         self.current = trainer
 

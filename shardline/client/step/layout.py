@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from shardline.client.exchange.arrivals import Key
 from shardline.core.plan import Plan, span_of
 from shardline.core.spec import DTYPES, TensorKind
-from shardline.core.tensor_bytes import is_stored, same_bits, tensor_bytes
+from shardline.core.tensor_bytes import digest, is_stored, same_bits, tensor_bytes
 from shardline.errors import MismatchError, TensorError
 
 
@@ -17,7 +19,8 @@ class ModelLayout:
     """Maps each bucket's slices to the worker's own tensors.
 
     tensors: by canonical name, on any device; written by pulls. Tensors that aren't stored as they are read are written
-    through a flat mirror. Raises MismatchError, TensorError.
+    through a flat mirror. Tensors that get other memory (`p.data = ...`) are followed there, see moved(). Raises MismatchError,
+    TensorError.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -34,27 +37,35 @@ class ModelLayout:
                     f"{spec.name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} in this model; the plan "
                     f"says {spec.shape} and {spec.dtype}"
                 )
-        self._mirrors = {
-            number: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for number, tensor in enumerate(self._tensors)
-            if not is_stored(tensor)
-        }
-        flats = [self._mirrors.get(number, tensor).reshape(-1) for number, tensor in enumerate(self._tensors)]
-        self._views = [
-            [[flats[piece.tensor][span_of(plan, piece)] for piece in bucket.slices] for bucket in shard.buckets]
-            for shard in plan.shards
-        ]
-        self._written = [
-            [[self._tensors[piece.tensor] for piece in bucket.slices] for bucket in shard.buckets]
-            for shard in plan.shards
-        ]
-        """The tensors of each bucket, whose writes autograd is told of."""
+        self.moves = 0
+        """How often tensors have got other memory."""
+        self._map()
         self.buffers = [number for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.BUFFER]
         self._saved = {
             number: self._tensors[number].clone(memory_format=torch.contiguous_format) for number in self.buffers
         }
         self._unsettled: set[int] = set()
         """Tensors whose mirror is newer than the tensor itself."""
+        self._counting = threading.Lock()
+        self._versions = self._counters()
+        """torch's counters of in-place writes as they are if nobody else has written."""
+
+    def _map(self) -> None:
+        """Find where each bucket's slices are in memory."""
+        self._mirrors = {
+            number: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for number, tensor in enumerate(self._tensors)
+            if not is_stored(tensor)
+        }
+        flats = [self._mirrors.get(number, tensor).reshape(-1) for number, tensor in enumerate(self._tensors)]
+        buckets = [[bucket.slices for bucket in shard.buckets] for shard in self.plan.shards]
+        self._views = [
+            [[flats[piece.tensor][span_of(self.plan, piece)] for piece in slices] for slices in shard]
+            for shard in buckets
+        ]
+        self._written = [[[self._tensors[piece.tensor] for piece in slices] for slices in shard] for shard in buckets]
+        """The tensors of each bucket, whose writes autograd is told of."""
+        self._places = self._memory()
 
     def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
         """Write one pulled bucket (flat CPU tensor) into the tensors it contains slices of."""
@@ -66,7 +77,9 @@ class ModelLayout:
                 target.copy_(source, non_blocking=True)
         else:
             copy_each(targets, sources)
-        self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
+        if self._mirrors:
+            self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
+        self._count([piece.tensor for piece in spec.slices if piece.tensor not in self._mirrors])
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
         """Writable bytes of the CPU tensor slice that is the whole bucket; None if there is no such slice."""
@@ -84,6 +97,7 @@ class ModelLayout:
     def mark_written(self, shard: int, bucket: int) -> None:
         """Tell autograd of writes that bypassed it: code that read the tensors too early then fails in backward()."""
         torch.autograd.graph.increment_version(self._written[shard][bucket])
+        self._count([piece.tensor for piece in self.plan.shards[shard].buckets[bucket].slices])
 
     @property
     def unsettled(self) -> bool:
@@ -94,6 +108,7 @@ class ModelLayout:
         """Copy the mirrors of these tensors (default: all) into them, once all their buckets are loaded."""
         for number in self._unsettled.intersection(tensors) if tensors is not None else list(self._unsettled):
             self._tensors[number].copy_(self._mirrors[number])
+            self._count([number])
             self._unsettled.discard(number)
 
     def values(self, shard: int, bucket: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -115,12 +130,6 @@ class ModelLayout:
         for number in self.buffers:
             self._tensors[number].copy_(self._saved[number])
 
-    @property
-    def trained(self) -> dict[str, torch.Tensor]:
-        """The trained tensors, by name."""
-        kinds = zip(self.plan.tensors, self._tensors, strict=True)
-        return {spec.name: tensor for spec, tensor in kinds if spec.kind is TensorKind.PARAM}
-
     def changed_buffers(self) -> dict[int, torch.Tensor]:
         """Buffers whose bits differ from the saved ones, by tensor number."""
         return {
@@ -129,9 +138,69 @@ class ModelLayout:
             if not same_bits(self._tensors[number], self._saved[number])
         }
 
+    # What others do to the tensors
+
+    def _counters(self) -> list[int]:
+        return [*map(_VERSION, self.tensors)]
+
+    def _count(self, numbers: Iterable[int]) -> None:
+        """Count a write of this layout to each of these tensors. Exchange threads write too."""
+        with self._counting:
+            for number in numbers:
+                self._versions[number] += 1
+
+    def written(self) -> list[int]:
+        """Tensors that others have written to, by torch's counters, which don't see writes through `.data`.
+
+        No pull may be running.
+        """
+        now = self._counters()
+        if now == self._versions:
+            return []
+        return [number for number, count in enumerate(now) if count != self._versions[number]]
+
+    def recount(self) -> None:
+        """Forget what others have written."""
+        with self._counting:
+            self._versions = self._counters()
+
+    def digest(self, number: int) -> int:
+        """A digest of the tensor's value."""
+        return digest(tensor_bytes(self.tensors[number].detach().cpu().resolve_conj().resolve_neg()))
+
+    def _memory(self) -> list[list[object]]:
+        """Where each tensor is, and how it lies there."""
+        return [[*map(ask, self.tensors)] for ask in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)]
+
+    def moved(self) -> list[int]:
+        """Tensors that have other memory than this layout knows; see follow(). No pull may be running."""
+        now = self._memory()
+        if now == self._places:
+            return []
+        return [
+            number
+            for number, (new, old) in enumerate(
+                zip(zip(*now, strict=True), zip(*self._places, strict=True), strict=True)
+            )
+            if new != old
+        ]
+
+    def mapped(self, number: int) -> torch.Tensor:
+        """The tensor as this layout knows it, in the memory that it had."""
+        return self._tensors[number]
+
+    def follow(self) -> None:
+        """Read and write every tensor where it is now; shapes, dtypes and devices must not have changed."""
+        self._tensors = [tensor.detach() for tensor in self.tensors]
+        self.moves += 1
+        self._map()
+
     def _saved_views(self, shard: int, bucket: int) -> list[torch.Tensor]:
         spec = self.plan.shards[shard].buckets[bucket]
         return [self._saved[piece.tensor].reshape(-1)[span_of(self.plan, piece)] for piece in spec.slices]
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -51,6 +51,7 @@ class BucketSink:
         self._memory: dict[int, torch.Tensor] = {}
         # All of them now: what refers to the model's memory later is somebody else's (see Reach).
         self._pieces = [layout.memory(shard, bucket) for bucket in range(self.num_buckets)]
+        self._moves = layout.moves
         self._in_place: set[int] = set()
         """Buckets that are received directly into the model."""
         self.arrived: set[int] = set()
@@ -76,6 +77,9 @@ class BucketSink:
         """
         if not self._written(arrival).codec.is_view or self._arrivals.holding or arrival.bucket in self.arrived:
             return None
+        if self._moves != self._layout.moves:
+            self._moves = self._layout.moves
+            self._pieces = [self._layout.memory(self._shard, bucket) for bucket in range(self.num_buckets)]
         held = self._pieces[arrival.bucket]
         return held if held is not None and len(held) == arrival.payload_bytes else None
 

@@ -21,6 +21,7 @@ from shardline.client.step.sending import Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.watch.model_watch import UNWATCHED
 from shardline.core.exchange import Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
@@ -73,6 +74,8 @@ class Trainer:
         self._start_s = self._computed_s = self._began_s = 0.0
         self._longest_s = 0.0
         """Longest computation of a step so far, in seconds."""
+        self.watch = UNWATCHED
+        """Looks at what the user's code does to the model."""
 
     @property
     def step(self) -> int:
@@ -116,7 +119,11 @@ class Trainer:
         before = self.methods.versions
         skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
         self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
-        self.methods.restart(self._pull())
+        outcomes = _fetch(self)
+        self.half.arrived(self.methods.versions)
+        self.open.close()
+        self.methods.restart(outcomes)
+        self.watch.arrived()
         return set(share.replicas) if share.partial else todo
 
     def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
@@ -127,19 +134,6 @@ class Trainer:
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
         return found
-
-    def _pull(self) -> Mapping[int, ShardOutcome]:
-        """Pull the parameters of the worker's current step."""
-        step = self.half.exact
-        want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
-        tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in self.open.share.asks(want).items()}
-        self.weights.begin_pull(hold=False)
-        running = self.exchange.start(self.sender, tasks, self.weights.arrivals.end, self.weights.residence.pulling)
-        outcomes = running.wait()
-        self.methods.versions = self.weights.settle(step)
-        self.half.arrived(self.methods.versions)
-        self.open.close()
-        return outcomes
 
     def give_up(self) -> None:
         """End the running exchange; what has arrived is of no use. arm() the exchange before the next one.
@@ -164,6 +158,7 @@ class Trainer:
     def begin(self, replica: int = 0) -> None:
         """Prepare the model for a replica's forward pass; call before each."""
         self._began_s = time.monotonic()
+        self.watch.put_back()
         self.weights.enter_pass(pending=self.open.sent, running=self.open.running)
         self.methods.local.enter(replica, self.methods.ticks.tick)
 
@@ -186,7 +181,8 @@ class Trainer:
         """
         self.check_stepped()
         self.disarm()
-        self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
+        if not _look(self):
+            self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
         """Raise JobError, after giving it up, if a backward pass sent gradients and no step followed."""
@@ -223,6 +219,8 @@ class Trainer:
         buckets that left during the backward pass. Raises JobError if gradients changed after they had left.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
+        if _look(self):
+            _judge(self)
         ticks = self.methods.ticks
         buffers = self.weights.changed_buffers() if ticks.last and self.half.brings_buffers(replica) else {}
         made = self.methods.local.take(
@@ -262,11 +260,14 @@ class Trainer:
     def finish(self) -> StepFigures:
         """Send the contributions and get the next parameters. Raises Restart, Stopped or Interrupted."""
         self._send(here=True)
-        return self._complete()
+        figures = self._complete()
+        self.watch.arrived()
+        return figures
 
     def send(self) -> None:
         """finish() without waiting: wait_for() and settle() wait for the parameters of the next `step`."""
         self._send()
+        self.watch.sent()
         self.open.sent = True
         self.methods.sent()
 
@@ -338,6 +339,35 @@ class Trainer:
             self.open.close()
         self._staging.close()
         self._route.close()
+
+
+def _fetch(trainer: Trainer) -> Mapping[int, ShardOutcome]:
+    """Pull the parameters of the worker's current step."""
+    weights, exchange, step = trainer.weights, trainer.exchange, trainer.half.exact
+    want = Want(step=step, have_step=weights.have, wait_s=exchange.timeouts.server_wait_s)
+    tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in trainer.open.share.asks(want).items()}
+    weights.begin_pull(hold=False)
+    running = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.residence.pulling)
+    outcomes = running.wait()
+    trainer.methods.versions = weights.settle(step)
+    return outcomes
+
+
+def _look(trainer: Trainer) -> bool:
+    """Look at what the user's code has done to the model; returns whether it has to be judged after the pass."""
+    settled = trainer.open.running is None or trainer.open.leaves_early
+    return bool(trainer.watch.look(trainer.step, settled=settled))
+
+
+def _judge(trainer: Trainer) -> None:
+    """Compare written parameters with those of the servers, if these can be pulled again."""
+
+    def again() -> None:
+        trainer.weights.forget()
+        _fetch(trainer)
+
+    possible = trainer.open.running is None and trainer.methods.fetches_again
+    trainer.watch.judge(trainer.step, again if possible else None)
 
 
 def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:

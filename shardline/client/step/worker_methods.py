@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardline import cadence as cadences
-from shardline import consistency, fit
+from shardline import codecs, consistency, fit
 from shardline import pipeline as pipelines
 from shardline import topology as topologies
 from shardline.cadence import Held, Ticks, Told
@@ -42,6 +42,9 @@ class WorkerMethods:
         """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
         self.copies = self.cadence.copies or self.unbroken
         """Passes compute with other tensors than those that pulls fill."""
+        codec = codecs.of(job)
+        self.fetches_again = self.mode.pulls_by_step and not applies and all(down.is_view for down in codec.downs)
+        """A step's parameters can be pulled a second time, with the same bits."""
         self.goes_on = self.cadence.overlap > 0 or self.unbroken
         """The next step begins while this one is exchanged."""
         names = [spec.name for spec in job.tensors if spec.name in tensors]
