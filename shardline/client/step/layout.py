@@ -19,8 +19,8 @@ class ModelLayout:
     """Maps each bucket's slices to the worker's own tensors.
 
     tensors: by canonical name, on any device; written by pulls. Tensors that aren't stored as they are read are written
-    through a flat mirror. Tensors that get other memory (`p.data = ...`) are followed there, see moved(). Raises MismatchError,
-    TensorError.
+    through a flat mirror. Tensors that get other memory (`p.data = ...`) are followed there, see moved(). Raises
+    MismatchError, TensorError.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
