@@ -41,12 +41,12 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 # Not part of torch's interface.
-_count_memory: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _storage: -1)
+count_memory: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _storage: -1)
 
 
 def memory_uses(tensor: torch.Tensor) -> int:
     """Number of references to a tensor's memory, all of them counted alike; -1 if torch can't tell."""
-    return _count_memory(tensor.untyped_storage()._cdata)
+    return count_memory(tensor.untyped_storage()._cdata)
 
 
 def is_stored(tensor: torch.Tensor) -> bool:

@@ -313,7 +313,7 @@ def test_a_torch_that_can_not_tell_who_shares_memory_leaves_tensors_where_they_a
     pulls: Pulls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What tensor_bytes has where torch has no torch._C._storage_Use_Count.
-    monkeypatch.setattr("shardline.core.tensor_bytes._count_memory", lambda storage: -1)
+    monkeypatch.setattr("shardline.core.tensor_bytes.count_memory", lambda storage: -1)
     tensors = {spec.name: torch.full(spec.shape, -1.0) for spec in PLAN.tensors}
     before = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     places = place(PLAN, tensors, pulls.lanes)
