@@ -245,6 +245,19 @@ def batched(make: Callable[..., Any]) -> Callable[[], Job]:
     return job(mlp, collate=collate, loss=loss)
 
 
+def columns() -> nn.Module:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            q, k = torch.randn(4, 8).chunk(2, dim=1)
+            self.q, self.k, self.out = nn.Parameter(q), nn.Parameter(k), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.tanh(x @ self.q) * (x @ self.k))  # type: ignore[no-any-return]
+
+    return Fused()
+
+
 class Bag(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -364,6 +377,7 @@ ROWS = [
             "channels_last": job(lambda: Convolved().to(memory_format=torch.channels_last)),
         },
     ),
+    Row("views of one storage that share no element (columns of a fused matrix)", jobs={"columns": job(columns)}),
     Row(
         "an expanded parameter",
         "refused: `is an expanded view whose elements share memory; store .contiguous() of it`",
