@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline import codecs
-from shardline.consistency import CONSISTENCIES
 from shardline.job import Job
 from shardline.schedule import complete
 
@@ -41,11 +40,10 @@ def checked_job(job: Job, steps: int) -> CheckedJob:
 
 
 def _plain_methods(job: Job) -> dict[str, Any]:
-    mode = CONSISTENCIES.parse(job.consistency)
     chosen = codecs.of(job)
     exact = all(codec.exact for codec in (*chosen.ups, *chosen.downs))
     return {
-        "consistency": str(mode) if str(mode) == "sync" else "sync",
+        "consistency": "sync",
         "rule": "torch",
         "cadence": "every-step",
         "pipeline": "whole-model",

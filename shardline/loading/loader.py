@@ -29,6 +29,9 @@ log = logging.getLogger("shardline.loading")
 END_S = 2.0
 """Seconds that a loader may take to end; it may be reading a sample."""
 
+FOR_THE_WORKER = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a task."""
+
 
 class LoaderProcess:
     """A loader, as its worker sees it."""
@@ -43,9 +46,14 @@ class LoaderProcess:
         worker = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        # Until the loader leaves them to its worker, see _be_a_loader().
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKER)
         try:
             self.pid = os.fork()
+            if self.pid:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.sock.close()
             theirs.close()
             raise
@@ -80,6 +88,7 @@ def _be_a_loader(number: int, sock: socket.socket, source: BatchSource, worker: 
             prctl(PR_SET_NAME, f"loader {number}".encode())
             # A signal for the whole group is for the worker to answer, which needs batches until it has.
             Termination().install()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKER)
             # OpenMP's threads are missing in a fork, which would wait for them.
             torch.set_num_threads(1)
             serve(sock, source)

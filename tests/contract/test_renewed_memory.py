@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -216,9 +217,7 @@ def test_kept_shards_stay_while_the_configuration_changes(ready: PlainClient, ps
 def test_where_making_fails_nothing_is_admitted_and_the_next_configuration_works(
     ready: PlainClient, ps: Ps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(spec: ShardSpec, sync: bool) -> Publication:
-        raise MemoryError("no more")
-
+    fails = Mock(side_effect=MemoryError("no more"))
     with monkeypatch.context() as patched:
         patched.setattr(ps.store, "make_publication", fails)
         refused(grpc.StatusCode.INTERNAL, "MemoryError", lambda: configure(ready, timeline=NEXT))

@@ -138,7 +138,7 @@ def test_a_nan_stops_the_job_with_the_sentence_it_always_has() -> None:
 # Deaths
 
 
-class Died(Exception):
+class Died(BaseException):
     """What a person's code raises, or the end of a process."""
 
 
@@ -349,6 +349,9 @@ class LazyDevice:
                 if copy is not None:
                     copy()
                     self.loaded += 1
+
+    def settle(self) -> None:
+        self.join(list(self._loads))
 
 
 @pytest.mark.parametrize(("lane", "per_layer"), covering(["grpc", "shm"], [True, False]))

@@ -36,6 +36,7 @@ from shardline.pipeline.hosts import Hosts
 from shardline.pipeline.parcel import Parcel
 from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.security import key_of
+from shardline.update import completed
 from shardline_chief.rules.codecs.error_memory import ErrorMemory, goes_back
 from shardline_chief.rules.state.work import Work
 from shardline_ps.shard.shard import Shard
@@ -43,7 +44,7 @@ from tests.protocol_model.applied import Cut, check_cut, contribution, images
 from tests.protocol_model.numbers import require
 from tests.support.builders import make_job_spec, make_settings
 
-RULE = RuleSpec(name="SGD", groups=({"lr": 0.05, "momentum": 0.9},))
+RULE = completed(RuleSpec(name="SGD", groups=({"lr": 0.05, "momentum": 0.9},)))
 METRICS = Metrics("worker", "worker/0")
 Unit = tuple[int, int]
 """(stage, replica)."""

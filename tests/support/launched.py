@@ -13,6 +13,7 @@ import pytest
 
 from shardline.cli import progress
 from shardline.cli.launcher import LocalCluster
+from shardline.cli.process_exits import describe_code
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import LaunchedRun
 from shardline.core.status import ChiefStatus
@@ -29,7 +30,13 @@ class Launched:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         for event in events:
             self.events.put(event)
-        self.options = SimpleNamespace(timeouts=Timeouts(total_s=30.0), script=False, out=out, security=PLAIN)
+        self.options = SimpleNamespace(
+            describe=lambda _task, code: describe_code(code, script=False),
+            timeouts=Timeouts(total_s=30.0),
+            script=False,
+            out=out,
+            security=PLAIN,
+        )
         self.why = why
         self.interrupted = 0
         self.stopped = False

@@ -200,6 +200,6 @@ class Tail:
                 # Read one byte earlier, to see whether a line begins at the start; the last piece ends with the file.
                 start = begin + number * (size - begin - PIECE_BYTES) // (count - 1)
                 file.seek(max(begin, start - 1))
-                first, *lines, rest = file.read(PIECE_BYTES + (number > 0)).split(b"\n")
-                yield from lines if number else [first, *lines]
+                *lines, rest = file.read(PIECE_BYTES + (number > 0)).split(b"\n")
+                yield from lines[1:] if number else lines
             self._at = size - len(rest)
