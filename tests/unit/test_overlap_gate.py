@@ -6,6 +6,8 @@ import copy
 import importlib
 import threading
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -236,6 +238,17 @@ def test_what_something_else_refers_to_is_waited_for_before_the_pass() -> None:
     assert set(watched.waited) == expected
     watched.gate.open()
     assert watched.gate.why_not() == ""
+
+
+def test_weak_references_and_tables_that_the_user_replaces_are_noticed() -> None:
+    model = Tied()
+    watched = Watched(model)
+    reference = weakref.ref(model.bias)
+    assert watched.loose(model) == {"bias"}
+    del reference
+    assert watched.loose(model) == set()
+    model.blocks[0].__dict__["_parameters"] = OrderedDict(table(model.blocks[0]))
+    assert watched.loose(model) >= {"blocks.0.weight", "blocks.0.bias"}
 
 
 def test_a_parameter_that_moves_to_a_module_that_nobody_watches_is_waited_for() -> None:

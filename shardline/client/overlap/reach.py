@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from sys import getrefcount
@@ -34,7 +35,7 @@ class Reach:
         self, model: nn.Module, tensors: Collection[torch.Tensor], known: Iterable[Collection[torch.Tensor]] = ()
     ) -> None:
         self._tensors = list(tensors)
-        self._tables = [table for _, _, table in tables_of(model)]
+        self._tables = list(tables_of(model))
         self.loose: set[int] = set()
         """id() of each tensor that something else refers to, at the last look."""
         listed = Counter(id(item) for items in (tensors, *known) for item in items)
@@ -76,18 +77,23 @@ class Reach:
 
     def _inside(self, tables: Iterable[int]) -> set[int]:
         """id() of the tensors in these tables."""
-        return {id(value) for number in tables for value in self._tables[number].values()}
+        return {id(value) for number in tables for value in self._tables[number][2].values()}
 
     def _counts(self) -> list[tuple[int, int, int]]:
-        """References to each tensor: from Python besides tables, from C++, to its memory."""
-        placed = Counter(id(value) for table in self._tables for value in table.values())
+        """References to each tensor: from Python besides tables (weak ones too), from C++, to its memory."""
+        placed = Counter(id(value) for _, _, table in self._tables for value in table.values())
         return [
-            (getrefcount(item) - placed[id(item)], _count_native(item), memory_uses(item)) for item in self._tensors
+            (
+                getrefcount(item) + weakref.getweakrefcount(item) - placed[id(item)],
+                _count_native(item),
+                memory_uses(item),
+            )
+            for item in self._tensors
         ]
 
-    def _held(self) -> list[int]:
-        """References to each table."""
-        return [getrefcount(table) for table in self._tables]
+    def _held(self) -> list[tuple[int, bool]]:
+        """References to each table; whether its module still keeps its tensors there."""
+        return [(getrefcount(table), module.__dict__.get(name) is table) for module, name, table in self._tables]
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
@@ -104,11 +110,11 @@ _count_native: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count
 
 
 @functools.cache
-def firm_counts() -> tuple[tuple[int, int, int], int]:
+def firm_counts() -> tuple[tuple[int, int, int], tuple[int, bool]]:
     """Counts of a tensor that only a module's table refers to, and of that table."""
     module = nn.Linear(1, 1, bias=False)
     probe = Reach.__new__(Reach)
     probe._tensors = list(module.parameters())
-    probe._tables = [table for _, _, table in tables_of(module)]
+    probe._tables = list(tables_of(module))
     (counts,), (references,) = probe._counts(), probe._held()
     return counts, references
