@@ -98,7 +98,7 @@ class Owners:
 
     @property
     def changed(self) -> bool:
-        """Whether an object is new or gone. Takes a few microseconds per hundred tensors."""
+        """Whether an object is new or gone. Takes about a microsecond per module and half of one per tensor."""
         sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
         values = itertools.chain.from_iterable(map(dict.values, self._tables()))
         return not (
