@@ -54,7 +54,6 @@ class OverlapWorker(Worker):
         # What refers to them here reads nothing while they arrive.
         reach.loose.clear()
         self.gate = Gate(
-            self.model,
             tensors,
             reach,
             # A test may put another function in its place.

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -124,6 +124,24 @@ def test_a_bucket_is_there_as_soon_as_its_neighbours_are_whatever_the_order(pull
         pulls.layout.tensors[seed % 9].fill_(77.0)
     assert places == [tensor.data_ptr() for tensor in pulls.layout.tensors]
     assert len(pulls.residence.shared) == len(SIZES) * pulls.moves
+
+
+def test_values_are_pending_until_they_are_shown(pulls: Pulls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads of the user wait for what is pending."""
+    seen: list[bool] = []
+    show = window.Window.show
+
+    def watched(*args: Any) -> None:
+        seen.append(pulls.residence.pending)
+        show(*args)
+
+    monkeypatch.setattr(window.Window, "show", watched)
+    pulls.residence.begin()
+    for key in KEYS:
+        pulls.residence.take(key, pulls.lane.publish(1, key))
+    pulls.residence.show()
+    assert seen == [True]
+    assert not pulls.residence.pending
 
 
 def test_what_read_a_tensor_before_its_values_were_shown_fails_in_backward(pulls: Pulls) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import importlib
 import threading
 import warnings
@@ -21,6 +23,7 @@ from shardline.client.overlap.early_push import why_not_early
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.overlap.reach import Reach, tables_of
+from shardline.client.overlap.watching import StepAgain
 from shardline.client.step.expected import Expected as Expectation
 from shardline.client.step.layout import homes, keys_of
 from shardline.core.plan import make_plan
@@ -67,7 +70,7 @@ class Watched:
         self.tensors = list(named.values())
         del named
         self.reach.rebase()
-        self.gate = Gate(model, self.tensors, self.reach, wait_for=self._wait_for, waiting=lambda: self.waiting)
+        self.gate = Gate(self.tensors, self.reach, wait_for=self._wait_for, waiting=lambda: self.waiting)
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
         self.waited += [self.names[number] for number in numbers]
@@ -249,6 +252,81 @@ def test_weak_references_and_tables_that_the_user_replaces_are_noticed() -> None
     assert watched.loose(model) == set()
     model.blocks[0].__dict__["_parameters"] = OrderedDict(table(model.blocks[0]))
     assert watched.loose(model) >= {"blocks.0.weight", "blocks.0.bias"}
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [torch.Tensor.untyped_storage, torch.Tensor.storage],
+    ids=["untyped", "typed"],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_tensor_is_loose_as_long_as_somebody_has_its_storage(hold: Callable[[torch.Tensor], Any]) -> None:
+    model = Tied()
+    watched = Watched(model)
+    held = hold(model.bias)
+    assert watched.loose(model) == {"bias"}
+    del held
+    assert watched.loose(model) == set()
+
+
+def test_a_module_that_has_left_the_model_waits_too_and_so_does_who_took_its_table() -> None:
+    model = Tied()
+    watched = Watched(model)
+    unused = model.unused
+    del model.unused
+    watched.gate.look()
+    assert watched.reads(lambda: 2.0 * unused.weight) == {"unused.weight"}
+    taken, unused.__dict__["_parameters"] = table(unused), {}
+    watched.gate.look()
+    watched.gate.shut()
+    assert set(watched.waited) == {"unused.weight", "unused.bias"}
+    watched.gate.open()
+    assert len(taken) == 2
+
+
+def test_a_pass_that_fails_since_the_exchange_did_says_so() -> None:
+    """A reader on another thread is left by StepAgain, and the user's code stumbles over what is missing then."""
+    model = Tied()
+    watched = Watched(model)
+
+    def fail(_numbers: Iterable[int]) -> None:
+        raise StepAgain
+
+    gate = Gate(watched.tensors, watched.reach, wait_for=fail, waiting=lambda: watched.waiting)
+    gate.shut()
+    results: list[torch.Tensor] = []
+
+    def read() -> None:
+        with contextlib.suppress(StepAgain):
+            results.append(2.0 * model.bias)
+
+    def loss() -> torch.Tensor:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(timeout=20)
+        return results[0].sum()
+
+    with pytest.raises(StepAgain), gate.forward():
+        loss()
+    gate.open()
+
+
+def test_garbage_of_each_step_does_not_cost_a_full_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    watched = Watched(model)
+    collect, asked = gc.collect, []
+
+    def counted(generation: int = 2) -> int:
+        asked.append(generation)
+        return collect(generation)
+
+    monkeypatch.setattr(gc, "collect", counted)
+    for _ in range(3):
+        cycle: list[Any] = [model.bias]
+        cycle.append(cycle)
+        del cycle
+        assert watched.loose(model) == set()
+    assert set(asked) <= {1}
 
 
 def test_a_parameter_that_moves_to_a_module_that_nobody_watches_is_waited_for() -> None:

@@ -101,7 +101,6 @@ class Workplace:
         self._wait_for = wait_for
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
-        self._model: nn.Module | None = None
         self._reach: Reach | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
@@ -142,7 +141,6 @@ class Workplace:
         if isinstance(model, nn.Module):
             self.values = named_values(model)
             if from_file and overlaps:
-                self._model = model
                 groups = [group["params"] for group in optimizer.param_groups]
                 self._reach = Reach(model, self.values.values(), groups)
         else:
@@ -248,11 +246,10 @@ class Workplace:
         return lanes
 
     def _open_gate(self, trainer: Trainer) -> None:
-        if self._model is None or self._reach is None or not self.overlaps:
+        if self._reach is None or not self.overlaps:
             return
         self._reach.rebase()
         self.gate = Gate(
-            self._model,
             trainer.weights.layout.tensors,
             self._reach,
             wait_for=self._wait_for,

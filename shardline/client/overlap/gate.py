@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardline.client.overlap.reach import Reach, tables_of
+from shardline.client.overlap.reach import Reach
 
 log = logging.getLogger("shardline.client")
 
@@ -32,14 +32,12 @@ class Gate:
 
     def __init__(
         self,
-        model: nn.Module,
         tensors: Sequence[torch.Tensor],
         reach: Reach,
         *,
         wait_for: Callable[[Iterable[int]], None],
         waiting: Callable[[], bool],
     ) -> None:
-        self._model = model
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self._reach = reach
         self._wait_for = wait_for
@@ -102,10 +100,8 @@ class Gate:
         uses: collects the tensors' numbers in the order of their first use.
         """
         if uses is None:
-            yield
-            if self._waiting():
-                # A backward pass may read them without asking a table.
-                self._await_all()
+            with self._whole_at_end():
+                yield
             return
         if not self._compiler.used:
             self._uses = uses
@@ -115,6 +111,19 @@ class Gate:
         finally:
             self._uses = None
             self.open()
+
+    @contextlib.contextmanager
+    def _whole_at_end(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            # If the exchange failed, this may come of a thread that StepAgain has ended.
+            if self._waiting():
+                self._await_all()
+            raise
+        if self._waiting():
+            # A backward pass may read them without asking a table.
+            self._await_all()
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
@@ -150,7 +159,9 @@ class Gate:
         if self._replaced:
             return
         self._replaced = [
-            (module, name, WaitingTable(table, self._give_out)) for module, name, table in tables_of(self._model)
+            (module, name, WaitingTable(table, self._give_out))
+            for module, name, table in self._reach.tables
+            if module.__dict__.get(name) is table
         ]
         for module, name, table in self._replaced:
             module.__dict__[name] = table

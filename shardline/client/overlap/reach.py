@@ -35,7 +35,8 @@ class Reach:
         self, model: nn.Module, tensors: Collection[torch.Tensor], known: Iterable[Collection[torch.Tensor]] = ()
     ) -> None:
         self._tensors = list(tensors)
-        self._tables = list(tables_of(model))
+        self.tables = list(tables_of(model))
+        """Of all modules that the model has at first, with the names of their attributes."""
         self.loose: set[int] = set()
         """id() of each tensor that something else refers to, at the last look."""
         listed = Counter(id(item) for items in (tensors, *known) for item in items)
@@ -63,7 +64,8 @@ class Reach:
         """Find the tensors that are loose."""
         found = self._changed() | self._always
         if found - self.loose:
-            gc.collect()
+            # Young garbage only: it may come in each step, and going through all objects takes a tenth of a second.
+            gc.collect(1)
             found = self._changed() | self._always
         self.loose = found
 
@@ -77,23 +79,26 @@ class Reach:
 
     def _inside(self, tables: Iterable[int]) -> set[int]:
         """id() of the tensors in these tables."""
-        return {id(value) for number in tables for value in self._tables[number][2].values()}
+        return {id(value) for number in tables for value in self.tables[number][2].values()}
 
-    def _counts(self) -> list[tuple[int, int, int]]:
-        """References to each tensor: from Python besides tables (weak ones too), from C++, to its memory."""
-        placed = Counter(id(value) for _, _, table in self._tables for value in table.values())
+    def _counts(self) -> list[tuple[int, int, int, int]]:
+        """References to each tensor: from Python besides tables (weak ones too), from C++, to its memory, to
+        Python's object of its memory.
+        """
+        placed = Counter(id(value) for _, _, table in self.tables for value in table.values())
         return [
             (
                 getrefcount(item) + weakref.getweakrefcount(item) - placed[id(item)],
                 _count_native(item),
                 memory_uses(item),
+                getrefcount(item.untyped_storage()),
             )
             for item in self._tensors
         ]
 
     def _held(self) -> list[tuple[int, bool]]:
         """References to each table; whether its module still keeps its tensors there."""
-        return [(getrefcount(table), module.__dict__.get(name) is table) for module, name, table in self._tables]
+        return [(getrefcount(table), module.__dict__.get(name) is table) for module, name, table in self.tables]
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
@@ -110,11 +115,11 @@ _count_native: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count
 
 
 @functools.cache
-def firm_counts() -> tuple[tuple[int, int, int], tuple[int, bool]]:
+def firm_counts() -> tuple[tuple[int, int, int, int], tuple[int, bool]]:
     """Counts of a tensor that only a module's table refers to, and of that table."""
     module = nn.Linear(1, 1, bias=False)
     probe = Reach.__new__(Reach)
     probe._tensors = list(module.parameters())
-    probe._tables = list(tables_of(module))
+    probe.tables = list(tables_of(module))
     (counts,), (references,) = probe._counts(), probe._held()
     return counts, references

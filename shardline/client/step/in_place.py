@@ -400,8 +400,9 @@ class InPlace:
         if not self.pending:
             return
         with self._lock:
-            self.pending = False
             new = [(s, b) for s, shard in self._shards.items() for b in shard.show()]
+            # Not earlier: other threads don't wait if nothing is pending.
+            self.pending = False
         for key in new:
             self._layout.mark_written(*key)
 
