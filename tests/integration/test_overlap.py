@@ -350,9 +350,6 @@ class LazyDevice:
                     copy()
                     self.loaded += 1
 
-    def settle(self) -> None:
-        self.join(list(self._loads))
-
 
 @pytest.mark.parametrize(("lane", "per_layer"), covering(["grpc", "shm"], [True, False]))
 def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(

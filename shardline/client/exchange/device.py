@@ -2,8 +2,9 @@
 
 Gradients: on a separate stream, the copy waits for an event recorded when the gradient was complete; the sending thread
 waits for the copy. Parameters: a copy waits for the fence, which is recorded on the computing stream when the model may
-be written to (everything enqueued before it, such as the backward pass, still reads the old values); the computing
-stream waits for the copy before the first read. Pinned memory is refilled only after the copy out of it.
+be written to (everything enqueued before it, such as the backward pass, still reads the old values); the thread
+that asks for a parameter waits for its copy, since torch can't tell which stream will read it. Pinned memory is
+refilled only after the copy out of it.
 
 If worker and server share memory, the segment from which the server reads gradients is page-locked, and the device
 copies into it directly. The server's publications are not: they would have to stay unchanged until the device has read
@@ -42,7 +43,7 @@ class HostPath:
         self._loading: dict[Key, torch.cuda.Event] = {}
         """The last copy out of each bucket's host memory."""
         self._unjoined: dict[Key, torch.cuda.Event] = {}
-        """Loads of the running pull, which each stream has to wait for before it reads."""
+        """Loads that nobody has waited for yet."""
         self._locked: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
         """Shared segments, and whether their pages could be locked."""
 
@@ -134,18 +135,12 @@ class HostPath:
         return bool(self._unjoined)
 
     def join(self, keys: Iterable[Key]) -> None:
-        """Make this thread's current stream wait for the loads of these buckets; others may have to wait too."""
-        stream = torch.cuda.current_stream(self.device)
-        with self._lock:
-            loads = [self._unjoined[key] for key in keys if key in self._unjoined]
-        for loaded in loads:
-            stream.wait_event(loaded)
-
-    def settle(self) -> None:
-        """Make this thread's current stream, the computing one, wait for all loads of a pull that has ended."""
-        self.join(list(self._unjoined))
-        with self._lock:
-            self._unjoined.clear()
+        """Wait for the loads of these buckets, so that every stream may read them."""
+        for key in keys:
+            with self._lock:
+                loaded = self._unjoined.pop(key, None)
+            if loaded is not None:
+                loaded.synchronize()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -175,9 +170,6 @@ class OnHost:
         """See HostPath."""
 
     def join(self, keys: Iterable[Key]) -> None:
-        """See HostPath."""
-
-    def settle(self) -> None:
         """See HostPath."""
 
 

@@ -124,7 +124,7 @@ class Weights:
         Returns versions by shard.
         """
         with self._loads:
-            self._host.settle()
+            self._host.join(self.arrivals.keys)
             if self.layout.unsettled:
                 with torch.no_grad():
                     self.layout.settle()
