@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from shardline.cli.launcher import LaunchOptions, LocalCluster
 from shardline.cli.process_exits import Ended
 from shardline.config import Timeouts
+from shardline.host.forkserver import PR_SET_PDEATHSIG, prctl
 from tests.support.waiting import wait_for
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, like real
@@ -134,11 +137,24 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def start_train(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started_train(tmp_path: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A running `shardline train`, which ends with the block, however that ends, or with the process that runs it."""
     command = [sys.executable, "-m", "shardline", "train", str(job_file(tmp_path)), "--out", str(tmp_path / "run")]
-    return subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    process = subprocess.Popen(
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 no lock is taken in it
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate(timeout=20)
 
 
 def children(tmp_path: Path) -> dict[str, int]:

@@ -30,7 +30,7 @@ from tests.support.fake_roles import (
     job_file,
     launch,
     next_end,
-    start_train,
+    started_train,
     tell_chief,
     wait_for_start,
     wait_gone,
@@ -341,10 +341,10 @@ def test_waits_have_deadlines(tmp_path: Path, fake_roles: Path) -> None:
 def test_signal_ends_the_job_by_way_of_the_chief(
     tmp_path: Path, fake_roles: Path, number: signal.Signals, code: int
 ) -> None:
-    process = start_train(tmp_path, "--", "--text", "a b")
-    pids = wait_for_start(process, tmp_path)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    with started_train(tmp_path, "--", "--text", "a b") as process:
+        pids = wait_for_start(process, tmp_path)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
     assert process.returncode == code, err
     assert "ending with a checkpoint" in err
     assert (tmp_path / "run" / "logs" / "worker-0.log").read_text() == "worker/0 args --text 'a b'\n"
@@ -423,20 +423,39 @@ def test_signal_at_the_birth_of_a_process_leaves_none_behind(
 
 
 def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
-    process = start_train(tmp_path)
-    pids = wait_for_start(process, tmp_path)
-    process.kill()
-    process.communicate(timeout=5)
-    wait_gone(pids, 5.0)
+    with started_train(tmp_path) as process:
+        pids = wait_for_start(process, tmp_path)
+        process.kill()
+        process.communicate(timeout=5)
+        wait_gone(pids, 5.0)
+
+
+ABANDONS = """
+import os, sys
+from pathlib import Path
+from tests.support.fake_roles import started_train, wait_for_start
+with started_train(Path(sys.argv[1])) as process:
+    print(*wait_for_start(process, Path(sys.argv[1])).values(), process.pid)
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_no_train_of_a_test_outlives_a_test_run_that_is_ended(tmp_path: Path, fake_roles: Path) -> None:
+    command = [sys.executable, "-c", ABANDONS, str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True
+    )
+    wait_gone({pid: int(pid) for pid in ended.stdout.split()}, 5.0)
 
 
 def test_train_that_is_done_copies_the_summary_and_says_where_things_are(tmp_path: Path, fake_roles: Path) -> None:
-    process = start_train(tmp_path, "--summary", str(tmp_path / "new" / "summary.json"))
-    wait_for_start(process, tmp_path)
-    cluster = LocalCluster(launch(tmp_path))
-    cluster.chief_address = json.loads((tmp_path / "run" / "cluster.json").read_text())["chief"][0]
-    tell_chief(cluster, "exit 0")
-    out, err = process.communicate(timeout=20)
+    with started_train(tmp_path, "--summary", str(tmp_path / "new" / "summary.json")) as process:
+        wait_for_start(process, tmp_path)
+        cluster = LocalCluster(launch(tmp_path))
+        cluster.chief_address = json.loads((tmp_path / "run" / "cluster.json").read_text())["chief"][0]
+        tell_chief(cluster, "exit 0")
+        out, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     assert json.loads((tmp_path / "new" / "summary.json").read_text())["steps"] == 3
     assert "3 steps in 1.5 s (2.0 steps/s)" in out

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 from shardline.cli.launcher import LocalCluster
 from shardline.errors import UsageError
 from shardline.host.run_lock import ROOM, RunLock, ever_begun
-from tests.support.fake_roles import job_file, launch, start_train, tell_chief, wait_for_start
+from tests.support.fake_roles import job_file, launch, started_train, tell_chief, wait_for_start
 
 COMMAND = (sys.executable, "-m", "shardline")
 
@@ -147,12 +146,8 @@ def test_a_start_that_came_to_nothing_makes_no_run_of_its_folder(tmp_path: Path)
 
 
 def test_commands_in_the_folder_of_a_run_that_lives_change_no_byte(tmp_path: Path, fake_roles: Path) -> None:
-    process = start_train(tmp_path)
-    try:
+    with started_train(tmp_path) as process:
         change_no_byte(tmp_path, process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
 
 
 def change_no_byte(tmp_path: Path, process: subprocess.Popen[str]) -> None:
