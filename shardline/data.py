@@ -233,7 +233,7 @@ class BatchSource:
 
     @property
     def at_once(self) -> bool:
-        """Whether a batch is rows of tensors, taken without a call of the user's code."""
+        """True if a batch is rows of tensors, taken without a call of the user's code."""
         return isinstance(self._source, _Tensors)
 
     def batch(self, step: int, replica: int, microbatch: int) -> Batch:

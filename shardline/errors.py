@@ -262,7 +262,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def _is_own(trace: TracebackType | None) -> bool:
-    """Whether Shardline's own code raised, called by nobody but itself, torch and Python."""
+    """Return whether Shardline's own code raised, called by nobody but itself, torch and Python."""
     owners = [owner for owner, _, _ in _frames(trace) if owner != "python"]
     return bool(owners) and owners[-1] == "shardline" and {"shardline", "torch"}.issuperset(owners)
 

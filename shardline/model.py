@@ -98,7 +98,7 @@ class Owners:
 
     @property
     def changed(self) -> bool:
-        """Whether an object is new or gone. Takes about a microsecond per module and half of one per tensor."""
+        """True if an object is new or gone. Takes about a microsecond per module and half of one per tensor."""
         sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
         values = itertools.chain.from_iterable(map(dict.values, self._tables()))
         return not (
@@ -293,7 +293,7 @@ def check_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _overlap(spans: Sequence[_Span]) -> bool:
-    """Whether the last of these tensors has an element in common with one of the others: in a map of their memory."""
+    """Return whether the last of these tensors shares an element with another, by a map of their memory."""
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     unit = math.gcd(*(span.tensor.element_size() for span in spans), *(span.start - first for span in spans))
     taken = torch.zeros((last - first) // unit, dtype=torch.bool)

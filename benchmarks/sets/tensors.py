@@ -55,7 +55,7 @@ def lived(tensors: int, prefix: Prefix = HERE) -> dict[str, Any]:
         train = ["train", str(JOB), "--ps", "2", "--workers", "2", "--no-page", "--out", str(folder / "out")]
 
         def run(number: int, *words: str) -> tuple[list[float], float]:
-            """What was spent before each forward pass of a command, and until its end."""
+            """Processor seconds that a command had used before each forward pass, and at its end."""
             stamps = folder / f"stamps-{number}"
             before_s = _children_s()
             timed([*prefix, sys.executable, "-m", "shardline", *words], {TENSORS: str(tensors), STAMPS: str(stamps)})

@@ -134,7 +134,7 @@ class Checkpoint:
             self._stored = self._whole = None
 
     def _wholes(self) -> StoredTensors:
-        """What is stored, by tensor of the state_dict."""
+        """Stored entries, by tensor of the state_dict."""
         contents = self._contents()
         with self._lock:
             if self._whole is None:
@@ -142,7 +142,7 @@ class Checkpoint:
             return self._whole
 
     def _contents(self) -> StoredTensors:
-        """What is stored, by tensor of the plan."""
+        """Stored entries, by tensor of the plan."""
         with self._lock:
             if self._stored is None:
                 self._stored = StoredTensors(self.path, self.job.rule, self.plan.tensors, self._build_index())

@@ -123,7 +123,7 @@ class LaunchOptions:
             check_bind("the chief's page", host, "--page", self.security, insecure=self.insecure_bind)
 
     def runs_script(self, task: str) -> bool:
-        """Whether a task's process runs the user's script."""
+        """Return whether a task's process runs the user's script."""
         return self.script and parse_task(task)[0] == "worker"
 
     def describe(self, task: str, code: int) -> str:

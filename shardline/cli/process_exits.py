@@ -54,7 +54,7 @@ def last_words(lines: Sequence[str], *, script: bool = False) -> str:
 
 
 def says_more(lines: Sequence[str], words: str) -> bool:
-    """Whether a log has more than the message that its task ended with. words: those that were shown."""
+    """Return whether a log has more than the message that its task ended with. words: those that were shown."""
     said = {match[1] for line in lines if (match := LAST_WORDS.match(line)) and match[1] in words}
     return any(line.strip() and not any(line.endswith(one) for one in said) for line in lines)
 
@@ -73,7 +73,7 @@ def exception_in(lines: Sequence[str]) -> str:
 
 
 def may_restart(role: str, code: int, restarts: int, *, script: bool = False) -> tuple[bool, str]:
-    """Whether to restart a task that ended, and why (not). script: its process ran the user's script."""
+    """Decide whether to restart a task that ended; returns that and the reason. script: it ran the user's script."""
     if code == 0:
         return False, "its work is done"
     if role == "chief" and code > 0:

@@ -30,7 +30,7 @@ class Difference:
     of: int
     """Number of elements."""
     what: str = ""
-    """What differs, where it is not the values alone."""
+    """Difference in shape or dtype, or a tensor that only one side has; "" if only values differ."""
 
     def __str__(self) -> str:
         first = f"from step {self.step} on" if self.step else "before the first step"

@@ -130,9 +130,9 @@ class TaskStatus:
     compute_s: float = 0.0
     """Mean seconds of computing per step, over its last steps."""
     data_s: float = 0.0
-    """The same for waiting for batches."""
+    """Mean seconds of waiting for batches per step, over its last steps."""
     exchange_s: float = 0.0
-    """The same for push, barrier wait and pull."""
+    """Mean seconds of push, barrier wait and pull per step, over its last steps."""
     blocked_s: float = 0.0
     """The part of it in which the servers waited for other workers."""
     drift: float = 0.0
@@ -204,7 +204,7 @@ class Standstill:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """What the numbers of a job count."""
+    """Unit of a job's step numbers."""
 
     unit: str = "step"
     """Its progress, checkpoints and curves: "step", "round" (a step of several passes) or "update"."""

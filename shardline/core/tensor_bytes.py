@@ -50,7 +50,7 @@ def memory_uses(tensor: torch.Tensor) -> int:
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are in memory in the order of their indices, each as it is read.
+    """Return whether a tensor's elements are in memory in the order of their indices, each as it is read.
 
     Views that torch negates or conjugates when they are read have other signs there.
     """

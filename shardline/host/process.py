@@ -66,7 +66,7 @@ class OwnProcess:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a forked child's copy."""
+        """True if this is a forked child's copy."""
         return not self.ended and os.getpid() != self._pid
 
     def check(self) -> None:

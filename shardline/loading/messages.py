@@ -1,4 +1,4 @@
-"""What a worker and its loaders say to each other over a socket."""
+"""Messages between a worker and its loaders, over a socket."""
 
 from __future__ import annotations
 

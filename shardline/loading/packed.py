@@ -49,7 +49,7 @@ class _Shape:
 
 @dataclass
 class PackedBatch:
-    """What is sent: `head` as bytes, `memory` as a file descriptor; -1 = a batch without tensors."""
+    """A packed batch: `head` travels as bytes, `memory` as a file descriptor; -1 = a batch without tensors."""
 
     head: bytes
     memory: int = -1
@@ -124,7 +124,7 @@ def _in_storage(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but elements in host memory."""
+    """Return whether a tensor is nothing but elements in host memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

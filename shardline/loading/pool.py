@@ -20,7 +20,7 @@ from shardline.loading.upcoming import Place, UpcomingBatches
 log = logging.getLogger("shardline.loading")
 
 MAX_DEATHS = 2
-"""So many loaders that end while they read one batch end the job."""
+"""Number of loaders that may end while they read one batch; the last of them ends the job."""
 
 
 @dataclass

@@ -25,14 +25,14 @@ def speed(counting: Counting, per_second: str) -> str:
 
 
 def made(counting: Counting, step: int, done: int) -> str:
-    """What a job has made, such as "12 rounds of 10 passes" or "120 batches, 61 updates"."""
+    """Describe a job's progress, such as "12 rounds of 10 passes" or "120 batches, 61 updates"."""
     text = plural(done, counting.asked)
     text += f" of {counting.passes:,} passes" if counting.passes > 1 else ""
     return text if counting.asked == counting.unit else f"{text}, {plural(step, counting.unit)}"
 
 
 def plan(counting: Counting, steps: int) -> str:
-    """What a job's steps will be, where they are more than a pass each; else ""."""
+    """Describe a job's steps where each is more than a pass; else ""."""
     if counting.passes == 1 or not steps:
         return ""
     each = f" of {counting.passes:,} passes" if counting.passes else ""

@@ -172,7 +172,7 @@ class StandstillView:
     whom: str
     """The tasks that are waited for, such as "worker/1"; empty if none is known."""
     facts: str
-    """The same with what is known of them: "worker/1 (replica 1, last heard 11 s ago)"."""
+    """Name tasks with their replicas and silence: "worker/1 (replica 1, last heard 11 s ago)"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class ClusterView:
     done: int
     """How many of them are done."""
     counting: Counting
-    """What these numbers count."""
+    """Unit of these numbers."""
     first_step: int
     """Step at which this run started."""
     progress: float | None

@@ -1,4 +1,4 @@
-"""What the user's code does to the model while it is trained: as in plain torch, or refused by the tensor's name."""
+"""Changes to the model while it is trained: as in plain torch, or refused by the tensor's name."""
 
 from __future__ import annotations
 

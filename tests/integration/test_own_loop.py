@@ -99,7 +99,7 @@ def until_stopped(session: Session, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def refused(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> shardline.JobStopped:
-    """What ends a loop of `count` steps."""
+    """The exception that ends a loop of `count` steps."""
     with pytest.raises(shardline.JobStopped) as found:
         make_steps(model, optimizer, count)
     return found.value

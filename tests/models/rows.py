@@ -1,4 +1,4 @@
-"""What a model, its batches and its optimizer may be: each row of the table in docs/jobs.md, as jobs or as scripts."""
+"""Models, batches and optimizers: each row of the table in docs/jobs.md, as jobs or as scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Row:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     loop: Loop | None = None
     overlaps: bool = True
-    """Whether the script may ask for overlap: nothing changes gradients between backward() and step()."""
+    """True if the script may ask for overlap: nothing changes gradients between backward() and step()."""
 
     @property
     def sentence(self) -> str | None:
@@ -337,7 +337,7 @@ def frozen_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer, steps
 
 
 def read_between(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
-    """What is read between step() and the next pass decides the next loss."""
+    """Values read between step() and the next pass decide the next loss."""
     scale = 1.0
     for step in steps:
         optimizer.zero_grad()

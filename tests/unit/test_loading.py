@@ -1,4 +1,4 @@
-"""What loaders read next, and how a batch travels from them."""
+"""Forecasts of what loaders read next, and how a batch travels from them."""
 
 from __future__ import annotations
 

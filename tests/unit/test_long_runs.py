@@ -1,4 +1,4 @@
-"""What a run keeps in memory doesn't grow with its steps, its checkpoints or its scores."""
+"""Memory of a run doesn't grow with its steps, its checkpoints or its scores."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Past:
         """Movements of the job, by the times of these lines."""
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
         self.lives: dict[str, tuple[float, str]] = {}
-        """What was last said about the state of each task, and when, as Unix time."""
+        """Last reported state of each task, and its Unix time."""
 
     def read(self) -> None:
         """Take in what is new. Missing files and invalid lines are skipped."""

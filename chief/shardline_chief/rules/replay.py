@@ -138,7 +138,7 @@ class _ChoiceList:
         return self._first + len(self._made)
 
     def until(self, step: int) -> Choices:
-        """See Choices.until."""
+        """Return the choices of the steps before this one."""
         return Choices(self._first, tuple(self._made)).until(step)
 
     def replace(self, choices: Choices) -> None:
@@ -146,7 +146,7 @@ class _ChoiceList:
         self._first, self._made = choices.first, list(choices.made)
 
     def follow(self, news: Choices) -> None:
-        """See Choices.followed_by."""
+        """Add later choices, which replace those of the same steps."""
         if self._first <= news.first <= self.end:
             self._made[news.first - self._first :] = news.made
         else:

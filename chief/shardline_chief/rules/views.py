@@ -120,7 +120,7 @@ def _replicas(state: State, task: str) -> tuple[int, ...]:
 
 
 def counting(job: JobSpec) -> Counting:
-    """What the job's numbers count."""
+    """Unit of the job's step numbers."""
     mode, cadence = consistency.of(job.consistency), cadences.of(job)
     whole = "round" if cadence.ticks > 1 else "step"
     unit = "update" if mode.clock is Clock.VERSION else whole

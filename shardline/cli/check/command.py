@@ -82,7 +82,7 @@ def _load(flags: Mapping[str, Any]) -> Job:
 
 
 def _remarks(checked: CheckedJob) -> list[str]:
-    """What of the job is left out of the comparison, in a sentence."""
+    """Name, in a sentence, the job's settings that are left out of the comparison."""
     if not checked.replaced:
         return []
     return [

@@ -182,7 +182,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
 
 
 class _OnServers(dict[str, Any]):
-    """What `optimizer.state[parameter]` is here: what a script has put there itself."""
+    """State of a parameter, as in `optimizer.state[parameter]`: here only what a script has put there itself."""
 
     def __missing__(self, key: str) -> Any:
         raise JobError(

@@ -184,7 +184,7 @@ class Compiler:
 
     @property
     def used(self) -> bool:
-        """Whether something in this process has been given to it."""
+        """True if something in this process has been given to it."""
         # Without a backend, an entry only keeps a function from being compiled. torch._dynamo.reset() empties the dict.
         backends = getattr(self._frames, "cached_backends", None)
         self._used = self._used or backends is None or any(one is not None for one in list(backends.values()))

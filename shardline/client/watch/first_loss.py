@@ -22,7 +22,7 @@ class FirstLoss:
         self._seen = False
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """See Job.loss."""
+        """Return the job's loss of a batch, a scalar."""
         found = self._loss(model, batch)
         if not self._seen and isinstance(found, torch.Tensor):
             self._seen = True

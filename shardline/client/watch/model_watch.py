@@ -33,29 +33,29 @@ RARELY = 64
 
 
 class Tensors(Protocol):
-    """A worker's tensors in the plan's layout: the part of ModelLayout that is used here."""
+    """Tensors of a worker in the plan's layout: the part of ModelLayout that is used here."""
 
     plan: Plan
     tensors: list[torch.Tensor]
     buffers: list[int]
 
     def written(self) -> list[int]:
-        """See ModelLayout."""
+        """List tensors that others have written to, by number, as far as torch counts it."""
 
     def recount(self) -> None:
-        """See ModelLayout."""
+        """Forget what others have written."""
 
     def digest(self, number: int) -> int:
-        """See ModelLayout."""
+        """Return a digest of a tensor's value."""
 
     def moved(self) -> list[int]:
-        """See ModelLayout."""
+        """List tensors whose memory is not the one that the layout knows."""
 
     def mapped(self, number: int) -> torch.Tensor:
-        """See ModelLayout."""
+        """Return a tensor in the memory that the layout knows."""
 
     def follow(self) -> None:
-        """See ModelLayout."""
+        """Use the memory that every tensor has now."""
 
 
 class ModelWatch:
@@ -143,7 +143,7 @@ class ModelWatch:
 
     @property
     def waits(self) -> bool:
-        """Whether the next values have to arrive before the user's code runs."""
+        """True if the next values have to arrive before the user's code runs."""
         return self._layout is not None and (_is_closely(self._passes + 1) or bool(self._visited))
 
     @property
@@ -282,7 +282,7 @@ def _named(layout: Tensors, numbers: Sequence[int]) -> str:
 
 
 def _is_closely(passes: int) -> bool:
-    """Whether the values of a step are compared by digest."""
+    """Return whether the values of a step are compared by digest."""
     return passes <= 2 or (passes >= RARELY and passes & (passes - 1) == 0)
 
 

@@ -82,7 +82,7 @@ class TorchBucketRule(BucketRule):
         cls = optimizer_class(site.spec.name)
         arguments = torch_arguments(site.spec.name, site.group)
         self._alone = not ALLOWED[site.spec.name] or rounds_by_position(site, arguments)
-        """Whether one thread computes it all, since the bits depend on the number."""
+        """True if one thread computes it all, since the bits depend on the number of threads."""
         self._states: ElementwiseStates | WholeStates
         if ALLOWED[site.spec.name]:
             self._states = ElementwiseStates(cls, arguments, site, self.states)

@@ -241,7 +241,7 @@ class ElementwiseStates:
 
 
 def rounds_by_position(site: Site, arguments: Mapping[str, Any]) -> bool:
-    """Whether torch's rounding of an element may depend on where in a tensor, or in a thread's part of it, it is."""
+    """Return whether torch's rounding of an element may depend on its place in a tensor or in a thread's part."""
     return site.device.type == "cpu" and (site.dtype in _HALVES or bool(arguments.get("fused")))
 
 

@@ -8,7 +8,7 @@ from collections import deque
 STILL_S = 5.0
 """Seconds without a movement after which a job may stand still."""
 FIRST_S = 30.0
-"""The same before the first movement: compiling a model, or reading the first batches, takes a while."""
+"""Limit before the first movement: compiling a model, or reading the first batches, takes a while."""
 TIMES = 3.0
 """A job stands still after this many times its usual time between two movements, or after STILL_S if that is longer."""
 GAPS = 20
