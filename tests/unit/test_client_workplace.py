@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardline.client.api import workplace
 from shardline.client.api.workplace import Workplace
@@ -25,6 +28,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
+from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
@@ -120,6 +124,23 @@ def test_a_renewal_whose_servers_can_not_be_found_is_made_again_as_a_whole(
     place.renew(told)  # type: ignore[arg-type]
     assert place.view is told.view
     assert place.trainer is not before
+
+
+def test_after_a_renewal_the_next_pass_waits_for_no_tensor_that_only_the_last_trainer_held(place: Workplace) -> None:
+    model = nn.Linear(4, 4)
+    tensors = model_tensors(model)
+    view = replace(view_of(5), job=replace(view_of(5).job, tensors=tensors), plan=make_plan(tensors, 1))
+    place.furnish(model, torch.optim.SGD(model.parameters(), lr=0.1), view.job, overlap=False)
+    told = Told(view)
+    place.renew(told)  # type: ignore[arg-type]
+    before = weakref.ref(place.trainer)
+    told.view = replace(view, timeline=6)
+    place.renew(told)  # type: ignore[arg-type]
+    assert before() is None
+    gc.collect()
+    assert place.gate is not None
+    place.gate.look()
+    assert place.gate.loose == []
 
 
 def test_a_worker_that_wakes_goes_on_where_the_slowest_is(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardline.client.api.in_flight import InFlight
+from shardline.client.exchange.outcomes import Restart
 from shardline.client.overlap.early_push import why_not_early
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.hooks import FireCount, GradientHooks
@@ -347,6 +349,22 @@ def test_who_holds_a_model_before_it_is_attached_is_noticed() -> None:
     assert Watched(model, groups).loose(model) == set()
     # nn.GRU reads a list of its own.
     assert Watched(nn.Sequential(nn.GRU(2, 2))).gate.why_not() != ""
+
+
+def test_a_pass_that_is_left_in_the_middle_holds_no_tensor_afterwards() -> None:
+    model = Tied()
+    watched = Watched(model)
+    flight = InFlight(go_on=lambda error: True, still_ordered=lambda: True, closed=lambda sent, figures: None)
+
+    def reads(bias: torch.Tensor) -> None:
+        try:
+            raise Restart("a server is gone")
+        except Restart as error:
+            raise StepAgain(error) from error
+
+    with flight.attempt():
+        reads(model.bias)
+    assert watched.loose(model) == set()
 
 
 def test_what_is_only_garbage_is_not_waited_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,10 @@ class InFlight:
             yield
         except StepAgain as again:
             log.info("restarting the step: %s", again.cause or "orders changed")
+            for error in (again, again.cause):
+                if error is not None:
+                    # Frames of the body would hold tensors that only the model's modules are to hold, see Reach.
+                    traceback.clear_frames(error.__traceback__)
             self._unwound = again
 
     def watch(self, replica: int, owned: Sequence[int], *, ask_loss: bool) -> Watch:

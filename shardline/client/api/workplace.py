@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -183,6 +184,10 @@ class Workplace:
         # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
         ties = self._tie(link, view)
         self._close_trainer()
+        if self.current is not None and self._reach is not None:
+            # Its references to tensors would be counted as ours, and be missed when they go.
+            self.current = None
+            gc.collect()
         self.view = view
         if self._methods is None:
             self._methods = WorkerMethods(view.job, self.values)

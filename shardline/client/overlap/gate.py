@@ -73,11 +73,16 @@ class Gate:
         """Find tensors that something besides their modules has come to refer to."""
         self._reach.look()
 
+    @property
+    def loose(self) -> list[int]:
+        """Numbers of the tensors that could be read unseen at the last look."""
+        return sorted(self._numbers[key] for key in self._reach.loose if key in self._numbers)
+
     def shut(self) -> None:
         """Make readers wait from now on. Tensors that can be read unseen are waited for here."""
         self._replace()
-        if self._reach.loose and self._waiting():
-            loose = sorted(self._numbers[key] for key in self._reach.loose if key in self._numbers)
+        loose = self.loose
+        if loose and self._waiting():
             if not self._told:
                 self._told = True
                 log.info(
