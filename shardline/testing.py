@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whol
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, NonFiniteError
+from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import Owners, named_values
 from shardline.pipeline.alone import CodedModel, Delayed
@@ -83,22 +83,12 @@ def reference(
     Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, or in a pipeline with one
     replica, on one machine class. Raises NonFiniteError under the policy "stop", naming tensor, replica and step.
     """
-    with _threads(job.threads):
+    with torch_threads(job.threads):
         run = _Run(job, choices)
         if start is not None:
             run.load(start)
         losses = [run.step() for _ in range(run.at, job.steps if steps is None else steps)]
         return run.result(tuple(losses))
-
-
-@contextmanager
-def _threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Run:
@@ -264,7 +254,7 @@ class _Stepper:
         for name, value in self.trained.items():
             value.grad = gradients[name]
         # Where a server's rounding depends on the number of threads, it is that of one.
-        with _threads(1):
+        with torch_threads(1):
             self.optimizer.step()
 
     def parameters(self) -> Values:

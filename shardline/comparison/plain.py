@@ -6,7 +6,6 @@ are computed one after another and averaged, and buffers are those of replica 0,
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -17,9 +16,9 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import clip_scale, global_norm, is_finite, mean_, tree_sum, whole_square_sums
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import NonFiniteError, telling
+from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import named_tensors, named_values
-from shardline.update.torch_optim.eager import one_thread
 
 Gradients = dict[int, torch.Tensor | None]
 """By number of the parameter in the optimizer."""
@@ -47,7 +46,7 @@ class PlainTraining:
 
     def run(self, steps: int) -> dict[int, dict[str, torch.Tensor]]:
         """Train; returns the values after 0, 1, 2 ... steps. Raises JobError, NonFiniteError as the job would."""
-        with _threads(self._job.threads), telling(lambda error: None):
+        with torch_threads(self._job.threads), telling(lambda error: None):
             found = {0: self.values()}
             for step in range(steps):
                 self._step(step)
@@ -73,7 +72,7 @@ class PlainTraining:
         if finite:
             self._clip()
             # The ends of threads' parts may be rounded otherwise; see docs/decisions/0039.
-            with one_thread():
+            with torch_threads(1):
                 self._optimizer.step()
         else:
             _restore(kept)
@@ -130,13 +129,3 @@ def _restore(kept: _Kept) -> None:
     for module, name, buffer, copy in kept:
         buffer.copy_(copy)
         module._buffers[name] = buffer
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

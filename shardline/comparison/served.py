@@ -25,7 +25,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.data import BatchSource
 from shardline.errors import InternalError, UnreachableError, telling
-from shardline.host.process import resolve_device
+from shardline.host.process import resolve_device, torch_threads
 from shardline.job import Job
 
 Role = Callable[[RoleConfig], int]
@@ -78,15 +78,13 @@ def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, tor
 
 def _train(job: Job, model: nn.Module, spec: JobSpec, config: RoleConfig) -> None:
     session = Session(config)
-    before = torch.get_num_threads()
     try:
         with telling(session.fail):
             optimizer = session.attach(model, job.build_optimizer(model), job=spec)
             # After the servers have set theirs.
-            torch.set_num_threads(job.threads)
-            run_replicas(session, optimizer, model, job, BatchSource(job, session.data_took))
+            with torch_threads(job.threads):
+                run_replicas(session, optimizer, model, job, BatchSource(job, session.data_took))
     finally:
-        torch.set_num_threads(before)
         session.shutdown()
 
 

@@ -1,14 +1,15 @@
-"""Shared by all task processes: signals, launcher pipes, devices."""
+"""Shared by all task processes: signals, launcher pipes, devices, threads."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -187,3 +188,14 @@ def memory_limit(device: torch.device, memory_fraction: float | None) -> int | N
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute with this number of threads within the block: the last bits of some results depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

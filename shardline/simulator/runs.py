@@ -9,12 +9,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from shardline.cluster import parse_task
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
+from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.pipeline import PIPELINES
 from shardline.pipeline.parcel import Parcel
@@ -32,9 +32,7 @@ PASSES_S = 10.0
 
 def measure(job: Job) -> Measured:
     """Run some passes of the job here, with its number of threads. Raises what the job's own code raises."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(job.threads)
-    try:
+    with torch_threads(job.threads):
         model, source = job.build_model(), BatchSource(job)
         found: list[float] = []
         ends_s = time.monotonic() + PASSES_S
@@ -42,8 +40,6 @@ def measure(job: Job) -> Measured:
             begun_s = time.perf_counter()
             replica_gradients(model, job, source, 0, 0)
             found.append(time.perf_counter() - begun_s)
-    finally:
-        torch.set_num_threads(before)
     return Measured(tuple(found[FIRST_PASSES:]))
 
 
@@ -63,11 +59,10 @@ class _Counting(AtHome):
 
 def measure_stages(job: Job, model: nn.Module) -> StageCosts:
     """Run some steps of a job in stages here, one pass after another. Raises what the job's own code raises."""
-    before, home = torch.get_num_threads(), _Counting()
+    home = _Counting()
     if not isinstance(model, StagedModel):
         raise UsageError(f"pipeline {job.pipeline} needs a model in stages: shardline.Pipeline([...], stages=...)")
-    torch.set_num_threads(job.threads)
-    try:
+    with torch_threads(job.threads):
         runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), home)
         ends_s = time.monotonic() + PASSES_S
         for number in range(FIRST_PASSES + PASSES):
@@ -76,8 +71,6 @@ def measure_stages(job: Job, model: nn.Module) -> StageCosts:
             if number == FIRST_PASSES:
                 home.passes.clear()
             runner.run(0, {0: range(model.num_stages)})
-    finally:
-        torch.set_num_threads(before)
     spent = [(one.stage, one.microbatch, one.back, one.end_s - one.start_s) for one in home.passes]
     found = _costs(model.num_stages, spent)
     sent, back = (tuple(home.sent.get((one, way), 0.0) for one in range(model.num_stages)) for way in (False, True))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline.config import Timeouts
-from shardline.host.process import Termination
+from shardline.host.process import Termination, torch_threads
 from shardline.observability import log
 from shardline.rpc.messages import data
 from tests.support.cluster import Ps
@@ -23,10 +23,8 @@ from tests.support.services import Services
 @pytest.fixture(autouse=True)
 def one_thread_per_replica() -> Iterator[None]:
     """As in worker and ps processes: the last bits of gradients depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardline import schedule as schedules
 from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, quantum_rows
 from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorSpec
+from shardline.host.process import torch_threads
 from shardline.update import (
     ALLOWED,
     BucketRule,
@@ -98,11 +99,9 @@ class Plain:
         for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
             gradient = draw(tensor.shape, tensor.dtype, (tensor.name, step)).clone()
             parameter.grad = None if tensor.name in absent else gradient
-        threads = torch.get_num_threads()
         # Each thread of torch's rounds the end of its own part otherwise.
-        torch.set_num_threads(1)
-        self.optimizer.step()
-        torch.set_num_threads(threads)
+        with torch_threads(1):
+            self.optimizer.step()
 
     def values(self) -> dict[str, Tensor]:
         return {t.name: p.detach() for p, t in zip(self.parameters, self.tensors, strict=True)}
@@ -351,13 +350,9 @@ def test_halves_get_torchs_bits_with_all_arguments(name: str, arguments: dict[st
 
 
 def test_the_bits_of_halves_do_not_depend_on_the_threads_of_who_applies_them():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with torch_threads(3):
         compare("SGD", [{"lr": 0.02}], dtype="bfloat16", shapes=ODD, shards=1)
         assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -200,8 +200,7 @@ def in_layers(model: nn.Module) -> nn.Sequential:
 
 def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
     """The profile in a file, or if there is none, measured here and written to it. Raises UsageError, JobError."""
-    import torch
-
+    from shardline.host.process import torch_threads
     from shardline.pipeline.partition import Profile, measure
 
     if path is not None and path.exists():
@@ -211,12 +210,8 @@ def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
             raise UsageError(f"--profile {path} can't be read: {error}") from None
         _check_profile(profile, model, job, path)
         return profile
-    before = torch.get_num_threads()
-    torch.set_num_threads(job.threads)
-    try:
+    with torch_threads(job.threads):
         profile = measure(model, job)
-    finally:
-        torch.set_num_threads(before)
     if path is not None:
         options.write_file(path, profile.text())
     return profile

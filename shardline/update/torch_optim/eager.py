@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -36,20 +34,3 @@ def leave_compiler_out() -> None:
 def step(optimizer: torch.optim.Optimizer) -> None:
     """optimizer.step() of one of torch's own classes, without the compiler and without hooks."""
     inspect.unwrap(type(optimizer).step)(optimizer)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with a single thread within the block.
-
-    Servers do so anyway, one thread for each bucket; workers that apply updates have the job's number of threads.
-    """
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

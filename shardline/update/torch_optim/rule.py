@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
+from shardline.host.process import torch_threads
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
 from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule, without_values
-from shardline.update.torch_optim import eager
 from shardline.update.torch_optim.runs import ElementwiseStates, rounds_by_position
 from shardline.update.torch_optim.states import packing, state_kinds
 from shardline.update.torch_optim.whole import WholeStates
@@ -91,7 +91,7 @@ class TorchBucketRule(BucketRule):
 
     def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        with eager.one_thread() if self._alone else nullcontext():
+        with torch_threads(1) if self._alone else nullcontext():
             self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
 
     def export(self) -> RuleState:
