@@ -148,10 +148,11 @@ def test_a_task_that_was_lost_is_dead_and_one_that_took_its_place_is_alive(run: 
     run.write()
     states = {task.name: task.state for task in read(run.out).tasks}
     assert states == {"ps/0": "alive", "ps/1": "alive", "worker/0": "alive", "worker/1": "dead"}
-    run.cluster.join("worker", 1)
+    run.cluster.join("worker", 1, device="cuda:1")
     run.cluster.entries[-1]["time"] += 2000.0
     run.write()
-    assert {task.name: task.state for task in read(run.out).tasks}["worker/1"] == "alive"
+    found = next(task for task in read(run.out).tasks if task.name == "worker/1")
+    assert (found.state, found.device) == ("alive", "cuda:1")
 
 
 def test_a_run_whose_chief_writes_nothing_any_more_waits_for_the_chief(run: Run) -> None:
@@ -172,6 +173,17 @@ def test_the_summary_of_an_earlier_run_in_the_folder_does_not_count(run: Run) ->
     found = read(run.out)
     assert (found.phase, found.step) == ("running", 10)
     assert found.seconds < 1e6
+
+
+def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
+    run.train(10)
+    files = RunFiles(run.out, History(), PassBoard())
+    before = files.status(time.time())
+    away = run.out.rename(run.out.with_name("away"))
+    assert files.status(before.time).step == 10
+    away.rename(run.out)
+    run.train(20)
+    assert files.status(before.time + SILENT_S).step == 20
 
 
 def test_a_summary_that_was_never_written_or_is_damaged_leaves_the_rest(run: Run) -> None:

@@ -141,11 +141,11 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     """The job's current status. page: address of the chief's own page."""
     state = program.state
     rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
-    last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
     now = time.time()
     still = program.standstill(now_s)
     return ChiefStatus(
         **facts(state.job),
+        **scores(state.figures.metrics, state.figures.best),
         phase=state.phase.name.lower(),
         step=state.progress.step,
         done=done(state),
@@ -155,10 +155,6 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         bytes_per_s=reporter.byte_rate.per_second,
         seconds=state.figures.seconds(now_s),
         tasks=rows,
-        last_metrics=dict(state.figures.metrics[last]) if last is not None else {},
-        last_metrics_step=-1 if last is None else last,
-        best_step=-1 if state.figures.best is None else state.figures.best[0],
-        best_metrics={} if state.figures.best is None else dict(state.figures.best[1]),
         checkpoint_step=state.saves.checkpoint_step,
         checkpoint_path=state.saves.checkpoint_path,
         checkpoints=reporter.shelf.list(now),
@@ -203,7 +199,7 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
 def facts(job: JobSpec | None) -> dict[str, Any]:
     """The fields of a ChiefStatus that come from the job alone."""
     if job is None:
-        return {"consistency": ""}
+        return {}
     return {
         "job": job.name,
         "steps": job.steps,
@@ -214,6 +210,18 @@ def facts(job: JobSpec | None) -> dict[str, Any]:
         "codec_up": str(codecs.of(job).ups[0]),
         "codec_down": str(codecs.of(job).downs[0]),
         "codec_parcels": str(codecs.of_parcels(job)) if pipeline.of(job).staged else "",
+    }
+
+
+def scores(metrics: Mapping[int, Mapping[str, float]], best: tuple[int, Mapping[str, float]] | None) -> dict[str, Any]:
+    """The fields of a ChiefStatus that tell the newest score and the best. metrics: scores by step, {} if none."""
+    last = max((step for step, score in metrics.items() if score), default=-1)
+    best_step, best_score = best or (-1, {})
+    return {
+        "last_metrics_step": last,
+        "last_metrics": dict(metrics.get(last, {})),
+        "best_step": best_step,
+        "best_metrics": dict(best_score),
     }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from shardline.host.run_lock import ever_begun
 from shardline.pipeline.timeline import passes_in
 from shardline_chief.io.journal import read_entries
 from shardline_chief.io.reporter import TRACE, Shelf, mean
-from shardline_chief.io.summary import facts
+from shardline_chief.io.summary import facts, scores
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import Past
-from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.replay import KnownMember, Remembered, replay
 
 SILENT_S = 10.0
 """Seconds without a line after which the chief counts as gone: while it trains, it writes one every two seconds."""
@@ -38,18 +37,6 @@ MOST_NAMED = 4
 """Most runs in a folder that an error names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _KnownTask:
-    """The last life of a task."""
-
-    incarnation: int
-    address: str
-    metrics_address: str
-    joined: float
-    """Unix time."""
-    gone: bool = False
-
-
 class RunFiles:
     """The files of one run."""
 
@@ -61,12 +48,8 @@ class RunFiles:
         self._passes = passes
         self._shelf = Shelf()
         self._shelved: set[int] = set()
-        self._tasks: dict[str, _KnownTask] = {}
-        self._planned = 0
-        """Shards of the plan."""
         self._known = Remembered()
-        self._ended_at = math.inf
-        """Unix time at which the journal says that the job ended."""
+        self._shard_bytes: tuple[int, ...] = ()
         self._summary: Mapping[str, Any] = {}
         self._summed_up = 0.0
         """Unix time of the summary."""
@@ -79,7 +62,8 @@ class RunFiles:
         """The run's status at a Unix time. Raises UsageError if the journal can't be read."""
         self._past.read()
         journals = (self._out / "chief").glob("journal-*.jsonl")
-        self._read_if_new(max(journals, key=lambda path: (len(path.name), path.name)), now, self._read_journal)
+        if newest := max(journals, key=lambda path: (len(path.name), path.name), default=None):
+            self._read_if_new(newest, now, self._read_journal)
         self._read_if_new(self._out / "summary.json", now, self._read_summary)
         self._read_if_new(self._out / TRACE, now, self._read_trace)
         for step in set(committed_steps(self._out / "checkpoints")) - self._shelved:
@@ -89,11 +73,10 @@ class RunFiles:
         still = self._standstill(now)
         moves = still is None and known.ended is None
         rates = past.rates if moves else {}
-        last = max((step for step, metrics in known.metrics.items() if metrics), default=None)
-        best_step, best = known.best or (-1, {})
         seconds = float(past.rates.get("time", 0.0)) - known.began_s if known.began_s and past.rates else 0.0
         return ChiefStatus(
             **facts(known.job),
+            **scores(known.metrics, known.best),
             phase=self._phase(),
             step=self._step(),
             done=known.leases.done if known.leases is not None else self._step(),
@@ -104,10 +87,6 @@ class RunFiles:
             pull_bytes_per_s=float(rates.get("pull_bytes_per_s", 0.0)),
             seconds=float(summary.get("seconds", max(0.0, seconds))),
             tasks=self._rows(),
-            last_metrics=known.metrics[last] if last is not None else {},
-            last_metrics_step=-1 if last is None else last,
-            best_step=best_step,
-            best_metrics=best,
             checkpoint_step=known.checkpoint_step,
             checkpoint_path=known.checkpoint_path,
             checkpoints=self._shelf.list(now),
@@ -118,7 +97,7 @@ class RunFiles:
             time=now,
             staleness=mean(past.staleness),
             staleness_max=int(summary.get("staleness", {}).get("max", 0)),
-            shard_bytes=self._shard_bytes(),
+            shard_bytes=self._shard_bytes,
             stages=self._passes.figures(),
             standstill=still,
         )
@@ -144,33 +123,9 @@ class RunFiles:
         self._rests[path] = now + REST * (time.monotonic() - began_s)
 
     def _read_journal(self, path: Path) -> None:
-        self._tasks.clear()
-        self._ended_at = math.inf
-        self._known = replay(self._noted(read_entries(path.parent)))
-
-    def _noted(self, entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The entries, while the tasks in them are noted, also those that have gone, and the size of the plan."""
-        for entry in entries:
-            yield entry
-            # Read by replay() without an error, so the fields are there.
-            match entry["kind"]:
-                case "chief" if not entry.get("takes_over"):
-                    self._tasks.clear()
-                    self._ended_at = math.inf
-                case "ended":
-                    self._ended_at = float(entry["time"])
-                case "plan":
-                    self._planned = int(entry.get("shards", 0))
-                case "member":
-                    self._tasks[str(entry["task"])] = _KnownTask(
-                        incarnation=int(entry["incarnation"]),
-                        address=str(entry["address"]),
-                        metrics_address=str(entry["metrics_address"]),
-                        joined=float(entry.get("time", 0.0)),
-                    )
-                case "gone" if (task := self._tasks.get(str(entry["task"]))) is not None:
-                    gone = task.incarnation == int(entry["incarnation"])
-                    self._tasks[str(entry["task"])] = replace(task, gone=task.gone or gone)
+        known = self._known = replay(read_entries(path.parent))
+        plan = make_plan(known.job.tensors, known.shards) if known.job is not None and known.shards else None
+        self._shard_bytes = tuple(shard.nbytes for shard in plan.shards) if plan is not None else ()
 
     def _read_summary(self, path: Path) -> None:
         self._summary, self._summed_up = _json(path), path.stat().st_mtime
@@ -191,7 +146,8 @@ class RunFiles:
 
     def _result(self) -> Mapping[str, Any]:
         """The summary of this run; {} while it goes on, also if there is one of an earlier run in the folder."""
-        return self._summary if self._summed_up >= self._ended_at - CLOCK_S else {}
+        ended_at = self._known.ended_at
+        return self._summary if ended_at is not None and self._summed_up >= ended_at - CLOCK_S else {}
 
     def _phase(self) -> str:
         known = self._known
@@ -230,17 +186,18 @@ class RunFiles:
                 incarnation=task.incarnation,
                 address=task.address,
                 metrics_address=task.metrics_address,
+                device=task.device,
                 last_heard_s=math.nan,
                 step=self._step() if name in self._known.finished else -1,
                 shards=self._shards(name),
             )
-            for name, task in self._tasks.items()
+            for name, task in {**self._known.gone, **self._known.members}.items()
         )
 
-    def _state(self, name: str, task: _KnownTask) -> str:
+    def _state(self, name: str, task: KnownMember) -> str:
         said_at, said = self._past.lives.get(name, (0.0, ""))
         state = said if said_at >= task.joined else "alive"
-        over = task.gone or self._known.closed
+        over = name in self._known.gone or self._known.closed
         return "left" if over and state != "dead" else state
 
     def _shards(self, name: str) -> tuple[ShardStatus, ...]:
@@ -254,12 +211,6 @@ class RunFiles:
             for place in self._known.placement
             if place.task == name
         )
-
-    def _shard_bytes(self) -> tuple[int, ...]:
-        job = self._known.job
-        if job is None or not self._planned:
-            return ()
-        return tuple(shard.nbytes for shard in make_plan(job.tensors, self._planned).shards)
 
 
 def _check(out: Path) -> None:

@@ -24,7 +24,7 @@ from shardline_chief.rules.state.leases import Lease, Leases
 
 @dataclass(frozen=True, kw_only=True)
 class KnownMember:
-    """A task that was admitted and, according to the journal, neither died nor left."""
+    """A task that was admitted."""
 
     task: str
     incarnation: int
@@ -34,6 +34,8 @@ class KnownMember:
     device: str = ""
     key: bytes = b""
     """Digest of the secret that the task was given."""
+    joined: float = 0.0
+    """Unix time."""
 
     @property
     def role(self) -> str:
@@ -56,6 +58,8 @@ class Remembered:
     earlier: tuple[JobSpec, ...] = ()
     """The jobs of earlier runs, from which this one was resumed."""
     plan_id: str = ""
+    shards: int = 0
+    """Number of shards in the plan."""
     timeline: int = 0
     """The newest timeline begun; 0 = none."""
     active: bool = False
@@ -79,6 +83,9 @@ class Remembered:
     """Last stop step chosen in this timeline; 0 = none."""
     machine: Mapping[str, str] = field(default_factory=dict)
     members: Mapping[str, KnownMember] = field(default_factory=dict)
+    """Tasks that have neither died nor left, according to the journal."""
+    gone: Mapping[str, KnownMember] = field(default_factory=dict)
+    """Tasks that have died or left, and did not come back."""
     finished: frozenset[str] = frozenset()
     """Tasks that have finished."""
     choices: Choices = field(default_factory=Choices)
@@ -102,6 +109,8 @@ class Remembered:
     """(reason, exit code) of an end that has begun."""
     ended: tuple[int, str] | None = None
     """(exit code, reason) of an end that has been decided."""
+    ended_at: float | None = None
+    """Unix time of that decision."""
     closed: bool = False
     """The chief has notified every task of the end, or none was left."""
 
@@ -173,7 +182,7 @@ class _Book:
             "recovered": self._recovered,
             "evaluation": self._evaluation,
             "member": self._member,
-            "gone": self._gone,
+            "gone": self._fenced,
             "finished": self._done,
             "cursor": self._cursor,
             "lease": self._lease,
@@ -189,6 +198,7 @@ class _Book:
     def _begin_run(self) -> None:
         self._found: dict[str, Any] = {}
         self._members: dict[str, KnownMember] = {}
+        self._gone: dict[str, KnownMember] = {}
         self._finished: set[str] = set()
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
@@ -199,6 +209,7 @@ class _Book:
         return Remembered(
             **self._found,
             members=dict(self._members),
+            gone=dict(self._gone),
             finished=frozenset(self._finished),
             metrics=dict(self._metrics),
             recoveries=tuple(self._recoveries),
@@ -240,7 +251,7 @@ class _Book:
         self._found["machine"] = dict(entry["facts"])
 
     def _plan(self, entry: Mapping[str, Any]) -> None:
-        self._found["plan_id"] = str(entry["plan_id"])
+        self._found.update(plan_id=str(entry["plan_id"]), shards=int(entry.get("shards", 0)))
 
     def _timeline(self, entry: Mapping[str, Any]) -> None:
         number, found = int(entry["timeline"]), self._found
@@ -317,15 +328,17 @@ class _Book:
             metrics_address=str(entry["metrics_address"]),
             device=str(entry.get("device", "")),
             key=bytes.fromhex(entry.get("key", "")),
+            joined=float(entry.get("time", 0.0)),
         )
         self._members[known.task] = known
+        self._gone.pop(known.task, None)
 
-    def _gone(self, entry: Mapping[str, Any]) -> None:
+    def _fenced(self, entry: Mapping[str, Any]) -> None:
         """Fenced or left: recorded before its work is given to others, so that no later chief takes that back."""
         task, incarnation = str(entry["task"]), int(entry["incarnation"])
         known = self._members.get(task)
         if known is not None and known.incarnation == incarnation:
-            del self._members[task]
+            self._gone[task] = self._members.pop(task)
         if self._leases is not None:
             self._leases.fence(incarnation)
 
@@ -362,4 +375,4 @@ class _Book:
         self._found["stopping"] = (str(entry["reason"]), int(entry["exit_code"]))
 
     def _ended(self, entry: Mapping[str, Any]) -> None:
-        self._found["ended"] = (int(entry["exit_code"]), str(entry["reason"]))
+        self._found.update(ended=(int(entry["exit_code"]), str(entry["reason"])), ended_at=float(entry["time"]))
