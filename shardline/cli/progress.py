@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardline.cli.terminal import PlainConsole
-from shardline.core.status import ChiefStatus, Counting
+from shardline.core.status import ChiefStatus
 from shardline.host.printable import printable
 from shardline.observability.counting import position, speed
 from shardline.observability.view import done, enumerate_few, left_s, still
@@ -48,14 +48,14 @@ def figures(status: ChiefStatus) -> str:
     if math.isfinite(status.loss) and status.step > status.first_step:
         parts.append(f"loss {status.loss:.4f}")
     if status.steps_per_s > 0:
-        parts.append(speed(status.counting or Counting(), f"{status.steps_per_s:.1f}"))
+        parts.append(speed(status.counting, f"{status.steps_per_s:.1f}"))
         parts.append(f"{status.bytes_per_s / 1e6:.1f} MB/s")
     return "  ".join(parts)
 
 
 def line(status: ChiefStatus) -> str:
     """One line such as "step 120/400  loss 0.3100  52.1 steps/s  3.4 MB/s  ETA 5 s"."""
-    where = position(status.counting or Counting(), status.step, done(status), status.steps)
+    where = position(status.counting, status.step, done(status), status.steps)
     parts = [where, figures(status), scores(status), waiting_text(status)]
     return "  ".join(part for part in [*parts, eta(status)] if part)
 
@@ -143,7 +143,7 @@ class BarDisplay:
             self.say(found)
         self._progress.update(
             self._bar,
-            description=printable(waiting_text(status)) or (status.counting or Counting()).asked,
+            description=printable(waiting_text(status)) or status.counting.asked,
             completed=done(status),
             total=status.steps or None,
             figures=figures(status),

@@ -381,8 +381,8 @@ class LaunchedRun:
         """Say, once, how many passes the job's steps will be if they are more than one each."""
         from shardline.observability.counting import plan
 
-        known = self._last is not None and self._last.counting is not None
-        if status.counting is not None and not known and (text := plan(status.counting, status.steps)):
+        told = self._last is not None and plan(self._last.counting, self._last.steps)
+        if not told and (text := plan(status.counting, status.steps)):
             display.say(f"{text}; --steps sets the {status.counting.asked}s, not the passes")
 
     def _gone(self, event: Ended) -> None:

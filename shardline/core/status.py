@@ -242,7 +242,7 @@ class ChiefStatus:
     exit_code: int = 0
     reason: str = ""
     out_dir: str = ""
-    consistency: str = "sync"
+    consistency: str = ""
     """Empty until the job is known."""
     time: float = 0.0
     """Unix time of the chief when it answered."""
@@ -270,8 +270,7 @@ class ChiefStatus:
     """Codec of parameters."""
     codec_parcels: str = ""
     """Codec of activations and their gradients; empty without a pipeline."""
-    counting: Counting | None = None
-    """None until the job is known."""
+    counting: Counting = Counting()
     done: int = 0
     """How many of `steps` are done, in the unit Counting.asked."""
     dead_s: float = 0.0

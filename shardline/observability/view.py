@@ -263,7 +263,7 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
         steps=status.steps or None,
         first_step=status.first_step,
         done=done(status),
-        counting=status.counting or Counting(),
+        counting=status.counting,
         progress=min(1.0, done(status) / status.steps) if status.steps else None,
         seconds=status.seconds,
         left_s=left_s(status),
@@ -343,8 +343,7 @@ def left_s(status: ChiefStatus) -> float | None:
 
 def done(status: ChiefStatus) -> int:
     """How many of the job's steps are done, also according to a chief of an earlier version."""
-    counting = status.counting or Counting()
-    return status.step if counting.asked == counting.unit else status.done
+    return status.step if status.counting.asked == status.counting.unit else status.done
 
 
 def _whole_rate(status: ChiefStatus) -> float:

@@ -41,6 +41,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 STATUS = ChiefStatus(
     job="digits",
+    consistency="sync",
     phase="running",
     step=120,
     steps=400,

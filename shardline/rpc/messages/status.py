@@ -148,7 +148,7 @@ def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
         checkpoints=tuple(from_message(CheckpointStatus, checkpoint) for checkpoint in message.checkpoints),
         stages=tuple(from_message(StageStatus, stage) for stage in message.stages),
         standstill=_standstill_from_proto(message.standstill) if message.HasField("standstill") else None,
-        counting=from_message(Counting, message.counting) if message.HasField("counting") else None,
+        counting=from_message(Counting, message.counting) if message.HasField("counting") else Counting(),
     )
 
 
@@ -163,5 +163,5 @@ def chief_status_to_proto(value: ChiefStatus) -> chief_pb2.ChiefStatusReply:
         checkpoints=[to_message(chief_pb2.CheckpointStatus, checkpoint) for checkpoint in value.checkpoints],
         stages=[to_message(chief_pb2.StageStatus, stage) for stage in value.stages],
         standstill=_standstill_to_proto(value.standstill) if value.standstill is not None else None,
-        counting=to_message(chief_pb2.Counting, value.counting) if value.counting is not None else None,
+        counting=to_message(chief_pb2.Counting, value.counting),
     )
