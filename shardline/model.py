@@ -89,21 +89,25 @@ class Owners:
     def _look(self) -> None:
         """Remember which objects the modules hold."""
         self._modules = list(self._model.modules())
-        self._held = [*itertools.chain.from_iterable(map(dict.values, self._tables()))]
-        self._sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
-        self._buffers = [(table, key, buffer) for _, table, key, buffer in _persistent_buffers(self._model)]
+        self._held = [*self._objects()]
+        self._sizes = self._counts()
+        self._buffers = [(table, key, buffer) for _, table, key, buffer in persistent_buffers(self._model)]
 
     def _tables(self) -> Iterator[dict[str, Any]]:
         return itertools.chain(map(_PARAMETERS, self._modules), map(_MODULES, self._modules))
 
+    def _objects(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._tables()))
+
+    def _counts(self) -> list[int]:
+        return [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
+
     @property
     def changed(self) -> bool:
         """True if an object is new or gone. Takes about a microsecond per module and half of one per tensor."""
-        sizes = [*map(len, self._tables()), *map(len, map(_BUFFERS, self._modules))]
-        values = itertools.chain.from_iterable(map(dict.values, self._tables()))
         return not (
-            sizes == self._sizes
-            and all(map(operator.is_, values, self._held))
+            self._counts() == self._sizes
+            and all(map(operator.is_, self._objects(), self._held))
             and all(table.get(key) is buffer for table, key, buffer in self._buffers)
         )
 
@@ -144,7 +148,7 @@ class Owners:
             for name, value in assigned.items():
                 # It may be a view of what it replaces.
                 self._names[name].copy_(value.detach().clone())
-        for name, table, key, _ in _persistent_buffers(self._model):
+        for name, table, key, _ in persistent_buffers(self._model):
             table[key] = self._names[name]
         self._look()
 
@@ -211,11 +215,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     The model's own tensors, as in its state_dict.
     """
     yield from model.named_parameters(remove_duplicate=False)
-    for name, _, _, buffer in _persistent_buffers(model):
+    for name, _, _, buffer in persistent_buffers(model):
         yield name, buffer
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:
     """(name, table of the module, key in it, buffer) of every persistent buffer."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
@@ -283,8 +287,8 @@ def check_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     for span in spans:
         if together and (span.device != together[0].device or span.start >= max(other.end for other in together)):
             together.clear()
-        if together and _overlap([*together, span]):
-            other = next(other for other in together if _overlap([other, span]))
+        if together and _overlap(together, span):
+            other = next(other for other in together if _overlap([other], span))
             raise JobError(
                 f"{other.name!r} and {span.name!r} are different tensors that share memory; tie weights by assigning "
                 "the same Parameter object to both, or make one a copy with .clone()"
@@ -292,19 +296,21 @@ def check_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         together.append(span)
 
 
-def _overlap(spans: Sequence[_Span]) -> bool:
-    """Return whether the last of these tensors shares an element with another, by a map of their memory."""
+def _overlap(others: Sequence[_Span], new: _Span) -> bool:
+    """Return whether a tensor shares an element with one of the others, by a map of their memory."""
+    spans = [*others, new]
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     unit = math.gcd(*(span.tensor.element_size() for span in spans), *(span.start - first for span in spans))
     taken = torch.zeros((last - first) // unit, dtype=torch.bool)
-    for number, span in enumerate(spans, 1):
+
+    def part(span: _Span) -> torch.Tensor:
         units = span.tensor.element_size() // unit
         strides = [stride * units for stride in span.tensor.stride()]
-        own = taken.as_strided((*span.tensor.shape, units), (*strides, 1), (span.start - first) // unit)
-        if number == len(spans):
-            return bool(own.any())
-        own.fill_(True)
-    raise AssertionError("the last one returns")
+        return taken.as_strided((*span.tensor.shape, units), (*strides, 1), (span.start - first) // unit)
+
+    for other in others:
+        part(other).fill_(True)
+    return bool(part(new).any())
 
 
 def _nothing_to_train(specs: Sequence[TensorSpec]) -> str:

@@ -18,7 +18,7 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import NonFiniteError, telling
 from shardline.host.process import torch_threads
 from shardline.job import Job
-from shardline.model import named_tensors, named_values
+from shardline.model import named_tensors, named_values, persistent_buffers
 
 Gradients = dict[int, torch.Tensor | None]
 """By number of the parameter in the optimizer."""
@@ -111,21 +111,16 @@ class PlainTraining:
         return not bad
 
 
-_Kept = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+_Kept = list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]]
 
 
 def _buffers(model: nn.Module) -> _Kept:
-    """The persistent buffers, each as (module, name, the tensor, a copy)."""
-    return [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
+    """The persistent buffers, each as (table of its module, key in it, the tensor, a copy)."""
+    return [(table, key, buffer, buffer.detach().clone()) for _, table, key, buffer in persistent_buffers(model)]
 
 
 @torch.no_grad()
 def _restore(kept: _Kept) -> None:
-    for module, name, buffer, copy in kept:
+    for table, key, buffer, copy in kept:
         buffer.copy_(copy)
-        module._buffers[name] = buffer
+        table[key] = buffer

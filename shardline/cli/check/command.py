@@ -14,6 +14,7 @@ from shardline.cli.roles import find_role
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from shardline.host.printable import printable
+from shardline.observability.counting import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,14 +56,14 @@ def check(**flags: Any) -> int:
     expected = _plain(job, flags)
     found = _served(job, flags, steps, overlap=flags["overlap"])
     if not differences(expected, found):
-        click.echo(f"{_count(steps, 'step')}: equal bits in {_count(len(expected[steps]), 'tensor')}")
+        click.echo(f"{plural(steps, 'step')}: equal bits in {plural(len(expected[steps]), 'tensor')}")
         return 0
     _refuse_random(expected, _plain(job, flags))
     # Where it began: nothing stops between two steps to look at values, which would hide what comes of overlapping.
     for fewer in range(1, steps):
         found[fewer] = _served(job, flags, fewer, overlap=flags["overlap"])[fewer]
     different = differences(expected, found)
-    click.echo(f"{_count(steps, 'step')}: {len(different)} of {_count(len(expected[steps]), 'tensor')} differ")
+    click.echo(f"{plural(steps, 'step')}: {len(different)} of {plural(len(expected[steps]), 'tensor')} differ")
     for line in _listed(different):
         click.echo(line)
     if flags["overlap"]:
@@ -135,7 +136,3 @@ def _listed(different: Sequence[Difference]) -> list[str]:
     lines = [f"  {printable(str(one))}" for one in different[:MOST_NAMED]]
     more = len(different) - MOST_NAMED
     return [*lines, f"  and {more} more"] if more > 0 else lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

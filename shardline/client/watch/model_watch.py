@@ -80,13 +80,12 @@ class ModelWatch:
             _tell_extra_state(model)
         grouped = {id(parameter) for group in groups for parameter in parameters_of(group)}
         names = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
-        self._frozen = [
-            name
+        self._frozen = {
+            name: values[name]
             for name in names
             # The groups of a job file have no frozen parameters, even if its author would train them later.
             if name in values and not values[name].requires_grad and (not script or id(values[name]) in grouped)
-        ]
-        self._frozen_tensors = [values[name] for name in self._frozen]
+        }
         self._layout: Tensors | None = None
         self._numbers: list[int] = []
         """Parameters, by number in the plan."""
@@ -176,8 +175,8 @@ class ModelWatch:
         when = f"step {step}"
         if self._owners is not None:
             self._owners.settle(when)
-        if any(map(_REQUIRES_GRAD, self._frozen_tensors)):
-            name = next(name for name, one in zip(self._frozen, self._frozen_tensors, strict=True) if one.requires_grad)
+        if any(map(_REQUIRES_GRAD, self._frozen.values())):
+            name = next(name for name, tensor in self._frozen.items() if tensor.requires_grad)
             raise JobError(
                 f"{when}: {name!r} requires a gradient now, but it did not when training began, so that no server "
                 f"updates it; let it require a gradient {BEFORE}, and freeze it in the loop as long as it is not to "
