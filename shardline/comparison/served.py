@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -103,23 +102,23 @@ def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int,
 def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[int], str]:
     """The chief and its address. Raises what it ended with, UnreachableError."""
     read, write = os.pipe()
-    ended, says = socket.socketpair()
-    with open(read, encoding="utf-8") as ready, ended, says:
-        config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=write)
+    with open(read, encoding="utf-8") as ready:
+        config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=os.dup(write))
         chief = _start(cluster.role("chief"), config)
-        chief.add_done_callback(lambda _: _say(says))
-        found, _, _ = select.select([read, ended.fileno()], [], [], cluster.timeouts.total_s)
-        if read in found:
-            return chief, ready.readline().strip()
+        chief.add_done_callback(lambda _: _end_line(write))
+        told, _, _ = select.select([read], [], [], cluster.timeouts.total_s)
+        address = ready.readline().strip() if told else ""
+    if address:
+        return chief, address
     if chief.done():
         chief.result()
     raise UnreachableError(f"the chief of the comparison did not start within {cluster.timeouts.total_s:g} s")
 
 
-def _say(ended: socket.socket) -> None:
-    # Long after the chief has started nobody listens.
-    with contextlib.suppress(OSError):
-        ended.send(b".")
+def _end_line(write: int) -> None:
+    """Wake the reader of a chief that ended without an address; there is none after one that has told it."""
+    with contextlib.suppress(BrokenPipeError), open(write, "wb", buffering=0) as pipe:
+        pipe.write(b"\n")
 
 
 def _start(role: Role, config: RoleConfig) -> Future[int]:

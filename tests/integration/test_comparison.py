@@ -14,7 +14,7 @@ from shardline import comparison, schedule
 from shardline.cli.main import main
 from shardline.comparison import InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline.config import RoleConfig
-from shardline.errors import NonFiniteError
+from shardline.errors import NonFiniteError, UsageError
 from shardline.job import Job
 from shardline_chief import service as chief
 from shardline_ps import service as ps
@@ -54,6 +54,15 @@ def test_what_plain_torch_has_no_equal_for_is_left_out_and_named() -> None:
     assert (checked.job.consistency, checked.job.codec, checked.job.steps) == ("sync", "raw", 3)
     assert checked.job.schedule.total_steps == job.steps, "the curve is that of the whole job"
     assert checked_job(make_job(codec="lossless"), 3).replaced == ()
+
+
+def test_a_chief_that_does_not_start_ends_the_comparison_with_its_error(tmp_path: Path) -> None:
+    def refuse(config: RoleConfig) -> int:
+        raise UsageError("no room for the chief")
+
+    cluster = InProcessCluster(role=lambda name: refuse, out=tmp_path, timeouts=TIMEOUTS)
+    with pytest.raises(UsageError, match="no room for the chief"):
+        train_served(make_job(), cluster)
 
 
 def test_a_nan_ends_the_comparison_as_it_ends_the_job() -> None:
