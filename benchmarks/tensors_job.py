@@ -5,9 +5,11 @@ See benchmarks/sets/tensors.py. The environment says how many parameters there a
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -19,17 +21,14 @@ WIDTH = 3
 
 
 def spent_s(mark: str) -> float:
-    """Processor seconds of all processes with these words in their environment, and of their children that ended."""
-    ticks = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                # Behind the name, which is in brackets and may contain any character: fields 14 to 17 of proc(5).
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15]))
-        except OSError:
-            continue
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """Processor seconds of all processes with this file for STAMPS, and of their children that ended."""
+    seconds = 0.0
+    for process in psutil.process_iter():
+        # It may end meanwhile, or be another user's.
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(STAMPS) == mark:
+                seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 class Many(nn.Module):

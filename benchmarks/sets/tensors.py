@@ -15,6 +15,7 @@ from benchmarks.contenders import Bench, Contender, collect
 from benchmarks.figures import AT_MOST, Row, Samples, median
 from benchmarks.process import HERE, ROOT, Prefix, timed
 from benchmarks.tensors_job import STAMPS, TENSORS
+from shardline.observability.counting import plural
 
 NAME = "tensors"
 ABOUT = "how the work of each phase of a job grows with its tensors: 100, 1,000 and 10,000 of three elements"
@@ -36,7 +37,7 @@ JOB = ROOT / "benchmarks" / "tensors_job.py"
 
 def named(tensors: int) -> str:
     """Name of a contender."""
-    return f"{tensors:,} tensor{'s' if tensors > 1 else ''}"
+    return plural(tensors, "tensor")
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
