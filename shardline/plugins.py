@@ -2,14 +2,18 @@
 
 SHARDLINE_PLUGINS lists them, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs them
 once, servers too: a plugin is code chosen by the person who starts the task, and is never sent over the network.
+
+The roles are outside the library too: installed() finds them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import threading
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from shardline.errors import JobError, UsageError
 from shardline.host.python_file import run_file
@@ -56,3 +60,14 @@ def load() -> None:
             raise UsageError(f"plugin {error}") from error
         finally:
             _loading = False
+
+
+def installed(group: str, name: str, what: str) -> Any:
+    """The object that an installed package has under an entry point. what: for the message.
+
+    Raises UsageError if no package has one.
+    """
+    found = tuple(importlib.metadata.entry_points(group=group, name=name))
+    if not found:
+        raise UsageError(f"no installed package provides {what}; install Shardline: pip install -e .")
+    return found[0].load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardline import plugins
 from shardline.cli import options
 from shardline.cluster import ClusterSpec, from_tf_config, read_spec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ClusterSpecError, UsageError
+from shardline.errors import ClusterSpecError
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ def page(run: Path, port: int, token_file: Path | None) -> int:
     It reads the files in RUN, and changes nothing. With a token, a browser has to give it.
     """
     security = Security(token_file=token_file)
-    found = tuple(importlib.metadata.entry_points(group=VIEWERS, name="run"))
-    if not found:
-        raise UsageError("no installed package serves the page of a run; install Shardline: pip install -e .")
-    code: int = found[0].load()(run, port, security)
+    code: int = plugins.installed(VIEWERS, "run", "the page of a run")(run, port, security)
     return code
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from shardline import plugins
 from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
-from shardline.errors import UsageError
 from shardline.host import lifeline
 from shardline.host.run_lock import RunLock
 from shardline.observability import log, native_log
@@ -107,10 +106,7 @@ role_options = options.together(
 
 def find_role(role: str) -> Run:
     """The function that runs a role, from the installed entry points."""
-    found = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=role))
-    if not found:
-        raise UsageError(f"no installed package provides the role {role!r}; install Shardline: pip install -e .")
-    run: Run = found[0].load()
+    run: Run = plugins.installed(ENTRY_POINTS, role, f"the role {role!r}")
     return run
 
 

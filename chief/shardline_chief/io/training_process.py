@@ -8,7 +8,6 @@ A process and not a thread: heartbeats and checkpoints must not wait for a backw
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import os
@@ -19,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardline import plugins
 from shardline.cluster import ClusterSpec, format_address, parse_address
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import ShardlineError
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator
 from shardline.observability import log as logs
@@ -132,10 +132,7 @@ def main() -> int:
     logs.setup(f"{config.task} trainer")
     tune_allocator()
     try:
-        found = tuple(importlib.metadata.entry_points(group="shardline.roles", name="worker"))
-        if not found:
-            raise UsageError("no installed package provides the role 'worker'; install Shardline: pip install -e .")
-        run: Callable[[RoleConfig], int] = found[0].load()
+        run: Callable[[RoleConfig], int] = plugins.installed("shardline.roles", "worker", "the role 'worker'")
         return run(config)
     except ShardlineError as error:
         log.error("%s", error)

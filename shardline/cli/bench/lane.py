@@ -5,7 +5,6 @@ No model and no optimizer state: one flat tensor and plain SGD, to measure the l
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardline import plugins
 from shardline.config import RoleConfig
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
@@ -23,7 +23,7 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ProtocolError, UsageError
+from shardline.errors import ProtocolError
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
@@ -62,12 +62,7 @@ def pull_wait_s(timeouts: Timeouts, nbytes: int) -> float:
 
 def serve_without_chief(config: RoleConfig) -> Any:
     """A parameter server's process object, not started, from the installed entry points."""
-    found = tuple(importlib.metadata.entry_points(group=SERVERS, name="ps"))
-    if not found:
-        raise UsageError(
-            "no installed package provides a parameter server to measure; install Shardline: pip install -e ."
-        )
-    return found[0].load()(config)
+    return plugins.installed(SERVERS, "ps", "a parameter server to measure")(config)
 
 
 @dataclass
