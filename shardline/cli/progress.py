@@ -14,7 +14,7 @@ from shardline.cli.terminal import PlainConsole
 from shardline.core.status import ChiefStatus
 from shardline.host.printable import printable
 from shardline.observability.counting import position, speed
-from shardline.observability.view import done, enumerate_few, left_s, still
+from shardline.observability.view import doing, done, left_s
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24
@@ -23,14 +23,8 @@ OTHER_COLUMNS = 72
 
 
 def waiting_text(status: ChiefStatus) -> str:
-    """What the job does while it takes no steps, such as "waiting for ps/1"; empty while it trains."""
-    if status.standstill is not None:
-        return still(status.standstill)
-    if status.phase == "waiting":
-        lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
-        missing = [*status.missing, *lost]
-        return f"waiting for {enumerate_few(missing) or 'tasks'}"
-    return {"init": "preparing parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
+    """The job's phase while it takes no steps, such as "waiting for ps/1"; empty while it trains."""
+    return "" if status.phase == "running" and status.standstill is None else doing(status)
 
 
 def scores(status: ChiefStatus) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.core.status import ChiefStatus, Counting, StageStatus, Standstill, TaskStatus, Traffic
+from shardline.core.status import ChiefStatus, Counting, StageStatus, TaskStatus, Traffic
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
@@ -294,23 +294,18 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
 
 def doing(status: ChiefStatus) -> str:
     """What the job is doing, such as "training" or "waiting for ps/1, worker/0"."""
-    if status.standstill is not None:
-        return still(status.standstill)
+    still = _standstill(status)
+    if still is not None:
+        return f"standing still for {still.seconds:.0f} s{', waiting for ' if still.whom else ''}{still.whom}"
     if status.phase == "waiting":
         lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
         awaited = [*status.missing, *lost]
         if awaited:
-            return f"waiting for {', '.join(awaited)}"
+            return f"waiting for {_few(awaited)}"
     return PHASE_WORDS.get(status.phase, status.phase)
 
 
-def still(standstill: Standstill) -> str:
-    """A standstill in few words: "standing still for 12 s, waiting for worker/1"."""
-    whom = enumerate_few([one.task for one in standstill.awaited])
-    return f"standing still for {standstill.seconds:.0f} s{', waiting for ' if whom else ''}{whom}"
-
-
-def enumerate_few(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     """The first few names: "ps/0, ps/1, ps/2, ps/3 and 2 more"."""
     rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + rest
@@ -323,8 +318,8 @@ def _standstill(status: ChiefStatus) -> StandstillView | None:
     return StandstillView(
         since=status.time - found.seconds,
         seconds=found.seconds,
-        whom=enumerate_few([one.task for one in found.awaited]),
-        facts=enumerate_few([f"{one.task} ({one.why})" for one in found.awaited]),
+        whom=_few([one.task for one in found.awaited]),
+        facts=_few([f"{one.task} ({one.why})" for one in found.awaited]),
     )
 
 
