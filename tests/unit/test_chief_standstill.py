@@ -154,6 +154,18 @@ def test_a_paused_job_awaits_the_workers_that_it_lacks() -> None:
     assert awaited(cluster) == {"worker/1": "dead, last heard 24 s ago"}
 
 
+def test_a_lost_server_whose_shards_others_have_is_not_awaited() -> None:
+    cluster = Cluster(min_workers=2, job=running().program.state.job)
+    cluster.start()
+    trained(cluster)
+    cluster.kill_ps(1)
+    cluster.tick(2 * T)
+    trained(cluster)
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.tick(T / 3 + 4.0, silent=("worker/1",))
+    assert list(awaited(cluster)) == ["worker/1"]
+
+
 def test_without_its_own_pushes_an_asynchronous_job_awaits_its_workers() -> None:
     cluster = trained(running(mode="async"))
     cluster.tick(10.0)

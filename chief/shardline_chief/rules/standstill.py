@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shardline.core.status import Awaited, Standstill
 from shardline_chief.rules.stages import PREPARATION, RECOVERY, TAKEOVER, Stage
 from shardline_chief.rules.state.membership import Life, Member
@@ -39,7 +37,8 @@ def _awaited(state: State, now_s: float) -> list[Awaited]:
     if state.stage is Stage.FINDING:
         return [Awaited(task="chief/0", why="it reads the checkpoint to go back to")]
     if state.tasks.too_few() or state.lacks_team or not state.tasks.trainers():
-        return [Awaited(task=task, why=_life(state.tasks.members.get(task), now_s)) for task in _absent(state)]
+        absent = state.tasks.missing_trainers()
+        return [Awaited(task=task, why=_life(state.tasks.members.get(task), now_s)) for task in absent]
     return _trainers(state, now_s)
 
 
@@ -60,11 +59,6 @@ def _servers(state: State, now_s: float) -> list[Awaited]:
         elif cut_off:
             found.append(Awaited(task=task, why=f"it does not answer {', '.join(sorted(cut_off))}"))
     return found
-
-
-def _absent(state: State) -> Iterable[str]:
-    """Trainers of the cluster spec that are not there."""
-    return [named.partition(" ")[0] for named in state.tasks.awaited()]
 
 
 def _trainers(state: State, now_s: float) -> list[Awaited]:

@@ -72,13 +72,16 @@ class Tasks:
 
     def awaited(self) -> list[str]:
         """Missing tasks of the cluster spec, except evaluators, which nothing waits for."""
+        return [ps_at(index, self.settings.ps[index]) for index in self.missing_ps()] + self.missing_trainers()
+
+    def missing_trainers(self) -> list[str]:
+        """Missing tasks of the cluster spec that train."""
         settings = self.settings
-        found = [ps_at(index, settings.ps[index]) for index in self.missing_ps()]
         trainers = {member.task for member in self.trainers()}
         names = [*(["chief/0"] if settings.chief_trains else []), *(f"worker/{n}" for n in range(settings.workers))]
         # A worker beyond the cluster spec may have replaced one that is in it.
         lacking = max(0, settings.trainers - len(trainers))
-        return found + [name for name in names if name not in trainers][:lacking]
+        return [name for name in names if name not in trainers][:lacking]
 
 
 def ps_at(index: int, address: str) -> str:
