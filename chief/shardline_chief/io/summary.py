@@ -22,6 +22,9 @@ from shardline_chief.io.reporter import Reporter
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.views import counting, done
 
+SUMMARY = "summary.json"
+"""The file, in OUT."""
+
 
 def total_traffic(program: Program) -> Traffic:
     """Bytes through all parameter servers: everything that workers pushed and pulled."""
@@ -109,7 +112,7 @@ class SummaryFile:
     """summary.json: written when the job has ended, and again once tasks have told of their last steps."""
 
     def __init__(self, out: Path, reporter: Reporter) -> None:
-        self._path = out / "summary.json"
+        self._path = out / SUMMARY
         self._reporter = reporter
         self._value: dict[str, Any] = {}
 

@@ -19,7 +19,7 @@ from shardline.host.run_lock import ever_begun
 from shardline.pipeline.timeline import passes_in
 from shardline_chief.io.journal import read_entries
 from shardline_chief.io.reporter import TRACE, Shelf, mean
-from shardline_chief.io.summary import facts, scores
+from shardline_chief.io.summary import SUMMARY, facts, scores
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import Past
@@ -47,12 +47,9 @@ class RunFiles:
         self._past = Past(history, out / "logs")
         self._passes = passes
         self._shelf = Shelf()
-        self._shelved: set[int] = set()
         self._known = Remembered()
         self._shard_bytes: tuple[int, ...] = ()
         self._summary: Mapping[str, Any] = {}
-        self._summed_up = 0.0
-        """Unix time of the summary."""
         self._seen: dict[Path, tuple[int, int]] = {}
         """Time in ns and bytes of each file when it was last read."""
         self._rests: dict[Path, float] = {}
@@ -64,15 +61,15 @@ class RunFiles:
         journals = (self._out / "chief").glob("journal-*.jsonl")
         if newest := max(journals, key=lambda path: (len(path.name), path.name), default=None):
             self._read_if_new(newest, now, self._read_journal)
-        self._read_if_new(self._out / "summary.json", now, self._read_summary)
+        self._read_if_new(self._out / SUMMARY, now, self._read_summary)
         self._read_if_new(self._out / TRACE, now, self._read_trace)
-        for step in set(committed_steps(self._out / "checkpoints")) - self._shelved:
+        for step in set(committed_steps(self._out / "checkpoints")) - {one.step for one in self._shelf.list(now)}:
             self._shelf.put(step, self._out / "checkpoints" / step_folder(step))
-            self._shelved.add(step)
         known, summary, past = self._known, self._result(), self._past
         still = self._standstill(now)
         moves = still is None and known.ended is None
         rates = past.rates if moves else {}
+        exit_code, reason = known.ended or (0, "")
         seconds = float(past.rates.get("time", 0.0)) - known.began_s if known.began_s and past.rates else 0.0
         return ChiefStatus(
             **facts(known.job),
@@ -91,8 +88,8 @@ class RunFiles:
             checkpoint_path=known.checkpoint_path,
             checkpoints=self._shelf.list(now),
             said=tuple(past.said),
-            exit_code=known.ended[0] if known.ended is not None else 0,
-            reason=known.ended[1] if known.ended is not None else "",
+            exit_code=exit_code,
+            reason=reason,
             out_dir=str(self._out),
             time=now,
             staleness=mean(past.staleness),
@@ -128,7 +125,7 @@ class RunFiles:
         self._shard_bytes = tuple(shard.nbytes for shard in plan.shards) if plan is not None else ()
 
     def _read_summary(self, path: Path) -> None:
-        self._summary, self._summed_up = _json(path), path.stat().st_mtime
+        self._summary = _json(path)
 
     def _read_trace(self, path: Path) -> None:
         job, passes = self._known.job, passes_in(_json(path))
@@ -146,8 +143,9 @@ class RunFiles:
 
     def _result(self) -> Mapping[str, Any]:
         """The summary of this run; {} while it goes on, also if there is one of an earlier run in the folder."""
+        summed_up, _ = self._seen.get(self._out / SUMMARY, (0, 0))
         ended_at = self._known.ended_at
-        return self._summary if ended_at is not None and self._summed_up >= ended_at - CLOCK_S else {}
+        return self._summary if ended_at is not None and summed_up / 1e9 >= ended_at - CLOCK_S else {}
 
     def _phase(self) -> str:
         known = self._known
