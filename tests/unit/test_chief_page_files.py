@@ -180,7 +180,8 @@ def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
     files = RunFiles(run.out, History(), PassBoard())
     before = files.status(time.time())
     away = run.out.rename(run.out.with_name("away"))
-    assert files.status(before.time).step == 10
+    found = files.status(before.time)
+    assert (found.step, found.standstill) == (10, None)
     away.rename(run.out)
     run.train(20)
     assert files.status(before.time + SILENT_S).step == 20

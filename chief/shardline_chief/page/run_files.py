@@ -166,11 +166,13 @@ class RunFiles:
         """By the times of the lines; where none was written for a while, the chief itself is awaited."""
         if self._phase() not in ("running", "stopping") or not self._past.rates:
             return None
-        silent_s = now - self._past.written()
+        told = float(self._past.rates["time"])
+        # The later one: a file may be away, and the last line may be of another kind.
+        silent_s = now - max(told, self._past.written())
         if silent_s >= SILENT_S:
             why = f"has written nothing to {self._out / 'logs'} since"
             return Standstill(seconds=silent_s, awaited=(Awaited(task="chief/0", why=why),))
-        seconds = self._past.motion.still_s(float(self._past.rates["time"]))
+        seconds = self._past.motion.still_s(told)
         lost = [row for row in self._rows() if row.state in ("suspect", "dead")]
         if seconds is None:
             return None
