@@ -159,8 +159,9 @@ def main(
         return
     found = run(work, processes=min(processes, workers), seconds=seconds, pace=pace)
     out.mkdir(parents=True, exist_ok=True)
+    (out / "load.samples.json").write_text(json.dumps(found.pop("samples")) + "\n", encoding="utf-8")
     (out / "load.json").write_text(json.dumps({"machine": describe(), **found}, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({name: value for name, value in found.items() if name != "samples"}, indent=2))
+    print(json.dumps(found, indent=2))
     if found["errors"] or found["workers"] < workers:
         sys.exit(f"load: {len(found['errors'])} of {workers} workers failed")
     ps = found["ps"]

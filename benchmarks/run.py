@@ -51,7 +51,7 @@ def write(
     failures: dict[str, str],
     around: dict[str, Any],
 ) -> None:
-    """NAME.json and NAME.png."""
+    """Write NAME.json and NAME.png, which are kept in the repository, and NAME.samples.json, which is not."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {
         "set": name,
@@ -59,9 +59,9 @@ def write(
         **around,
         "rows": [row.to_json() for row in rows],
         "not_run": failures,
-        "samples": samples,
     }
     (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / f"{name}.samples.json").write_text(json.dumps(samples) + "\n", encoding="utf-8")
     plots.draw(folder / f"{name}.png", about, rows)
 
 

@@ -195,7 +195,6 @@ def run(case: Case, kills: int, each: int, starter: Starter, folder: Path) -> di
         **{name: spread(samples, name) for name in FIELDS},
         "broken": broken,
         "seconds": round(seconds, 1),
-        "samples": samples,
     }
 
 
