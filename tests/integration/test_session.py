@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(start: Callable[..., 
         optimizer = session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
         with pytest.raises(UsageError, match="already attached"):
             session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
-        with pytest.raises(RuntimeError, match="before it"):
+        with pytest.raises(JobError, match="before it"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         for _ in session.steps(4):
             w.grad = torch.ones(width)

@@ -1,4 +1,4 @@
-"""Models, batches and optimizers: each row of the table in docs/jobs.md, as jobs or as scripts."""
+"""Models, batches and optimizers: the rows of "What a model may be" in docs/jobs.md, as jobs or as scripts."""
 
 from __future__ import annotations
 
@@ -6,65 +6,15 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 from shardline.job import Job
-
-Loop = Callable[[nn.Module, torch.optim.Optimizer, Iterator[int]], None]
-"""A script's own training loop."""
-SAME = "as in PyTorch"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table. jobs: by name of the case; script: (model, optimizer, loop) of one."""
-
-    what: str
-    """The first cell."""
-    says: str = SAME
-    """The second cell: SAME with more words, or "refused" and the sentence."""
-    jobs: dict[str, Callable[[], Job]] = field(default_factory=dict)
-    model: Callable[[], nn.Module] | None = None
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    loop: Loop | None = None
-    overlaps: bool = True
-    """True if the script may ask for overlap: nothing changes gradients between backward() and step()."""
-
-    @property
-    def sentence(self) -> str | None:
-        """The sentence with which it is refused, between backquotes; None if it is done as in PyTorch."""
-        return self.says.split("`")[1] if self.says.startswith("refused") else None
-
-
-def data() -> TensorDataset:
-    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-def mse(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
-
-
-def job(model: Callable[[], nn.Module], **changes: Any) -> Callable[[], Job]:
-    settings: dict[str, Any] = {
-        "loss": mse,
-        "dataset": data,
-        "optimizer": "SGD",
-        "optimizer_args": {"lr": 0.05, "momentum": 0.9},
-        "batch_size": 4,
-        "replicas": 2,
-        "steps": 4,
-        "seed": 7,
-        "name": "model",
-    }
-    return lambda: Job(model=model, **{**settings, **changes})
+from tests.models.row import SAME, Row, Script, adamw, batch, job, mlp, mse, sgd
 
 
 class Scaled(nn.Module):
@@ -82,10 +32,6 @@ class Scaled(nn.Module):
 
 def scaled(make: Callable[[], torch.Tensor], use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     return lambda: Scaled(make, use)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
 
 
 def conjugated() -> nn.Module:
@@ -275,27 +221,6 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
 # Scripts
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-    return x, x.sum(1, keepdim=True)
-
-
-def seeded(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return model()
-
-    return make
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def one_cycle(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     for step in steps:
@@ -306,33 +231,12 @@ def one_cycle(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterato
         scheduler.step()
 
 
-def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
-    """Averages of weights are read after each step, and their values decide the next one's loss."""
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    for step in steps:
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = average(batch(step)[0])
-        (mse(model, batch(step)) + nn.functional.mse_loss(model(batch(step)[0]), target)).backward()
-        optimizer.step()
-        average.update_parameters(model)
-
-
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
     for step in steps:
         optimizer.zero_grad(set_to_none=False)
         for part in (0, 100):
             (mse(model, batch(step + part)) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-
-def frozen_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> None:
-    first = next(model.parameters())
-    for step in steps:
-        first.requires_grad_(step % 2 == 0)
-        optimizer.zero_grad()
-        mse(model, batch(step)).backward()
         optimizer.step()
 
 
@@ -439,13 +343,11 @@ ROWS = [
     ),
     Row(
         "a script's schedules of learning rate, momentum and weight decay (`OneCycleLR`)",
-        model=mlp,
-        optimizer=sgd,
-        loop=one_cycle,
-        overlaps=False,
+        scripts={"one cycle": Script(sgd, one_cycle, overlaps=False)},
     ),
-    Row("a script's averages of weights (`AveragedModel`)", model=mlp, optimizer=adamw, loop=averaged),
-    Row("a script's accumulation and `clip_grad_norm_`", model=mlp, optimizer=adamw, loop=clipped, overlaps=False),
-    Row("a script that freezes a parameter for a while", model=mlp, optimizer=sgd, loop=frozen_for_a_while),
-    Row("a script that reads values between `step()` and the next pass", model=mlp, optimizer=sgd, loop=read_between),
+    Row("a script's accumulation and `clip_grad_norm_`", scripts={"clipped": Script(adamw, clipped, overlaps=False)}),
+    Row(
+        "a script that reads values between `step()` and the next pass",
+        scripts={"read between": Script(sgd, read_between)},
+    ),
 ]

@@ -171,9 +171,12 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(_OnServers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after attach(): the plan is made from the groups at that time."""
+        """Refused with JobError after attach(): the plan is made from the groups at that time."""
         if hasattr(self, "_session"):
-            raise RuntimeError("parameter groups can't be added after attach(); add them before it")
+            raise JobError(
+                f"step {self._session.standing.step}: parameter groups can't be added after attach(); add them before "
+                "it, and freeze with requires_grad_(False) what is not to train yet"
+            )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

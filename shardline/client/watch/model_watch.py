@@ -198,7 +198,10 @@ class ModelWatch:
                     f"training began (.to(), .double(), p.data = ...); convert the model {BEFORE}"
                 )
         if moved:
-            check_overlap((spec.name, tensor) for spec, tensor in zip(specs, layout.tensors, strict=True))
+            try:
+                check_overlap((spec.name, tensor) for spec, tensor in zip(specs, layout.tensors, strict=True))
+            except JobError as error:
+                raise JobError(f"{when}: {error}") from None
             layout.follow()
         return moved
 
