@@ -37,7 +37,7 @@ from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
-from shardline.core.settings import Settings, setting
+from shardline.core.settings import JobSettings
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.data import Batch, DataOrder, seed_everything
@@ -62,10 +62,10 @@ _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Settings):
+class Job(JobSettings):
     """One training run. Frozen; checked when it is made: JobError names the field, its value and the remedy.
 
-    In addition to the fields below it has those of shardline.core.settings.Settings.
+    In addition to the fields below it has those of shardline.core.settings.JobSettings.
     """
 
     model: Callable[[], nn.Module]
@@ -76,10 +76,6 @@ class Job(Settings):
     """Samples: an object with len() and [index], an iterable, or a function without arguments that returns one."""
     optimizer: str | type[torch.optim.Optimizer]
     """A class of torch.optim, or its name."""
-    batch_size: int = setting()
-    """Samples of one microbatch of one replica."""
-    steps: int = setting()
-    """Steps to train; in asynchronous mode, batches of all workers together."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Scores the model; called in evaluation mode and without gradients."""
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
@@ -111,22 +107,8 @@ class Job(Settings):
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Layers that `tensor_ranks` workers share, by pattern of their names: {"blocks.*.mlp.up": "colwise",
     "blocks.*.mlp.down": "rowwise"}, or {"blocks.*.mlp": "colwise/rowwise"}. See docs/tensor-parallel.md."""
-    clip_norm: float = 0.0
-    """Global gradient norm above which gradients are scaled down; 0 = off."""
-    nan_policy: str = "stop"
-    """On a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
-    best_metric: str = ""
-    """Metric for choosing the best checkpoint; "" = the first one that `evaluate` returns."""
-    best_mode: str = ""
-    """"max" or "min"; "" = "min" if the metric's name contains loss, error, perplexity or bits, else "max"."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch from a list of samples; None = torch's default_collate."""
-    loaders: int = 0
-    """Processes of each worker that read its batches ahead; 0 = its training thread reads them."""
-    prefetch: int = 2
-    """Batches per loader that are read before they are needed."""
-    name: str = ""
-    """Name in logs and checkpoints; "" = taken from the file."""
     workers: int = 0
     """Workers of the cluster, where stages or cuts are "auto"; 0 = unknown. Set where a job file is run."""
 
@@ -149,16 +131,9 @@ class Job(Settings):
         _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
         across.check_choices({str(pattern): str(style) for pattern, style in shared.items()})
         check_settings(self)
-        _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
-        _require_whole("loaders", self.loaders, 0)
-        _require_whole("prefetch", self.prefetch, 1)
-        _require(isinstance(self.name, str), "name", self.name, "give a string")
-        _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
-        _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
         remedy = "use shardline.schedule.constant, step, linear or cosine"
         _require(isinstance(self.schedule, ScheduleSpec), "schedule", self.schedule, remedy)
-        _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
         consistency_of(self.consistency_spec()).needed(self.replicas)
         _check_dataset(self.dataset)
@@ -372,12 +347,6 @@ def lowest_is_best(metric: str) -> bool:
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise JobError(f"Job.{name} is {_short(value)}; {remedy}")
-
-
-def _require_whole(name: str, value: object, lowest: int) -> None:
-    # A bool is an int in Python.
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-    _require(whole, name, value, f"give a whole number >= {lowest}")
 
 
 def _short(value: object) -> str:

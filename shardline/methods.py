@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardline.core.settings import Setting, kind_of, known, read
+from shardline.core.settings import Setting, check_field, kinds, read
 from shardline.errors import JobError
 from shardline.seams import Resident, Table
 
@@ -40,13 +40,7 @@ WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 """The same as text, for --help: importing the tables would import torch."""
 
 
-OVERRIDES: Mapping[str, type] = {
-    **{name: kind_of(name) for name in known()},
-    "clip_norm": float,
-    "loaders": int,
-    "prefetch": int,
-    **dict.fromkeys((*FIELDS, "nan_policy", "best_metric", "best_mode", "name"), str),
-}
+OVERRIDES: Mapping[str, type] = {**kinds(), **dict.fromkeys(FIELDS, str)}
 """Job fields that the command line can set, and the types to parse."""
 
 
@@ -62,14 +56,20 @@ def override(name: str, text: str) -> tuple[str, Setting]:
 def check_override(name: str, text: str) -> None:
     """Raise JobError for a field from the command line that no job can have; cheap where it is right.
 
-    A method's settings are left to those who have its table.
+    A method's settings are left to check_method().
     """
     field, value = override(name, text)
     seam = PARTS.get(field, field)
     if seam not in SEAMS:
-        return
-    names = {usage.partition(":")[0] for usage, _ in written()[seam]}
-    if str(value).partition(":")[0] not in names:
+        check_field(field, value)
+    elif str(value).partition(":")[0] not in {usage.partition(":")[0] for usage, _ in written()[seam]}:
+        canonical(field, str(value))
+
+
+def check_method(name: str, text: str) -> None:
+    """Raise JobError for settings that a method from the command line can't have; imports torch if there are any."""
+    field, value = override(name, text)
+    if field in FIELDS and ":" in text:
         canonical(field, str(value))
 
 

@@ -122,6 +122,24 @@ class LaunchOptions:
             host = parse_address(self.page, "--page")[0]
             check_bind("the chief's page", host, "--page", self.security, insecure=self.insecure_bind)
 
+    def check_tasks(self) -> None:
+        """Raise JobError or UsageError for flags that every task would refuse.
+
+        Imports torch if it has to look: best done while the process that is forked imports it too.
+        """
+        for name, text in self.overrides:
+            methods.check_method(name, text)
+        for flag, name in (("--device", self.device), ("--ps-device", self.ps_device)):
+            if name != "cpu":
+                # Imports torch, which --help must not do.
+                from shardline.host.process import check_device
+
+                check_device(name, flag)
+
+    def imports(self) -> list[str]:
+        """Modules that tasks will import, besides Shardline and torch."""
+        return [] if self.script else installed_imports(self.job)
+
     def runs_script(self, task: str) -> bool:
         """Return whether a task's process runs the user's script."""
         return self.script and parse_task(task)[0] == "worker"
@@ -293,6 +311,9 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start all tasks and read the chief's address. Raises LaunchError if the chief ends first."""
+        with self._undisturbed():
+            self._starter.begin(common_environment(os.environ), self.options.imports())
+        self.options.check_tasks()
         self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -300,9 +321,6 @@ class LocalCluster:
             _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
-        with self._undisturbed():
-            modules = [] if self.options.script else installed_imports(self.options.job)
-            self._starter.begin(common_environment(os.environ), modules)
         # Here, where nothing is held and a signal ends it.
         _await_imports(self._starter, _join_wait(self.options.timeouts), self.say)
         ready_read, ready_write = os.pipe()

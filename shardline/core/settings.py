@@ -7,6 +7,8 @@ when a task joins, and is stored in checkpoints. Nothing else has to change.
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,12 +23,14 @@ SERVER, WORKER = "server", "worker"
 Setting = bool | int | float | str
 """Types of a setting."""
 MAX_WHOLE = 2**63
+DECLARED = "lowest"
+"""A key in the metadata of every setting's field."""
 
 
 def setting(
     default: Any = dataclasses.MISSING, *, lowest: int | None = None, choices: Sequence[str] = (), doc: str = ""
 ) -> Any:
-    """A field of Settings. lowest: the smallest allowed whole number. choices: the allowed texts, if not all are."""
+    """A field of Settings. lowest: the smallest allowed number. choices: the allowed texts, if not all are."""
     return dataclasses.field(default=default, metadata={"lowest": lowest, "choices": tuple(choices), "doc": doc})
 
 
@@ -71,6 +75,31 @@ class Settings:
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(Settings)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(Settings):
+    """Settings of a job file, with those that other tasks get in another form or not at all."""
+
+    batch_size: int = setting(lowest=1, doc="Samples per microbatch of a replica.")
+    steps: int = setting(lowest=1, doc="Steps to train; in asynchronous mode, batches of all workers together.")
+    clip_norm: float = setting(
+        0.0, lowest=0, doc="Global gradient norm above which gradients are scaled down; 0 = off."
+    )
+    nan_policy: str = setting(
+        "stop",
+        choices=("stop", "skip"),
+        doc="On a NaN or infinity in a loss or gradient: stop the job, or skip it.",
+    )
+    best_metric: str = setting("", doc="Metric for choosing the best checkpoint; empty = the first of `evaluate`.")
+    best_mode: str = setting(
+        "",
+        choices=("", "max", "min"),
+        doc="max or min; empty = min if the metric's name contains loss, error, perplexity or bits, else max.",
+    )
+    loaders: int = setting(0, lowest=0, doc="Processes of each worker that read its batches ahead; 0 = none.")
+    prefetch: int = setting(2, lowest=1, doc="Batches per loader that are read before they are needed.")
+    name: str = setting("", doc="Name in logs and checkpoints; empty = taken from the file.")
+
+
 S = TypeVar("S", bound=Settings)
 
 
@@ -79,25 +108,40 @@ def known() -> Mapping[str, dataclasses.Field[Any]]:
     return {item.name: item for item in dataclasses.fields(Settings)}
 
 
+def kinds() -> Mapping[str, type]:
+    """Types of a job file's settings, by name: int, float, bool or str."""
+    return typing.get_type_hints(JobSettings)
+
+
 def kind_of(name: str) -> type:
-    """Type of a setting: int, float, bool or str."""
-    return type(known()[name].default)
+    """Type of a setting."""
+    return kinds()[name]
 
 
 def check(holder: Settings, where: str = "Job") -> None:
     """Raise JobError naming a setting with an invalid value."""
-    for name, item in known().items():
-        value, kind = getattr(holder, name), kind_of(name)
-        lowest = item.metadata["lowest"]
-        if kind is int and lowest is not None:
-            # A bool is an int in Python.
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not lowest <= value < MAX_WHOLE:
-                raise JobError(f"{where}.{name} is {_short(value)}; give a whole number >= {lowest}")
-        elif not isinstance(value, kind):
-            raise JobError(f"{where}.{name} is {_short(value)}; give a {kind.__name__}")
-        elif item.metadata["choices"] and value not in item.metadata["choices"]:
-            raise JobError(f"{where}.{name} is {_short(value)}; it must be {' or '.join(item.metadata['choices'])}")
+    for item in dataclasses.fields(holder):
+        if DECLARED in item.metadata:
+            _check_value(item, getattr(holder, item.name), where)
+
+
+def check_field(name: str, value: Setting) -> None:
+    """Raise JobError if no job file can have this value of a setting."""
+    _check_value(next(item for item in dataclasses.fields(JobSettings) if item.name == name), value, "Job")
+
+
+def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
+    kind, lowest, choices = kind_of(item.name), item.metadata["lowest"], item.metadata["choices"]
+    said = f"{where}.{item.name} is {_short(value)}"
+    if kind in (int, float) and lowest is not None:
+        # A bool is an int in Python.
+        number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not number or not lowest <= value < (MAX_WHOLE if kind is int else math.inf):
+            raise JobError(f"{said}; give a {'whole' if kind is int else 'finite'} number >= {lowest}")
+    elif not isinstance(value, kind):
+        raise JobError(f"{said}; give a {kind.__name__}")
+    elif choices and value not in choices:
+        raise JobError(f"{said}; it must be {' or '.join(choice for choice in choices if choice)}")
 
 
 def read(name: str, text: str, kind: type) -> Setting:

@@ -132,31 +132,44 @@ def device_index(environ: Mapping[str, str], neighbours: int, count: int) -> int
     return int(text) % count
 
 
+def check_device(name: str, flag: str = "--device") -> int:
+    """Number of CUDA devices that torch sees if `name` is one of them, 0 if it is the CPU.
+
+    flag: the one that gave the name. Raises UsageError if this machine, or its torch, has no such device.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return 0
+    if device.type != "cuda":
+        raise UsageError(f"{flag} {name}: use cpu, cuda or cuda:N")
+    if torch.version.cuda is None:
+        raise UsageError(
+            f"{flag} {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (for an image, "
+            f"build with TORCH=cuda), or use {flag} cpu"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise UsageError(
+            f"{flag} {name}: torch sees {count} CUDA device{'' if count == 1 else 's'}"
+            + (f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else "")
+            + f"; check that nvidia-smi shows it, also in the container, or use {flag} cpu"
+        )
+    return count
+
+
 def resolve_device(name: str, memory_fraction: float | None = None, *, neighbours: int = 0) -> torch.device:
     """The device for --device; CUDA is initialized only if it is named. torch itself honours CUDA_VISIBLE_DEVICES.
 
     memory_fraction: share of the device's memory that this process may allocate (--gpu-memory-fraction). neighbours:
     see device_index(). Raises UsageError if there is no such device.
     """
-    device = torch.device(name)
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise UsageError(f"--device {name}: use cpu, cuda or cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index if device.index is not None else device_index(os.environ, neighbours, max(1, count))
-    if torch.version.cuda is None:
-        raise UsageError(
-            f"--device {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (for an image, "
-            "build with TORCH=cuda), or use --device cpu"
-        )
-    if index >= count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise UsageError(
-            f"--device {name}: torch sees {count} CUDA device{'' if count == 1 else 's'}"
-            + (f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else "")
-            + "; check that nvidia-smi shows it, also in the container, or use --device cpu"
-        )
+    count = check_device(name)
+    if count == 0:
+        return torch.device(name)
+    index = torch.device(name).index
+    if index is None:
+        index = device_index(os.environ, neighbours, count)
     device = torch.device("cuda", index)
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.main import main
@@ -184,7 +186,13 @@ def test_the_exception_that_ends_a_script_is_read_from_its_log(tmp_path: Path, s
     [
         ({"overrides": (("codec", "typo"),)}, "codec 'typo' does not exist"),
         ({"overrides": (("nope", "1"),)}, "job field 'nope' can't be set from the command line"),
+        ({"overrides": (("codec", "typo:x=1"),)}, "codec 'typo' does not exist"),
         ({"overrides": (("steps", "many"),)}, "steps"),
+        ({"overrides": (("batch_size", "0"),)}, "Job.batch_size is 0; give a whole number >= 1"),
+        ({"overrides": (("prefetch", "0"),)}, "Job.prefetch is 0; give a whole number >= 1"),
+        ({"overrides": (("clip_norm", "-1"),)}, "Job.clip_norm is -1.0; give a finite number >= 0"),
+        ({"overrides": (("nan_policy", "foo"),)}, "Job.nan_policy is 'foo'; it must be stop or skip"),
+        ({"overrides": (("best_mode", "foo"),)}, "Job.best_mode is 'foo'; it must be max or min"),
         ({"page": "1.2.3.4:0"}, "the chief's page would listen at 1.2.3.4 without TLS"),
     ],
 )
@@ -193,6 +201,44 @@ def test_flags_that_can_not_work_are_refused_before_a_process_is_started(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         launch(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"overrides": (("consistency", "ssp:slack=x"),)}, "consistency 'ssp:slack=x': slack is 'x'; give a whole"),
+        ({"overrides": (("codec", "topk:ratio=7"),)}, r"codec topk: ratio is 7\.0; give a number above 0"),
+        ({"overrides": (("codec_up", "topk:ratio=7"),)}, r"codec topk: ratio is 7\.0; give a number above 0"),
+        ({"overrides": (("codec-down", "bf16:x=1"),)}, "codec_down 'bf16:x=1': bf16 has no setting 'x'"),
+        ({"overrides": (("cadence", "diloco:every=0"),)}, "cadence diloco: every is 0; give a whole number"),
+        ({"overrides": (("rule", "lwp:lag=x"),)}, "rule 'lwp:lag=x': lag is 'x'; give a whole number"),
+        ({"overrides": (("pipeline", "gpipe:x=1"),)}, "pipeline 'gpipe:x=1': gpipe has no setting 'x'"),
+        ({"device": "cuda"}, r"--device cuda: this torch \(.*\) is a CPU build; install .* or use --device cpu"),
+        ({"ps_device": "cuda:7"}, r"--ps-device cuda:7: this torch \(.*\) is a CPU build; .* or use --ps-device cpu"),
+        ({"script": True, "device": "cuda"}, r"--device cuda: this torch \(.*\) is a CPU build"),
+    ],
+)
+def test_flags_that_every_task_would_refuse_start_none_and_leave_nothing(
+    tmp_path: Path, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    cluster = LocalCluster(launch(tmp_path, **settings))
+    with pytest.raises(UsageError, match=says), cluster:
+        pass
+    assert cluster.running() == () and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "there"), [("cuda", True), ("cuda:1", True), ("cuda:2", False)])
+def test_a_device_is_looked_for_before_a_process_is_started(
+    tmp_path: Path, name: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # The launcher's own number on its machine says nothing about its tasks.
+    monkeypatch.setenv("LOCAL_RANK", "no number")
+    with contextlib.nullcontext() if there else pytest.raises(UsageError, match="torch sees 2 CUDA devices"):
+        launch(tmp_path, device=name).check_tasks()
 
 
 @pytest.mark.parametrize(
