@@ -45,7 +45,7 @@ from shardline.errors import JobError, calling
 from shardline.fit import check_fit, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
-from shardline.model import model_tensors
+from shardline.model import check_extra_state, model_tensors
 from shardline.pipeline import PIPELINES, across
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
@@ -255,10 +255,10 @@ class Job(JobSettings):
         Raises JobError for a model or a data set that can't be trained on.
         """
         optimizer = self.build_optimizer(model)
+        check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
         tensors = self._staged(model, model_tensors(model, optimizer.param_groups, rule=found))
-        tensors = assigned(tensors, self.codec_tensors)
-        tensors = keep_whole(codecs_of(self), tensors)
+        tensors = keep_whole(codecs_of(self), assigned(tensors, self.codec_tensors))
         check_tensors(found, tensors)
         tensors = across.cut(tensors, self.shared_layers(model), self.tensor_ranks)
         if self.samples:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from shardline.core.settings import REFUSE
 from shardline.core.spec import RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
 from shardline.update import wants_whole
@@ -70,6 +71,21 @@ def model_tensors(
         raise JobError(_nothing_to_train(specs))
     check_overlap([(names[key][0], tensor) for key, tensor in tensors.items()])
     return tuple(specs)
+
+
+def check_extra_state(model: nn.Module, choice: str) -> None:
+    """Raise JobError, naming the module, for a model with extra state. choice: see Settings.extra_state."""
+    names = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if names and choice == REFUSE:
+        raise JobError(
+            f"module {names[0]!r}{f' and {len(names) - 1} more have' if len(names) > 1 else ' has'} extra state "
+            "(get_extra_state), which a job's checkpoints don't keep, so that it would begin anew after a restart; "
+            "keep it in a buffer, or choose extra_state='unsaved' if it may be lost"
+        )
 
 
 class Owners:

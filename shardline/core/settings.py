@@ -19,6 +19,8 @@ RESET, EXACT = "reset", "exact"
 """Values of Settings.error_memory."""
 SERVER, WORKER = "server", "worker"
 """Values of Settings.apply."""
+REFUSE, UNSAVED = "refuse", "unsaved"
+"""Values of Settings.extra_state."""
 
 Setting = bool | int | float | str
 """Types of a setting."""
@@ -62,6 +64,12 @@ class Settings:
         SERVER,
         choices=(SERVER, WORKER),
         doc="Who runs the optimizer: the servers, or every worker, for which the servers only sum gradients.",
+    )
+    extra_state: str = setting(
+        REFUSE,
+        choices=(REFUSE, UNSAVED),
+        doc="What becomes of a model with extra state (get_extra_state): refuse = it is refused; unsaved = checkpoints "
+        "do without it.",
     )
     cadence: str = setting("every-step", doc="When a worker exchanges with the servers, and what it sends.")
     topology: str = setting("flat", doc="Which tasks a worker exchanges with.")

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardline.client.watch.first_loss import FirstLoss
-from shardline.client.watch.model_watch import ModelWatch
 from shardline.errors import JobError
 from shardline.model import model_tensors, named_values
 from shardline.testing import reference
@@ -66,16 +65,6 @@ def test_parameters_that_the_loss_uses_and_the_model_has_not_are_told_once(caplo
     other.requires_grad_(False)
     FirstLoss(loss)(model, data.clone().requires_grad_())
     assert not caplog.messages
-
-
-def test_extra_state_is_said_not_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"calls": 3}
-
-    model = nn.Sequential(Extra(2, 1))
-    ModelWatch(model, named_values(model), (), script=True, divided=False)
-    assert [text for text in caplog.messages if text.startswith("module 0 has extra state") and "strict=False" in text]
 
 
 # A loop of the user's own

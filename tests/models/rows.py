@@ -106,6 +106,26 @@ class Kept(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+class Counted(nn.Linear):
+    """Computes with what it has counted, which is extra state."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) / self.count
+
+
+def counted() -> nn.Module:
+    return nn.Sequential(Counted(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 def normed() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
 
@@ -302,6 +322,18 @@ ROWS = [
         {"SGD": job(Sometimes), "AdamW": job(Sometimes, optimizer="AdamW", optimizer_args={"lr": 0.01}, replicas=3)},
     ),
     Row("batch norm, dropout, buffers of any dtype that are written in place", jobs={"buffers": job(Kept)}),
+    Row(
+        "extra state (`get_extra_state`)",
+        "refused: `which a job's checkpoints don't keep, so that it would begin anew after a restart`, unless the job "
+        'says `extra_state="unsaved"`',
+        jobs={"counted": job(counted)},
+    ),
+    Row(
+        'extra state, with `extra_state="unsaved"`',
+        f"{SAME}: each process has its own; checkpoints and exported files have none, so load these with "
+        "`load_state_dict(..., strict=False)`",
+        jobs={"unsaved": job(counted, extra_state="unsaved", replicas=1)},
+    ),
     Row("pruning and parametrizations, made in the model function", jobs={"norm": job(normed), "pruned": job(pruned)}),
     Row(
         "recurrent layers, recomputation (`torch.utils.checkpoint`)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,11 @@ from shardline.cadence import EveryStep
 from shardline.client.api.script_job import ScriptSettings, choose_settings, script_spec
 from shardline.core.spec import ConsistencySpec
 from shardline.errors import JobError, UsageError
+
+
+class Counted(torch.nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
 
 
 def nothing(name: str) -> str | None:
@@ -35,6 +42,17 @@ def test_what_can_not_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         choose_settings(given, environ.get)
+
+
+def test_a_scripts_model_with_extra_state_is_refused_unless_the_script_accepts_it() -> None:
+    model = torch.nn.Sequential(Counted(2, 2), Counted(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    script = ScriptSettings(name="s")
+    with pytest.raises(JobError, match=r"module '0' and 1 more have extra state .* choose extra_state='unsaved'"):
+        script_spec(script, 1, model, optimizer)
+    assert (
+        script_spec(replace(script, settings={"extra_state": "unsaved"}), 1, model, optimizer).extra_state == "unsaved"
+    )
 
 
 @pytest.mark.parametrize(("mode", "replicas"), [("sync", 3), ("async", 1)])

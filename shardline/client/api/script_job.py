@@ -14,11 +14,11 @@ from shardline import consistency, methods
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
-from shardline.core.settings import Setting, Settings, check, kind_of, known, read
+from shardline.core.settings import REFUSE, Setting, Settings, check, kind_of, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
-from shardline.model import model_tensors
+from shardline.model import check_extra_state, model_tensors
 from shardline.observability.metrics import Metrics
 from shardline.update import check_tensors, rule_from_optimizer
 
@@ -70,6 +70,8 @@ def script_spec(
     mode = consistency.of(script.consistency)
     rule = rule_from_optimizer(optimizer, method=script.rule)
     module = model if isinstance(model, nn.Module) else TensorHolder(model)
+    settings = dict(script.settings)
+    check_extra_state(module, str(settings.get("extra_state", REFUSE)))
     tensors = model_tensors(module, optimizer.param_groups, rule=rule)
     check_tensors(rule, tensors)
     job = JobSpec(
@@ -78,7 +80,7 @@ def script_spec(
         rule=rule,
         consistency=script.consistency,
         **{
-            **dict(script.settings),
+            **settings,
             "replicas": mode.contributors(workers),
             "threads": torch.get_num_threads(),
         },  # type: ignore[arg-type]

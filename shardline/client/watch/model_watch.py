@@ -76,8 +76,6 @@ class ModelWatch:
     ) -> None:
         self._owners = Owners(model, assignable=not divided) if isinstance(model, nn.Module) else None
         self._divided = divided
-        if isinstance(model, nn.Module):
-            _tell_extra_state(model)
         grouped = {id(parameter) for group in groups for parameter in parameters_of(group)}
         names = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._frozen = {
@@ -257,21 +255,6 @@ class ModelWatch:
                 f"so that the change would be lost; write them {BEFORE}, undo the change before the step ends, or "
                 "compute what you need from the parameter in forward() (max_norm, clipping of weights)"
             )
-
-
-def _tell_extra_state(model: nn.Module) -> None:
-    names = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
-    if names:
-        log.warning(
-            "module %s%s has extra state, which is not in the job's checkpoints; load an exported file with "
-            "load_state_dict(..., strict=False)",
-            names[0],
-            f" and {len(names) - 1} more" if len(names) > 1 else "",
-        )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
