@@ -7,7 +7,8 @@ import pytest
 
 from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
-from shardline_chief.io.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
+from shardline_chief.io.reporter import Rate, Reporter
+from shardline_chief.page.steps import OPEN_STEPS, StepBoard
 from shardline_chief.rules.state.motion import STILL_S
 
 

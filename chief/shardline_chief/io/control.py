@@ -27,6 +27,7 @@ from shardline.errors import (
     CheckpointError,
     ForbiddenError,
     InternalError,
+    ProtocolError,
     UsageError,
     as_error,
     exit_code_name,
@@ -36,7 +37,7 @@ from shardline_chief.io.checkpointer import Checkpointer, parameters_digest
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.journal import Journal
 from shardline_chief.io.performer import Performer, settle
-from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.reporter import Reporter, for_people
 from shardline_chief.io.streams import Channel, Streams
 from shardline_chief.io.summary import SummaryFile, overview, summary
 from shardline_chief.io.telemetry import Telemetry
@@ -270,21 +271,30 @@ class Control:
             channel.refuse(error)
             return
         key = (beat.task, beat.incarnation)
-        alive = self.program.beat(beat, now_s)
+        try:
+            alive = self.program.beat(beat, now_s)
+        except ProtocolError as error:
+            channel.refuse(error)
+            return
         # Anyone can send any name: only admitted tasks may become labels, or the metrics would grow without bound.
         known = self.program.state.tasks.members.get(beat.task) is not None
         peer = beat.task if known else "unknown"
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
-        if steps := self.program.heartbeats.reported(beat):
-            self._reporter.report(beat.task, steps)
-        job = self.program.state.job
-        if beat.passes and job is not None and pipeline.of(job).staged and self.program.heartbeats.trains(beat):
-            shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
-            self._reporter.passes.begin(job.name, job.pipeline, **shape)
-            self._reporter.passes.told(*key, beat.passes, sent_s=beat.clock_s, now_s=now_s)
+        self._show_work(beat, now_s)
         if not self._streams.heard(key, channel, alive=alive):
             self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
+
+    @for_people
+    def _show_work(self, beat: Beat, now_s: float) -> None:
+        """Hand on what a heartbeat says for people: finished steps and passes of a pipeline."""
+        state, heartbeats = self.program.state, self.program.heartbeats
+        self._reporter.report(beat.task, heartbeats.reported(beat), heartbeats.reached)
+        job = state.job
+        if beat.passes and job is not None and pipeline.of(job).staged and heartbeats.trains(beat):
+            shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
+            self._reporter.passes.begin(job.name, job.pipeline, **shape)
+            self._reporter.passes.told(beat.task, beat.incarnation, beat.passes, sent_s=beat.clock_s, now_s=now_s)
 
     def _detach(self, task: str, incarnation: int, channel: Channel, now_s: float) -> None:
         if self._streams.detach((task, incarnation), channel):
@@ -309,6 +319,7 @@ class Control:
         else:
             faults.pop("journal", None)
 
+    @for_people
     def _show(self, now_s: float) -> None:
         if self._on_status is not None:
             self._on_status(self._overview(now_s))
@@ -338,6 +349,7 @@ class Control:
                 digest = parameters_digest(store.open(self.program.state.saves.checkpoint_step, verify=False))
             except CheckpointError as error:
                 log.warning("no digest of the parameters: %s", error)
+        self._reporter.report("", (), self.program.heartbeats.reached)
         now_s = time.monotonic()
         self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
         if watched:

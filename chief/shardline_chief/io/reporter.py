@@ -8,16 +8,17 @@ from these files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 from shardline.core.orders import StepReport
 from shardline.core.status import CheckpointStatus, EventStatus
@@ -26,6 +27,7 @@ from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall
+from shardline_chief.page.steps import HeldReports, StepBoard
 from shardline_chief.rules.state.motion import patience_s
 
 log = logging.getLogger("shardline_chief")
@@ -33,16 +35,35 @@ log = logging.getLogger("shardline_chief")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 TAIL_BYTES = 1 << 18
 """Bytes of an earlier chief's log searched for steps that are reported again: the steps of a few heartbeats."""
-EARLY = 1024
-"""Heartbeats with steps that are kept until training is known to be running."""
-OPEN_STEPS = 64
-"""A step with incomplete reports is written anyway once a step this much newer has one."""
 WINDOW_S = 5.0
 RATES_EVERY_S = 2.0
 """Seconds between two lines of rates.jsonl: 6 MB a day."""
 TRACE = "pipeline-trace.json"
 LAST_STEPS = 50
 """Steps that a task's current means are taken over."""
+STALENESSES = 1024
+"""Different values of staleness that are counted for each task; others are left out."""
+SENTENCE = 4000
+"""Characters of an event that are kept: 50 of them are in each status."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def for_people(method: F) -> F:
+    """Make a failure of a method of this class cost what it shows, and not the run: it is logged once per method."""
+    failed: set[type[Exception]] = set()
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if type(error) not in failed:
+                failed.add(type(error))
+                log.exception("%s failed; the run continues without it", method.__qualname__)
+            return None
+
+    return cast(F, guarded)
 
 
 class Rate:
@@ -79,39 +100,6 @@ class Rate:
         return (last - first) / (to_s - from_s)
 
 
-class StepBoard:
-    """Joins the reports of a step's replicas into one line; a repeated report replaces the previous one."""
-
-    def __init__(self, replicas: int, *, joined: bool) -> None:
-        """joined: a step has one report per replica (synchronous). Otherwise every report is a line of its own."""
-        self._replicas = replicas
-        self._joined = joined
-        self._open: dict[int, dict[int, StepReport]] = {}
-        self._written = -1
-
-    def add(self, report: StepReport) -> list[tuple[int, list[StepReport]]]:
-        """Take in a report; returns (step, reports) of the steps that are now complete, ascending."""
-        if not self._joined:
-            return [(report.step, [report])]
-        if report.step <= self._written:
-            return []
-        self._open.setdefault(report.step, {})[report.replica] = report
-        ready = []
-        for step in sorted(self._open):
-            whole = len(self._open[step]) >= self._replicas
-            if not whole and max(self._open) - step < OPEN_STEPS:
-                break
-            ready.append((step, [r for _, r in sorted(self._open.pop(step).items())]))
-            self._written = step
-        return ready
-
-    def rest(self) -> list[tuple[int, list[StepReport]]]:
-        """Steps that never became complete; call at the end."""
-        rest = [(step, list(reports.values())) for step, reports in sorted(self._open.items())]
-        self._open.clear()
-        return rest
-
-
 class TaskSpeed:
     """Speed and recent steps of one task that trains."""
 
@@ -128,7 +116,8 @@ class TaskSpeed:
         another = not self._last or self._last[-1].step != report.step
         self.steps += another
         if another:
-            self._stale[report.staleness] += 1
+            if report.staleness in self._stale or len(self._stale) < STALENESSES:
+                self._stale[report.staleness] += 1
             self._blocked_s += report.blocked_s
         self._last.append(report)
 
@@ -232,7 +221,8 @@ class Reporter:
         """Of a pipeline."""
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
-        self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
+        self._held = HeldReports()
+        self._reached = 0.0
         self._joined = True
         self._written: set[tuple[int, str]] = set()
         """Steps already in the log, written by an earlier chief: (step, task)."""
@@ -252,8 +242,10 @@ class Reporter:
 
     # Events
 
+    @for_people
     def event(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
         """Log one event. level: "info", "warning" or "error"."""
+        sentence = sentence[:SENTENCE]
         now = datetime.now(UTC)
         self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
         self.said.append(EventStatus(time=now.timestamp(), level=level, sentence=sentence))
@@ -264,10 +256,12 @@ class Reporter:
 
     # Steps
 
+    @for_people
     def begin(self, *, replicas: int, joined: bool, timeline: int, first_step: int) -> None:
         """A timeline begins to train at first_step: remove what TensorBoard and the curves have beyond it."""
         self.steps = StepBoard(replicas, joined=joined)
-        early, self._early = self._early, deque(maxlen=EARLY)
+        if self._timeline:
+            self._held.forget()
         self._joined, self._written = joined, self._lines(timeline, joined=joined)
         self._timeline = timeline
         if timeline != self._drawn:
@@ -287,8 +281,7 @@ class Reporter:
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
         except OSError as error:
             self._fail(error)
-        for task, reports in early:
-            self.report(task, reports)
+        self._take_in()
 
     def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
         """(step, task) of the newest lines of this timeline, if an earlier chief wrote some; task is "" if joined."""
@@ -307,12 +300,21 @@ class Reporter:
                     found.add((int(line["step"]), "" if joined else str(line["task"])))
         return found
 
-    def report(self, task: str, reports: Sequence[StepReport]) -> None:
-        """Take in one task's finished steps."""
-        if self.steps is None:
-            # A restarted chief gets reports before it has taken command.
-            self._early.append((task, reports))
-            return
+    @for_people
+    def report(self, task: str, reports: Sequence[StepReport], reached: float = math.inf) -> None:
+        """Take in one task's finished steps. reached: the step that the servers are known to have reached."""
+        if reports:
+            self._held.add(task, reports)
+        self._reached = reached
+        self._take_in()
+
+    def _take_in(self) -> None:
+        # A restarted chief gets reports before it has taken command.
+        if self.steps is not None:
+            for task, reports in self._held.due(self._reached, joined=self._joined):
+                self._steps(task, reports, self.steps)
+
+    def _steps(self, task: str, reports: Sequence[StepReport], board: StepBoard) -> None:
         pace = self.paces.setdefault(task, TaskSpeed())
         for report in reports:
             if (report.step, "" if self._joined else task) in self._written:
@@ -323,7 +325,7 @@ class Reporter:
             self._metrics.histogram("shardline_step_seconds").observe(
                 report.data_s + report.compute_s + report.exchange_s
             )
-            for step, group in self.steps.add(report):
+            for step, group in board.add(report):
                 self._step(step, group, task)
         self._flush("steps")
 
@@ -358,6 +360,7 @@ class Reporter:
         self._scalar("train/loss", self.loss, step)
         self._scalar("train/staleness", staleness, step)
 
+    @for_people
     def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
         """Note the job's step and each task's wire bytes (pushed, pulled); the totals are those of the ps."""
         if self.steps is not None:
@@ -390,6 +393,7 @@ class Reporter:
         self._scalar("train/steps_per_second", self.step_rate.per_second, step)
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
 
+    @for_people
     def stages(self) -> None:
         """Note how busy the stages of a pipeline are."""
         for one in self.passes.figures():
@@ -398,6 +402,7 @@ class Reporter:
             for way, seconds in (("forward", one.forward_s), ("backward", one.backward_s)):
                 self._metrics.gauge("shardline_stage_pass_seconds", stage=str(one.stage), way=way).set(seconds)
 
+    @for_people
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a checkpoint."""
         for name, value in metrics.items():
@@ -405,6 +410,7 @@ class Reporter:
             self.history.add(f"evaluation/{name}", step, value)
             self._scalar(f"evaluation/{name}", value, step)
 
+    @for_people
     def checkpoint(self, step: int, seconds: float, nbytes: int, *, failed: bool) -> None:
         """Note a checkpoint that was committed, or could not be written."""
         self._metrics.counter("shardline_checkpoints_total", outcome="failed" if failed else "written").inc()
@@ -451,8 +457,12 @@ class Reporter:
             self._broken = True
             self.event("logs_failed", self.failure, "error", {})
 
+    @for_people
     def close(self) -> None:
         """Write incomplete steps and close the files."""
+        for task, count in sorted(self._held.end().items()):
+            sentence = f"{task}: {count} reports of steps that no server had reached are not in the logs"
+            self.event("steps_dropped", sentence, "warning", {"task": task})
         for step, group in self.steps.rest() if self.steps is not None else []:
             self._step(step, group, "")
         for name, file in self._files.items():

@@ -11,7 +11,7 @@ from shardline import codecs
 from shardline.core.orders import Phase
 from shardline.core.status import Traffic
 from shardline.observability.metrics import Metrics
-from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.reporter import Reporter, for_people
 from shardline_chief.io.targets import Targets
 from shardline_chief.rules.actions import Saved
 from shardline_chief.rules.program import Program
@@ -41,6 +41,7 @@ class Telemetry:
         # Set now, so that a first checkpoint that never comes also shows as overdue.
         metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
+    @for_people
     def tick(self, now_s: float) -> bool:
         """Publish what is new; returns whether to refresh the page's status."""
         state = self._program.state
@@ -102,17 +103,20 @@ class Telemetry:
                     self._metrics.gauge("shardline_codec_chosen", up=up, down=down).set(flag)
             self._codecs = chosen
 
+    @for_people
     def saved(self, saved: Saved) -> None:
         """A checkpoint was committed, or could not be written."""
         self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
         if not saved.error:
             self._metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
+    @for_people
     def interval(self) -> None:
         """Publish the smallest workable checkpoint interval, once known."""
         if least := self._program.state.saves.least_interval:
             self._metrics.gauge("shardline_checkpoint_interval_steps").set(least)
 
+    @for_people
     def close(self) -> None:
         """The job has ended: remove the Prometheus targets."""
         if self._targets is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.core.orders import Phase, StepReport
-from shardline.errors import InternalError
+from shardline.errors import InternalError, ProtocolError
 from shardline_chief.rules.events import EndAsked, TrainerLost
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.machine import Flows, Machine
@@ -22,6 +22,7 @@ class Heartbeats:
         self._barriers = barriers
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
+        self._told_refused: set[str] = set()
 
     def beat(self, beat: Beat, now_s: float) -> bool:
         """Take in a heartbeat. False: its incarnation is fenced or unknown."""
@@ -73,6 +74,23 @@ class Heartbeats:
     def trains(self, beat: Beat) -> bool:
         """Whether the sender is the living task of that name, and one that trains."""
         return self.state.tasks.members.current(beat.task, beat.incarnation, TRAINERS)
+
+    def refused(self, task: str, error: ProtocolError) -> None:
+        """A task said what can't be: tell people the first time."""
+        if task not in self._told_refused:
+            self._told_refused.add(task)
+            self.state.say("refused", f"refused the {error}", "warning", task=task)
+
+    @property
+    def reached(self) -> int:
+        """The highest step that a worker may have finished, as far as the servers have told; a batch with leases."""
+        state = self.state
+        if state.work.leases is not None:
+            return state.work.leases.steps
+        # Workers that push for themselves count their own steps, one for each push.
+        own = state.mode.by_stage or not state.mode.assigns_replicas
+        done = (max(shard.version, shard.pushes if own else 0) for shard in state.progress.shards.values())
+        return max(state.progress.step_max, max(done, default=0))
 
     def reported(self, beat: Beat) -> tuple[StepReport, ...]:
         """The step reports in a beat, without those for replicas and batches that its sender was never given."""

@@ -17,7 +17,8 @@ from shardline.codecs.auto import CodecSpeed
 from shardline.core.orders import JobView, Orders
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, Standstill, TaskStatus
-from shardline_chief.rules import admission, views
+from shardline.errors import ProtocolError
+from shardline_chief.rules import admission, credible, views
 from shardline_chief.rules.actions import Action, CommandResult, Found, Resume, Saved
 from shardline_chief.rules.events import (
     CheckpointFound,
@@ -92,7 +93,16 @@ class Program:
         return self.flows.joining.place(role, address, now_s)
 
     def beat(self, beat: Beat, now_s: float) -> bool:
-        """Take in a heartbeat. False: its incarnation is fenced or unknown; its stream gets fenced orders and ends."""
+        """Take in a heartbeat. False: its incarnation is fenced or unknown; its stream gets fenced orders and ends.
+
+        Raises ProtocolError, and changes nothing, if a living task says what can't be; see credible.py.
+        """
+        if self.state.tasks.members.current(beat.task, beat.incarnation):
+            try:
+                beat = credible.beat(self.state, beat)
+            except ProtocolError as error:
+                self.heartbeats.refused(beat.task, error)
+                raise
         if not self.heartbeats.beat(beat, now_s):
             return False
         self._progress(now_s)

@@ -140,8 +140,7 @@ class Checkpointing:
         saves.failed_saves = 0
         faults.pop("checkpoint", None)
         state.record("cut", step=saved.step, path=saved.path, timeline=state.layout.timeline)
-        saves.checkpoint_step = saved.step
-        saves.checkpoint_path = saved.path
+        saves.committed(saved.step, saved.path)
         state.say(
             "checkpoint",
             f"checkpoint of step {saved.step}: {saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {saved.path}",

@@ -174,10 +174,10 @@ class Preparation:
         """The shards have been filled from the checkpoint."""
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
-        state.progress.base_step = state.saves.checkpoint_step = resume.step
+        state.progress.base_step = resume.step
+        state.saves.committed(resume.step, resume.path)
         if state.figures.running_s is None:
             state.progress.first_step = resume.step
-        state.saves.checkpoint_path = resume.path
         self._activate()
 
     # First values

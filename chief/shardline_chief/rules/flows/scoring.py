@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from shardline.errors import FencedError
+from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
 from shardline_chief.rules.continuations import StatusThenEnd
 from shardline_chief.rules.events import Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
+
+SHOWN = 16
+"""Metrics of a score that its event names; the logs have all."""
 
 
 class Scoring:
@@ -25,12 +30,17 @@ class Scoring:
         self._deadline_s = 0.0
 
     def report(self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str) -> bool:
-        """Take in a checkpoint's score; returns whether it is the best so far. Raises FencedError if not a member."""
+        """Take in a checkpoint's score; returns whether it is the best so far.
+
+        Raises FencedError if the task is not a member, ProtocolError if there can be no such score.
+        """
         state, figures = self.state, self.state.figures
         if not state.tasks.members.current(task, incarnation, ("evaluator",)):
             raise FencedError(
                 f"{task} incarnation {incarnation:#x} is not admitted; its score of step {step} is ignored"
             )
+        credible.score(state, task, step, metrics)
+        state.saves.scores[step] += 1
         best = False
         if not metrics:
             figures.unscored[step] = failure or "the job has no `evaluate`"
@@ -40,8 +50,9 @@ class Scoring:
             )
         else:
             best = figures.better(metrics, state.job)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            sentence = f"step {step}: {shown}{' (best so far)' if best else ''}"
+            first = ", ".join(f"{name} {value:.4g}" for name, value in itertools.islice(metrics.items(), SHOWN))
+            more = f" and {len(metrics) - SHOWN} more" if len(metrics) > SHOWN else ""
+            sentence = f"step {step}: {first}{more}{' (best so far)' if best else ''}"
             state.say("evaluation", sentence, step=step, metrics=dict(metrics))
             if best:
                 figures.best = (step, dict(metrics))

@@ -117,8 +117,8 @@ class Start:
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
         assert state.job is not None
-        state.progress.first_step = state.progress.base_step = state.saves.checkpoint_step = resume.step
-        state.saves.checkpoint_path = resume.path
+        state.progress.first_step = state.progress.base_step = resume.step
+        state.saves.committed(resume.step, resume.path)
         state.stage = Stage.NOTHING_LEFT
         self.done_before = (
             f"nothing to do: {resume.path} already has all {state.job.steps} steps; set more with --steps"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shardline.core.spec import JobSpec
@@ -30,6 +31,8 @@ class JobFigures:
         self.metrics: dict[int, Mapping[str, float]] = {}
         """The evaluator's newest scores, by step."""
         self.best: tuple[int, Mapping[str, float]] | None = None
+        self.names: set[str] = set()
+        """Names of all metrics of this run."""
         self.unscored: dict[int, str] = {}
         """Why a checkpoint has no score, by step."""
         self.lost_scores = ""
@@ -54,13 +57,14 @@ class JobFigures:
         """Note a checkpoint's score, {} if it has none."""
         self.metrics.pop(step, None)
         self.metrics[step] = dict(metrics)
+        self.names |= metrics.keys()
         if len(self.metrics) > KEPT_SCORES:
             oldest = next(iter(self.metrics))
             del self.metrics[oldest]
             self.unscored.pop(oldest, None)
 
     def better(self, metrics: Mapping[str, float], job: JobSpec | None) -> bool:
-        """Whether these metrics beat the best so far; the first ones always do, a NaN never does.
+        """Whether these metrics beat the best so far; the first ones do, unless they are not finite.
 
         The job's best_metric decides; without one, the first metric that evaluate returns, and lower is better if its
         name implies it.
@@ -70,9 +74,9 @@ class JobFigures:
         name = job.best_metric or next(iter(metrics))
         lowest = job.best_is_lowest if job.best_metric else lowest_is_best(name)
         value = metrics.get(name)
-        if value is None or value != value:
+        if value is None or not math.isfinite(value):
             return False
         best = self.best[1].get(name) if self.best is not None else None
-        if best is None or best != best:
+        if best is None or not math.isfinite(best):
             return True
         return value < best if lowest else value > best

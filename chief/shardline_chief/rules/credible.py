@@ -1,0 +1,104 @@
+"""What a task may say of itself: a message that contradicts what the chief knows is refused before any rule sees it.
+
+Pure: each function is given the state and a message, and returns the message or raises ProtocolError, which names the
+task, the field and what was expected. Lengths and numbers of items are limited before, where messages become values
+(io/servicer.py). A number that an honest task may send, such as the loss of a model that diverges, is no reason to
+refuse its message. Steps that no server has reached wait in page/steps.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardline.core.orders import StepReport
+from shardline.errors import ProtocolError
+from shardline_chief.rules.messages import Beat
+from shardline_chief.rules.state.checkpoints import KEPT
+from shardline_chief.rules.state.state import State
+
+MOST = 1 << 53
+"""Most of anything that a task counts: JSON, and readers of logs that use floating point, are exact up to here."""
+MOST_SAMPLES = 1 << 32
+"""Most samples of one step of one replica."""
+LAST_EXIT_CODE = 255
+SCORES_EACH = 16
+"""Scores taken of one checkpoint: evaluators that are restarted score the newest one again."""
+SCORE_NAMES = 1024
+"""Different names of metrics in one run: each is a label of the metrics page, and a curve."""
+SCORE_BYTES = 64 << 10
+"""Characters of all names of metrics in one score, and with them its lines in the journal and in the logs."""
+
+
+def beat(state: State, said: Beat) -> Beat:
+    """A heartbeat of a living task."""
+    where = f"heartbeat of {said.task}"
+    _count(where, "step", said.step)
+    if not 0 <= said.failure_code <= LAST_EXIT_CODE:
+        raise ProtocolError(f"{where}: failure_code is {said.failure_code}; an exit code is 0 to {LAST_EXIT_CODE}")
+    for name, value in said.figures.items():
+        if not 0.0 <= value <= MOST:
+            raise ProtocolError(f"{where}: figure {name!r} is {value}; it must be a number from 0 to {MOST}")
+    _counts(where, "traffic", said.traffic)
+    if said.barrier is not None:
+        _counts(where, "barrier", said.barrier)
+    servers = {f"ps/{index}" for index in range(len(state.settings.ps))}
+    if unknown := sorted(set(said.suspects) - servers):
+        raise ProtocolError(f"{where}: it can't reach {unknown[0]!r}, which is no parameter server of this cluster")
+    # Where workers get none, their numbers of replicas mean nothing.
+    known = state.job is not None and state.mode.assigns_replicas
+    _steps(where, said.steps, state.job.replicas if state.job is not None and known else MOST)
+    for one in said.passes:
+        if max(one.step, one.version) > MOST:
+            raise ProtocolError(f"{where}: a pass of step {one.step} and version {one.version}; the limit is {MOST}")
+    if not math.isfinite(said.clock_s):
+        raise ProtocolError(f"{where}: clock_s is {said.clock_s}; it must be a finite number")
+    if said.ps is not None:
+        for shard in said.ps.shards:
+            _counts(where, f"shard {shard.shard}", shard)
+    return said
+
+
+def score(state: State, task: str, step: int, metrics: Mapping[str, float]) -> None:
+    """An evaluator's score of a checkpoint."""
+    where, saves = f"score of step {step} by {task}", state.saves
+    if step not in saves.scores:
+        raise ProtocolError(f"{where}: there is no checkpoint of that step among the newest {KEPT}")
+    if saves.scores[step] >= SCORES_EACH:
+        raise ProtocolError(f"{where}: that checkpoint was scored {SCORES_EACH} times; no other score of it is taken")
+    length = sum(map(len, metrics))
+    if length > SCORE_BYTES:
+        raise ProtocolError(
+            f"{where}: the names of its metrics have {length} characters; the limit is {SCORE_BYTES}, use shorter ones"
+        )
+    names = len(state.figures.names | metrics.keys())
+    if names > SCORE_NAMES:
+        raise ProtocolError(
+            f"{where}: with it this run has {names} different names of metrics; the limit is {SCORE_NAMES}"
+        )
+
+
+def _steps(where: str, steps: Iterable[StepReport], replicas: int) -> None:
+    for one in steps:
+        if one.replica >= replicas:
+            raise ProtocolError(f"{where}: a step of replica {one.replica}; this job has {replicas}")
+        if max(one.step, one.staleness) > MOST or one.samples > MOST_SAMPLES:
+            raise ProtocolError(
+                f"{where}: step {one.step} with {one.samples} samples and staleness {one.staleness}; the limits are "
+                f"{MOST}, {MOST_SAMPLES} and {MOST}"
+            )
+
+
+def _counts(where: str, what: str, value: Any) -> None:
+    """Check every integer of a dataclass value."""
+    for field in dataclasses.fields(value):
+        number = getattr(value, field.name)
+        if isinstance(number, int):
+            _count(where, f"{what}: {field.name}", number)
+
+
+def _count(where: str, what: str, number: int) -> None:
+    if not 0 <= number <= MOST:
+        raise ProtocolError(f"{where}: {what} is {number}; it must be from 0 to {MOST}")
