@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import signal
 import time
 import uuid
@@ -39,6 +40,7 @@ from shardline_chief.rules.replay import Remembered, replay
 from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")
+JOB_SECRET_BYTES = 32
 
 
 def run(config: RoleConfig) -> int:
@@ -66,7 +68,12 @@ def run(config: RoleConfig) -> int:
         if resume is not None and spec is not None:
             # Refuse another job's checkpoint here, before the other tasks have joined.
             resume.compatible(spec)
-        settings = dataclasses.replace(settings, term=journal.begin_term(), chief_uuid=uuid.uuid4().hex)
+        settings = dataclasses.replace(
+            settings,
+            term=journal.begin_term(),
+            chief_uuid=uuid.uuid4().hex,
+            job_secret=secrets.token_bytes(JOB_SECRET_BYTES),
+        )
         try:
             journal.write(
                 "chief",
@@ -133,7 +140,7 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
 
 
 def settings_of(config: RoleConfig) -> ChiefSettings:
-    """Settings from the command line; term and UUID are set later."""
+    """Settings from the command line; term, UUID and secret are set later."""
     check_standbys(config.standbys, config.cluster.num("ps"))
     return ChiefSettings(
         term=0,

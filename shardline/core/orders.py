@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardline.core.fixed import fixed
 from shardline.core.placement import Placement, Post
@@ -78,6 +78,9 @@ class Orders:
     posting: int = 0
     """Higher with every change of posts, so that two orders with the same posts are told apart: the chief's term << 32,
     and the number of changes, of which the first is that the job begins."""
+    job_secret: bytes = field(default=b"", repr=False)
+    """With posts: random bytes of the chief's process, known to this job's tasks alone, by which workers of a host find
+    and recognize each other. A new chief, which has a new term and so other posts' numbers, has other ones."""
 
     @property
     def work(self) -> tuple[tuple[int, ...], tuple[Post, ...], int]:

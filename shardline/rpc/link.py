@@ -370,4 +370,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
             for post in message.posts
         ),
         posting=message.posting,
+        job_secret=message.job_secret,
     )

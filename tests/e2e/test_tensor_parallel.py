@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def test_ranks_train_what_one_process_trains_with_the_same_bits_each_time(
     assert sha256(outs[0]) == sha256(outs[1])
     replicas = 2 if "replicas=2" in settings else 1
     assert near_one_process(outs[0], job, steps=15, replicas=replicas)
+
+
+def test_jobs_of_one_host_whose_tasks_have_the_same_names_keep_to_themselves(tmp_path: Path, job: Path) -> None:
+    outs = {seed: tmp_path / f"seed {seed}" for seed in range(1, 4)}
+    with ThreadPoolExecutor(len(outs)) as pool:
+        options = ("--workers", "2", "--steps", "10", "--set")
+        runs = [pool.submit(train, job, out, *options, f"seed={seed}") for seed, out in outs.items()]
+        for run in runs:
+            assert run.result().code == 0, run.result()
+    assert all(near_one_process(out, job, steps=10, seed=seed) for seed, out in outs.items())
 
 
 def gap(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import re
+import socket
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +24,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline import pipeline
-from shardline.client.across.meeting import Meeting
+from shardline.client.across.joining import TeamStore, check_group
+from shardline.client.across.meeting import Meeting, Place, hear, name_of, team_key, tell
 from shardline.client.across.team import Team
 from shardline.client.overlap.watching import StepAgain
 from shardline.consistency.assignment import assign, assign_teams
@@ -27,7 +33,7 @@ from shardline.core.placement import Post
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, TensorSpec, joined
 from shardline.core.timeouts import Timeouts
-from shardline.errors import JobError, UsageError
+from shardline.errors import JobError, UnreachableError, UsageError
 from shardline.job import Job
 from shardline.pipeline.across import cut, shared_layers
 from shardline.pipeline.model import Pipeline
@@ -269,49 +275,190 @@ def test_a_member_that_comes_back_on_another_host_is_replaced_or_its_team_dissol
 # How they meet
 
 
-def meeting(rank: int, *, leader: str, ranks: int = 3, about: str = "step 1", wanted: bool = True) -> Meeting:
-    return Meeting(leader=leader, rank=rank, ranks=ranks, about=about, still_wanted=lambda missing: wanted)
+PATIENCE_S = 20.0
+SECRET = b"of this job".ljust(32)
 
 
-def test_all_get_the_number_that_rank_0_has_made_once_all_are_there() -> None:
-    leader, made = uuid.uuid4().hex, []
+def key_for(*, secret: bytes = SECRET) -> bytes:
+    """Of another team in each test."""
+    return team_key(secret, [uuid.uuid4().hex])
 
-    def offer() -> int:
-        made.append(1)
-        return 4711
 
+@contextlib.contextmanager
+def meeting(key: bytes, rank: int, *, ranks: int = 3, about: str = "step 1", wanted: bool = True) -> Iterator[Meeting]:
+    place = Place(key) if rank == 0 else None
+    with contextlib.closing(place) if place is not None else contextlib.nullcontext():
+        yield Meeting(key=key, rank=rank, ranks=ranks, about=about, still_wanted=lambda missing: wanted, place=place)
+
+
+def meet_and_tell(key: bytes, rank: int, name: str, *, about: str = "step 1") -> list[Any]:
+    """Meet, then tell each other a name; returns the names that came, by rank."""
+    with meeting(key, rank, about=about) as asked:
+        return told_names(asked.meet(), name)
+
+
+def told_names(connections: Sequence[socket.socket], name: str) -> list[Any]:
+    try:
+        for connection in connections:
+            tell(connection, {"name": name})
+        return [hear(connection, time.monotonic() + PATIENCE_S)["name"] for connection in connections]
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_rank_0_gets_a_connection_to_each_of_the_others_once_all_are_there() -> None:
+    key = key_for()
     with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(meeting(rank, leader=leader).meet, offer) for rank in (2, 1, 0)]
-        assert [one.result(timeout=20) for one in found] == [4711] * 3
-    assert made == [1]
+        found = [pool.submit(meet_and_tell, key, rank, f"rank {rank}") for rank in (0, 2, 1)]
+        assert [one.result(timeout=PATIENCE_S) for one in found] == [["rank 1", "rank 2"], ["rank 0"], ["rank 0"]]
+
+
+def test_teams_of_the_same_lives_in_two_jobs_never_meet() -> None:
+    lives = [f"worker/{rank} {uuid.uuid4().hex}" for rank in range(3)]
+    keys = {name: team_key(name.encode().ljust(32), lives) for name in ("one", "another")}
+    with ThreadPoolExecutor(6) as pool:
+        # The leader of one comes before its workers, that of the other one after them.
+        order = [("one", 0), ("another", 1), ("one", 2), ("another", 2), ("one", 1), ("another", 0)]
+        found = {(job, rank): pool.submit(meet_and_tell, keys[job], rank, job) for job, rank in order}
+        told = {place: one.result(timeout=PATIENCE_S) for place, one in found.items()}
+    assert told == {(job, rank): [job] * (1 if rank else 2) for job, rank in order}
 
 
 def test_those_that_begin_something_else_begin_again() -> None:
-    leader = uuid.uuid4().hex
-    asked = [meeting(0, leader=leader), meeting(1, leader=leader), meeting(2, leader=leader, about="step 2")]
+    key = key_for()
     with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(one.meet, lambda: 1) for one in asked]
-        assert [type(one.exception(timeout=20)) for one in found] == [StepAgain] * 3
+        abouts = ["step 1", "step 1", "step 2"]
+        found = [pool.submit(meet_and_tell, key, rank, "", about=about) for rank, about in enumerate(abouts)]
+        assert [type(one.exception(timeout=PATIENCE_S)) for one in found] == [StepAgain] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_meeting_that_is_not_wanted_any_more_ends(rank: int) -> None:
-    with pytest.raises(StepAgain):
-        meeting(rank, leader=uuid.uuid4().hex, wanted=False).meet(lambda: 1)
+    with meeting(key_for(), rank, wanted=False) as asked, pytest.raises(StepAgain):
+        asked.meet()
 
 
 def test_one_that_has_come_and_left_is_not_counted_but_may_come_again() -> None:
-    leader, enough = uuid.uuid4().hex, threading.Event()
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(meeting(0, leader=leader).meet, lambda: 7)
-        impatient = dataclasses.replace(meeting(1, leader=leader), still_wanted=lambda missing: not enough.is_set())
-        leaving = pool.submit(impatient.meet, lambda: 0)
+    key, enough = key_for(), threading.Event()
+    with ThreadPoolExecutor(3) as pool, meeting(key, 1) as patient:
+        first = pool.submit(meet_and_tell, key, 0, "rank 0")
+        impatient = dataclasses.replace(patient, still_wanted=lambda missing: not enough.is_set())
+        leaving = pool.submit(impatient.meet)
         with contextlib.suppress(TimeoutError):
             leaving.result(timeout=0.5)
         enough.set()
-        assert isinstance(leaving.exception(timeout=20), StepAgain)
-        others = [pool.submit(meeting(rank, leader=leader, about="step 1").meet, lambda: 0) for rank in (2, 1)]
-        assert [one.result(timeout=20) for one in (first, *others)] == [7] * 3
+        assert isinstance(leaving.exception(timeout=PATIENCE_S), StepAgain)
+        others = [pool.submit(meet_and_tell, key, rank, f"rank {rank}") for rank in (2, 1)]
+        assert first.result(timeout=PATIENCE_S) == ["rank 1", "rank 2"]
+        assert [one.result(timeout=PATIENCE_S) for one in others] == [["rank 0"]] * 2
+
+
+def test_who_connects_without_the_secret_is_told_nothing_and_keeps_nobody_from_meeting() -> None:
+    key = key_for()
+    with meeting(key, 0) as first, ThreadPoolExecutor(3) as pool:
+        with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as guessing:
+            for stranger in (silent, guessing):
+                stranger.settimeout(PATIENCE_S)
+                stranger.connect(name_of(key))
+            silent.shutdown(socket.SHUT_WR)
+            guessing.sendall(bytes(64) + b'\0\0\0\x1c{"rank": 1, "about": "step 1"}')
+            found = pool.submit(first.meet)
+            assert silent.recv(1) == b""
+            # A nonce, and a proof that is of no use to it.
+            assert len(received(guessing)) == 64
+        others = [pool.submit(meet_and_tell, key, rank, f"rank {rank}") for rank in (1, 2)]
+        assert told_names(found.result(timeout=PATIENCE_S), "rank 0") == ["rank 1", "rank 2"]
+        assert [one.result(timeout=PATIENCE_S) for one in others] == [["rank 0"]] * 2
+
+
+def received(sock: socket.socket) -> bytes:
+    """Until the other side closes it."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(4096):
+            data += part
+    return data
+
+
+def test_a_name_that_somebody_else_has_bound_is_told_and_nobody_who_comes_there_says_a_word() -> None:
+    key, wanted = key_for(), threading.Event()
+    with socket.socket(socket.AF_UNIX) as squatter, ThreadPoolExecutor(1) as pool, meeting(key, 1) as asked:
+        squatter.bind(name_of(key))
+        squatter.listen()
+        squatter.settimeout(PATIENCE_S)
+        with pytest.raises(UnreachableError, match=r"socket @shardline-[0-9a-f]{32}: .* end the process .* or start"):
+            Place(key)
+        wanted.set()
+        coming = pool.submit(dataclasses.replace(asked, still_wanted=lambda missing: wanted.is_set()).meet)
+        connection, _ = squatter.accept()
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(bytes(64))
+            assert len(received(connection)) == 32
+        wanted.clear()
+        assert isinstance(coming.exception(timeout=PATIENCE_S), StepAgain)
+
+
+def test_the_name_of_a_team_stays_taken_between_its_meetings() -> None:
+    team = Team(Timeouts(total_s=5.0), lambda: False)
+    posts = tuple(Post(task=f"worker/{rank}", address="here:1", incarnation=int(uuid.uuid4())) for rank in range(2))
+    key = team_key(SECRET, [f"{post.task} {post.incarnation:x}" for post in posts])
+    try:
+        for _ in range(2):
+            with pytest.raises(StepAgain):
+                team.meet(posts, 0, "step 1", SECRET)
+            with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError, match="in use"):
+                other.bind(name_of(key))
+    finally:
+        team.close()
+    with contextlib.closing(Place(key)):
+        pass
+
+
+def grouped(store: dist.Store, rank: int, keys: Sequence[bytes]) -> None:
+    group = dist.ProcessGroupGloo(store, rank, len(keys), datetime.timedelta(seconds=PATIENCE_S))
+    check_group(group, keys[rank])
+
+
+@pytest.mark.parametrize("strangers", [(), (1,), (0, 2)])
+def test_a_group_in_which_somebody_lacks_the_secret_is_left_before_it_computes(
+    monkeypatch: pytest.MonkeyPatch, strangers: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    keys = [key_for(secret=bytes(32)) if rank in strangers else SECRET for rank in range(3)]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(grouped, store, rank, keys) for rank in range(3)]
+        errors = [one.exception(timeout=PATIENCE_S) for one in found]
+    assert [isinstance(error, dist.DistError) for error in errors] == [bool(strangers)] * 3, errors
+    if strangers:
+        assert re.search(f"in the place of rank {strangers[0]}", str(errors[2 if 2 not in strangers else 1]))
+
+
+def test_members_learn_each_other_s_addresses_over_the_connections_of_the_meeting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    pairs = [socket.socketpair() for _ in range(2)]
+    ends = [[one for one, _ in pairs], [pairs[0][1]], [pairs[1][1]]]
+    stores = [TeamStore(connections, rank, PATIENCE_S) for rank, connections in enumerate(ends)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(grouped, store, rank, [SECRET] * 3) for rank, store in enumerate(stores)]
+        assert [one.result(timeout=PATIENCE_S) for one in found] == [None] * 3
+        # One that is lost is missed at once.
+        stores[1].close()
+        lost = [pool.submit(stores[rank].set, "more", b"x") for rank in (0, 2)]
+        assert isinstance(lost[0].exception(timeout=PATIENCE_S), dist.DistError)
+        stores[0].close()
+        assert isinstance(lost[1].exception(timeout=PATIENCE_S), dist.DistError)
+    stores[2].close()
+
+
+def test_a_chief_that_sends_no_secret_is_named() -> None:
+    posts = (Post(task="worker/0", address="here:1", incarnation=1),)
+    with pytest.raises(JobError, match=r"sent no secret .* start all tasks with the same version"):
+        Team(Timeouts(total_s=5.0), lambda: True).meet(posts, 0, "step 1", b"")
 
 
 def test_cutting_says_which_fragment_each_part_is_in() -> None:
@@ -334,7 +481,7 @@ def test_a_process_group_of_the_job_s_own_is_refused_and_left_alone(tmp_path: Pa
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(JobError, match=r"uses torch.distributed itself, .* or train with --set tensor_ranks=1"):
-            Team(Timeouts(total_s=5.0), lambda: True).meet((post,), 0, "step 1")
+            Team(Timeouts(total_s=5.0), lambda: True).meet((post,), 0, "step 1", SECRET)
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()

@@ -59,7 +59,7 @@ class RankWorker:
                         self._compute_stages(step, self._runner)
                     self._optimizer.step()
         finally:
-            self._team.leave()
+            self._team.close()
 
     def _gather(self, step: int) -> None:
         """Have a team for this step. Where a worker has looked for its step again, all of its team do."""
@@ -68,7 +68,7 @@ class RankWorker:
         if team.mesh is not None and not session.trainer.open.first:
             return
         about = f"timeline {office.timeline}, step {step} of replicas {session.replicas}, stages {office.all_stages()}"
-        mesh = team.meet(office.team(), office.rank, about)
+        mesh = team.meet(office.team(), office.rank, about, office.job_secret)
         with team.together():
             self._module = self._model.module(mesh)
         if isinstance(self._module, Pipeline) and self._schedule.staged:

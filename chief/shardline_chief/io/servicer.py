@@ -377,4 +377,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
             for post in orders.posts
         ],
         posting=orders.posting,
+        job_secret=orders.job_secret,
     )

@@ -56,6 +56,7 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
         barrier=barriers.state_of(task),
         posts=held,
         posting=(state.settings.term << 32) + state.work.postings if held else 0,
+        job_secret=state.settings.job_secret if held else b"",
     )
 
 

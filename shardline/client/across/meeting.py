@@ -1,53 +1,86 @@
 """Where workers that are to share layers meet: at a socket that rank 0 listens on, in the kernel of their host.
 
-A line of JSON each way. While a connection lasts, its worker still wants to begin what it said, so nobody begins with
-somebody who has left again. Such sockets have no file, and only processes of the same user are let in.
+Both ends prove the team's key (shardline.rpc.auth.proof), made of a secret of the job; then a message goes each way.
+While a connection lasts, its worker still wants to begin what it said, so nobody begins with somebody who has left
+again. Such sockets have no file. Their names are secret until they are taken, and only processes of the same user are
+let in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardline.client.overlap.watching import StepAgain
+from shardline.errors import ForbiddenError, UnreachableError
+from shardline.host import segments
+from shardline.host.process import kept_from_children
+from shardline.host.segments import SegmentError
+from shardline.rpc.auth.proof import CallerProof, check_caller, mac, receive
 
 LOOK_S = 0.2
 """Seconds between two looks whether the meeting is still wanted."""
 AGAIN_S = 0.02
 """Seconds until rank 0 is looked for again."""
-LONGEST = 4096
-"""Bytes of a line."""
+PROOF_S = 2.0
+"""Seconds for a proof once the other side has begun it; one that takes longer may come again."""
+LONGEST = 1 << 20
+"""Bytes of a message."""
 MOST_WAITING = 64
 """Connections that rank 0 has not taken yet."""
+
+
+class Place:
+    """Rank 0's socket for one team. It stays open between meetings, since its name can be seen once it is bound."""
+
+    def __init__(self, key: bytes) -> None:
+        """key: the team's. Raises UnreachableError if its name is taken."""
+        self.key = key
+        self.listener = kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            self.listener.bind(name_of(key))
+            self.listener.listen(MOST_WAITING)
+        except OSError as error:
+            self.listener.close()
+            raise UnreachableError(
+                f"workers of this host can't meet to share layers at the unix socket @{name_of(key)[1:].decode()}: "
+                f"{error.strerror}; end the process that `ss -xlp` shows there, or start this worker again, to get "
+                "another name"
+            ) from error
+        self.listener.settimeout(LOOK_S)
+
+    def close(self) -> None:
+        """Close the socket; its name is free then."""
+        self.listener.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
     """One worker's wish to begin something with the others of its team.
 
-    leader: unique name of rank 0's process. ranks: how many they are. about: what they begin, which has to be the same
-    for all. still_wanted(missing): asked every LOOK_S; False, or an error, ends the wait.
+    key: secret of this team of this job. place: rank 0's; None for the others. ranks: how many they are. about: what
+    they begin, which has to be the same for all. still_wanted(missing): asked every LOOK_S; False, or an error, ends
+    the wait.
     """
 
-    leader: str
+    key: bytes
     rank: int
     ranks: int
     about: str
     still_wanted: Callable[[list[int]], bool]
+    place: Place | None = None
 
-    def meet(self, offer: Callable[[], int]) -> int:
-        """Wait until all are here; returns the number that rank 0 has for them, which its offer() makes.
+    def meet(self) -> list[socket.socket]:
+        """Wait until all are here; returns rank 0's connections to the others, by rank, or the others' one to rank 0.
 
         Raises StepAgain if it is not wanted any more, or the others begin something else.
         """
-        return self._lead(offer) if self.rank == 0 else self._come()
+        return [self._come()] if self.place is None else self._lead(self.place.listener)
 
     def _look(self, missing: list[int]) -> None:
         if not self.still_wanted(missing):
@@ -55,80 +88,91 @@ class Meeting:
 
     # Rank 0
 
-    def _lead(self, offer: Callable[[], int]) -> int:
+    def _lead(self, listener: socket.socket) -> list[socket.socket]:
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            server.bind(_place(self.leader))
-            server.listen(MOST_WAITING)
-            server.settimeout(LOOK_S)
             guests: dict[int, tuple[socket.socket, str]] = {}
             while missing := [rank for rank in range(1, self.ranks) if rank not in guests]:
                 self._look(missing)
-                self._take_in(server, guests, stack)
+                self._take_in(listener, guests, stack)
                 for rank in [rank for rank, (connection, _) in guests.items() if _has_left(connection)]:
                     del guests[rank]
-            others = sorted(rank for rank, (_, about) in guests.items() if about != self.about)
-            answer = {"again": True} if others else {"number": offer()}
+            again = any(about != self.about for _, about in guests.values())
             for connection, _ in guests.values():
                 # One that leaves now is missed at the first thing that they do together.
                 with contextlib.suppress(OSError):
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
-        if others:
-            raise StepAgain
-        return int(answer["number"])
+                    tell(connection, {"again": again})
+            if again:
+                raise StepAgain
+            stack.pop_all()
+        return [guests[rank][0] for rank in sorted(guests)]
 
     def _take_in(
-        self, server: socket.socket, guests: dict[int, tuple[socket.socket, str]], stack: contextlib.ExitStack
+        self, listener: socket.socket, guests: dict[int, tuple[socket.socket, str]], stack: contextlib.ExitStack
     ) -> None:
         try:
-            connection, _ = server.accept()
+            connection, _ = listener.accept()
         except TimeoutError:
             return
-        stack.enter_context(connection)
-        told = _heard(connection, time.monotonic() + LOOK_S) if _is_ours(connection) else None
-        rank = told.get("rank") if told else None
-        if told is not None and isinstance(rank, int) and 0 < rank < self.ranks:
+        stack.enter_context(kept_from_children(connection))
+        try:
+            segments.check_user(connection)
+            check_caller(connection, self.key, PROOF_S)
+            told = hear(connection, time.monotonic() + PROOF_S)
+        except (OSError, SegmentError, ForbiddenError):
+            connection.close()
+            return
+        rank = told.get("rank")
+        if isinstance(rank, int) and 0 < rank < self.ranks:
             guests[rank] = connection, str(told.get("about"))
 
     # The others
 
-    def _come(self) -> int:
+    def _come(self) -> socket.socket:
         while True:
             self._look([0])
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                answer = self._ask(connection)
-            if answer is None:
-                # Rank 0 is not here yet, or has left and may come again.
-                time.sleep(AGAIN_S)
-                continue
-            if not isinstance(answer.get("number"), int):
-                raise StepAgain
-            return int(answer["number"])
+            with contextlib.ExitStack() as stack:
+                connection = kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stack.enter_context(connection)
+                with contextlib.suppress(OSError, SegmentError, ForbiddenError):
+                    if self._ask(connection).get("again"):
+                        raise StepAgain
+                    stack.pop_all()
+                    return connection
+            # Rank 0 is not here yet, has left and may come again, or somebody else is here.
+            time.sleep(AGAIN_S)
 
-    def _ask(self, connection: socket.socket) -> dict[str, Any] | None:
+    def _ask(self, connection: socket.socket) -> dict[str, Any]:
+        """Rank 0's answer. Raises OSError, SegmentError or ForbiddenError where there is none."""
+        caller = CallerProof(connection, self.key)
         connection.settimeout(LOOK_S)
-        try:
-            connection.connect(_place(self.leader))
-            if not _is_ours(connection):
-                return None
-            connection.sendall(json.dumps({"rank": self.rank, "about": self.about}).encode() + b"\n")
-        except OSError:
-            return None
+        connection.connect(name_of(self.key))
+        segments.check_user(connection)
+        caller.begin()
+        # Connections queue while rank 0 is not at the meeting.
+        self._await(connection, [0])
+        caller.finish(PROOF_S)
+        tell(connection, {"rank": self.rank, "about": self.about})
+        self._await(connection, [])
+        return hear(connection, time.monotonic() + PROOF_S)
+
+    def _await(self, connection: socket.socket, missing: list[int]) -> None:
+        """Wait for bytes, or the end of the connection."""
+        connection.settimeout(LOOK_S)
         while True:
-            self._look([])
             with contextlib.suppress(TimeoutError):
-                return _heard(connection, time.monotonic() + LOOK_S)
+                connection.recv(1, socket.MSG_PEEK)
+                return
+            self._look(missing)
 
 
-def _place(leader: str) -> bytes:
-    """Address in the abstract namespace: it goes with the process."""
-    return b"\0shardline-ranks-" + leader.encode()
+def team_key(job_secret: bytes, members: list[str]) -> bytes:
+    """The secret of one team of one job. members: their lives, by rank."""
+    return mac(job_secret, b"shardline ranks 1", *(member.encode() for member in members))
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", raw)[1] == os.getuid())
+def name_of(key: bytes) -> bytes:
+    """Address of a team's socket in the abstract namespace: it goes with the process."""
+    return b"\0shardline-" + mac(key, b"name").hex()[:32].encode()
 
 
 def _has_left(connection: socket.socket) -> bool:
@@ -141,20 +185,20 @@ def _has_left(connection: socket.socket) -> bool:
         return True
 
 
-def _heard(connection: socket.socket, deadline_s: float) -> dict[str, Any] | None:
-    """A line from the other end; None if it has left, or says nothing that makes sense. Raises TimeoutError."""
-    line = b""
-    try:
-        while not line.endswith(b"\n") and len(line) < LONGEST:
-            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-            got = connection.recv(LONGEST)
-            if not got:
-                return None
-            line += got
-    except ConnectionError:
-        return None
-    try:
-        told = json.loads(line)
-    except ValueError:
-        return None
-    return told if isinstance(told, dict) else None
+def tell(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message. Raises OSError."""
+    data = json.dumps(message).encode()
+    connection.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def hear(connection: socket.socket, deadline_s: float) -> dict[str, Any]:
+    """Receive a message. Raises OSError if the other side has left, makes no sense or takes too long."""
+    nbytes = int.from_bytes(receive(connection, 4, deadline_s), "big")
+    if nbytes > LONGEST:
+        raise ConnectionAbortedError(f"a message of {nbytes} bytes")
+    data = receive(connection, nbytes, deadline_s)
+    with contextlib.suppress(ValueError):
+        message = json.loads(data)
+        if isinstance(message, dict):
+            return message
+    raise ConnectionAbortedError("no message")

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardline.client.across.meeting import Meeting
+from shardline.client.across.joining import TeamStore, check_group
+from shardline.client.across.meeting import Meeting, Place, team_key
 from shardline.client.overlap.watching import StepAgain
 from shardline.core.placement import Post
 from shardline.core.timeouts import Timeouts
@@ -22,7 +22,6 @@ from shardline.errors import JobError, UnreachableError
 
 log = logging.getLogger("shardline.client")
 
-LOOPBACK = "127.0.0.1"
 MOST_FAILURES = 5
 """Attempts in a row that may fail while the orders stay the same."""
 
@@ -39,6 +38,9 @@ class Team:
         self._lock = threading.Lock()
         self._members: tuple[Post, ...] = ()
         self._rank = 0
+        self._place: Place | None = None
+        """Set where this worker is rank 0."""
+        self._store: TeamStore | None = None
         self._mesh: DeviceMesh | None = None
         self._grouped = False
         """torch's default group is this one's, or about to be."""
@@ -48,11 +50,11 @@ class Team:
         self._waiting_s = 0.0
         self._told = False
 
-    def meet(self, members: tuple[Post, ...], rank: int, about: str) -> DeviceMesh:
+    def meet(self, members: tuple[Post, ...], rank: int, about: str, secret: bytes) -> DeviceMesh:
         """Leave the group there is, and make one of these workers, by rank, once all are about to begin the same.
 
-        Raises StepAgain if the step has to be found again, JobError if they are on several hosts, UnreachableError if
-        one of them lives and does not come.
+        secret: of the job; see Orders.job_secret. Raises StepAgain if the step has to be found again, JobError if they
+        are on several hosts, UnreachableError if one of them lives and does not come, or their place is taken.
         """
         self.leave()
         hosts = {post.address.rpartition(":")[0] for post in members}
@@ -62,24 +64,38 @@ class Team:
                 f"workers that share layers have to be on one host, but these are not: {where}; start as many workers "
                 "as tensor_ranks on each host"
             )
+        if not secret:
+            raise JobError(
+                "the chief has sent no secret by which workers that share layers recognize each other, as an older "
+                "version does; start all tasks with the same version"
+            )
         if members != self._members:
             self._failures = 0
         self._members, self._rank = members, rank
-        listener: list[socket.socket] = []
+        key = team_key(secret, [f"{post.task} {post.incarnation:x}" for post in members])
         meeting = Meeting(
-            leader=f"{members[0].incarnation:x}",
+            key=key,
             rank=rank,
             ranks=len(members),
             about=about,
             still_wanted=self._wait_for,
+            place=self._place_of(key) if rank == 0 else None,
         )
         self._waiting_s, self._told = time.monotonic(), False
-        try:
-            port = meeting.meet(lambda: _listen(listener))
-            return self._join(port, listener[0] if listener else None)
-        finally:
-            for one in listener:
-                one.close()
+        self._store = TeamStore(meeting.meet(), rank, self._timeouts.rpc_s)
+        return self._join(self._store, key)
+
+    def _place_of(self, key: bytes) -> Place:
+        """Rank 0's socket, which stays open as long as the team is the same."""
+        if self._place is None or self._place.key != key:
+            self._close_place()
+            self._place = Place(key)
+        return self._place
+
+    def _close_place(self) -> None:
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     def _wait_for(self, missing: list[int]) -> bool:
         """Whether to go on waiting for these ranks."""
@@ -92,7 +108,7 @@ class Team:
             log.warning("waiting for %s since %.0f s, to share layers", who, waited_s)
         return self._still_ordered()
 
-    def _join(self, port: int, listener: socket.socket | None) -> DeviceMesh:
+    def _join(self, store: TeamStore, key: bytes) -> DeviceMesh:
         if dist.is_initialized():
             raise JobError(
                 "the job file uses torch.distributed itself, which tensor_parallel needs for its own groups; leave one "
@@ -105,16 +121,8 @@ class Team:
         self._inside = self._grouped = True
         with self._leaving_after_errors():
             try:
-                store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it at run time only
-                    LOOPBACK,
-                    port,
-                    ranks,
-                    listener is not None,
-                    timeout=patience,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach() if listener is not None else None,
-                )
                 dist.init_process_group("gloo", store=store, rank=self._rank, world_size=ranks, timeout=patience)
+                check_group(dist.group.WORLD, key)
                 mesh = self._mesh = init_device_mesh("cpu", (ranks,))
             finally:
                 self._inside = False
@@ -179,6 +187,11 @@ class Team:
         with self._lock:
             self._close()
 
+    def close(self) -> None:
+        """Leave the group for good."""
+        self.leave()
+        self._close_place()
+
     def _close(self) -> None:
         """With the lock: gloo closes its connections."""
         self._mesh = None
@@ -186,13 +199,9 @@ class Team:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         self._grouped = False
-
-
-def _listen(found: list[socket.socket]) -> int:
-    """A port of this host for the group's store."""
-    listener = socket.create_server((LOOPBACK, 0))
-    found.append(listener)
-    return int(listener.getsockname()[1])
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

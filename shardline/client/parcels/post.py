@@ -63,6 +63,8 @@ class PostOffice:
         self._all_stages: Mapping[int, tuple[int, ...]] = {}
         self.rank = 0
         """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
+        self.job_secret = b""
+        """See Orders; of the open step."""
         self._senders: dict[str, ParcelSender] = {}
         self.passes = PassQueue()
         """Those that were computed, for the chief."""
@@ -81,6 +83,7 @@ class PostOffice:
             self._all_stages = pipeline.by_replica(job, own)
         self._job, self._posts, self._timeline = job, orders.posts, orders.timeline
         self._posting = orders.posting
+        self.job_secret = orders.job_secret
         self.mailbox.begin(job, orders, step)
         if moved:
             self.ports.keep_only({(post.task, post.incarnation) for post in orders.posts})

@@ -7,7 +7,6 @@ for one call of one method of one task.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.rpc.auth.proof import mac
 from shardline.rpc.auth.rights import ROLE_URI, Caller
 from shardline.security import ADMIN_KEY, Metadata, Security
 
@@ -29,17 +29,12 @@ WINDOW = 1024
 """How far calls of one connection may arrive out of order."""
 
 
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    # The lengths distinguish ("ab", "c") from ("a", "bc").
-    return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
-
-
 def _session_key(token: bytes, audience: str, challenge: bytes, nonce: bytes) -> bytes:
-    return _mac(token, b"shardline admin 1", audience.encode(), challenge, nonce)
+    return mac(token, b"shardline admin 1", audience.encode(), challenge, nonce)
 
 
 def _proof(key: bytes, method: str, number: int) -> bytes:
-    return _mac(key, method.encode(), str(number).encode())
+    return mac(key, method.encode(), str(number).encode())
 
 
 class Prover:

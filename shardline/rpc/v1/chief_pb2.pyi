@@ -450,6 +450,7 @@ class Orders(_message.Message):
     BARRIER_FIELD_NUMBER: _builtins.int
     POSTS_FIELD_NUMBER: _builtins.int
     POSTING_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -471,6 +472,10 @@ class Orders(_message.Message):
     fenced: _builtins.bool
     posting: _builtins.int
     """Higher with every change of posts, also where they become again what they were; 0 without a pipeline."""
+    job_secret: _builtins.bytes
+    """With posts: 32 random bytes of the chief's process, by which workers of one host that share layers find each other
+    and prove to each other that they belong to this job.
+    """
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replicas this worker runs now."""
@@ -509,10 +514,11 @@ class Orders(_message.Message):
         barrier: Global___BarrierState | None = ...,
         posts: _abc.Iterable[Global___Post] | None = ...,
         posting: _builtins.int = ...,
+        job_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "job_secret", b"job_secret", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,8 @@ class ChiefSettings:
 
     term: int
     chief_uuid: str
+    job_secret: bytes = field(default=b"", repr=False)
+    """Random bytes of this chief's process; see Orders.job_secret."""
     chief_address: str
     ps: tuple[str, ...]
     """Addresses in the cluster spec, by index."""

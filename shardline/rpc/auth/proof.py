@@ -1,0 +1,72 @@
+"""Proof that both ends of a connection have the same secret, before anything else is sent on it.
+
+    caller:    nonce a  ->
+    listener:  <-  nonce b, HMAC(key, "listener" | a | b)
+    caller:    HMAC(key, "caller" | a | b)  ->
+
+Nobody learns the key from it, and no proof is of use on another connection: each side has drawn a nonce for it. The
+listener proves first, so that a caller at a wrong place tells nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+from shardline.errors import ForbiddenError
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+
+def mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 of several parts, each preceded by its length, so that ("ab", "c") differs from ("a", "bc")."""
+    return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
+
+
+class CallerProof:
+    """The side that has connected. Raises OSError where the connection breaks or a deadline passes."""
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        self._sock = sock
+        self._key = key
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def begin(self) -> None:
+        """Send the nonce. The listener may take its time until it answers."""
+        self._sock.sendall(self._nonce)
+
+    def finish(self, timeout_s: float) -> None:
+        """Check the listener's proof, then send the caller's. Raises ForbiddenError if the listener lacks the key."""
+        answer = receive(self._sock, NONCE_BYTES + PROOF_BYTES, time.monotonic() + timeout_s)
+        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, mac(self._key, b"listener", self._nonce, theirs)):
+            raise ForbiddenError("the process that listens there lacks the secret")
+        self._sock.sendall(mac(self._key, b"caller", self._nonce, theirs))
+
+
+def check_caller(sock: socket.socket, key: bytes, timeout_s: float) -> None:
+    """Prove the key to a process that has connected, and have it do so too; within timeout_s in all.
+
+    Raises ForbiddenError if it lacks the key, OSError if the connection breaks or it takes too long.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    nonce, theirs = secrets.token_bytes(NONCE_BYTES), receive(sock, NONCE_BYTES, deadline_s)
+    sock.sendall(nonce + mac(key, b"listener", theirs, nonce))
+    if not hmac.compare_digest(receive(sock, PROOF_BYTES, deadline_s), mac(key, b"caller", theirs, nonce)):
+        raise ForbiddenError("the process that has connected lacks the secret")
+
+
+def receive(sock: socket.socket, nbytes: int, deadline_s: float) -> bytes:
+    """Receive this many bytes. Raises TimeoutError after the deadline, OSError where the connection ends before."""
+    data = b""
+    while len(data) < nbytes:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise ConnectionAbortedError("the other side closed the connection")
+        data += part
+    return data
