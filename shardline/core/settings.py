@@ -30,10 +30,16 @@ DECLARED = "lowest"
 
 
 def setting(
-    default: Any = dataclasses.MISSING, *, lowest: int | None = None, choices: Sequence[str] = (), doc: str = ""
+    default: Any = dataclasses.MISSING,
+    *,
+    lowest: int | None = None,
+    highest: int | None = None,
+    choices: Sequence[str] = (),
+    doc: str = "",
 ) -> Any:
-    """A field of Settings. lowest: the smallest allowed number. choices: the allowed texts, if not all are."""
-    return dataclasses.field(default=default, metadata={"lowest": lowest, "choices": tuple(choices), "doc": doc})
+    """A field of Settings. lowest, highest: the allowed numbers. choices: the allowed texts, if not all are."""
+    metadata = {"lowest": lowest, "highest": highest, "choices": tuple(choices), "doc": doc}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +109,10 @@ class JobSettings(Settings):
         choices=("", "max", "min"),
         doc="max or min; empty = min if the metric's name contains loss, error, perplexity or bits, else max.",
     )
-    loaders: int = setting(0, lowest=0, doc="Processes of each worker that read its batches ahead; 0 = none.")
-    prefetch: int = setting(2, lowest=1, doc="Batches per loader that are read before they are needed.")
+    loaders: int = setting(
+        0, lowest=0, highest=256, doc="Processes of each worker that read its batches ahead; 0 = none."
+    )
+    prefetch: int = setting(2, lowest=1, highest=64, doc="Batches per loader that are read before they are needed.")
     name: str = setting("", doc="Name in logs and checkpoints; empty = taken from the file.")
 
 
@@ -139,13 +147,15 @@ def check_field(name: str, value: Setting) -> None:
 
 
 def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
-    kind, lowest, choices = kind_of(item.name), item.metadata["lowest"], item.metadata["choices"]
+    kind, choices = kind_of(item.name), item.metadata["choices"]
+    lowest, highest = item.metadata["lowest"], item.metadata["highest"]
     said = f"{where}.{item.name} is {_short(value)}"
     if kind in (int, float) and lowest is not None:
         # A bool is an int in Python.
         number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not number or not lowest <= value < (MAX_WHOLE if kind is int else math.inf):
-            raise JobError(f"{said}; give a {'whole' if kind is int else 'finite'} number >= {lowest}")
+        if not number or not lowest <= value < (MAX_WHOLE if kind is int else math.inf) or value > (highest or value):
+            allowed = f">= {lowest}" if highest is None else f"from {lowest} to {highest}"
+            raise JobError(f"{said}; give a {'whole' if kind is int else 'finite'} number {allowed}")
     elif not isinstance(value, kind):
         raise JobError(f"{said}; give a {kind.__name__}")
     elif choices and value not in choices:

@@ -3,154 +3,179 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import mmap
+import multiprocessing
 import os
-import pickle
-import select
 import signal
 import socket
-import sys
+import struct
 import traceback
 from collections import deque
 from collections.abc import Iterable
 
 import torch
 
-from shardline.data import Batch, BatchSource
+from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError, ShardlineError
 from shardline.host.forkserver import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from shardline.host.process import Termination
-from shardline.loading import messages
-from shardline.loading.messages import FORGET, Answer, Failed, HungUp, Request, Skipped
-from shardline.loading.packed import pack
-
-log = logging.getLogger("shardline.loading")
-
-END_S = 2.0
-"""Seconds that a loader may take to end; it may be reading a sample."""
+from shardline.loading.packed import opened, pack
+from shardline.loading.upcoming import Place
 
 FOR_THE_WORKER = (signal.SIGTERM, signal.SIGINT)
 """Signals that end a task."""
 
+Request = tuple[int, Place]
+"""(round, place). A loader doesn't read what an earlier round than the newest asked for."""
+_REQUEST = struct.Struct("<qqqq")
+_READ, _SKIPPED = b"r", b"s"
 
-class LoaderProcess:
+
+class Round:
+    """A number that the worker counts up and its loaders see."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+
+    @property
+    def newest(self) -> int:
+        """The number."""
+        return int.from_bytes(self._memory[:8], "little")
+
+    def advance(self) -> None:
+        """Begin the next round."""
+        self._memory[:8] = (self.newest + 1).to_bytes(8, "little")
+
+
+class Loader:
     """A loader, as its worker sees it."""
 
-    def __init__(self, number: int, source: BatchSource, others: Iterable[LoaderProcess]) -> None:
+    def __init__(self, number: int, source: BatchSource, round_: Round, others: Iterable[Loader]) -> None:
         """Fork it. source: what it reads from. others: loaders whose sockets it is not to keep.
 
         Raises OSError.
         """
         self.number = number
-        self.sock, theirs = socket.socketpair()
-        worker = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self.asked: deque[Request] = deque()
+        """What it has not answered; it is reading the first."""
+        # Whole messages, so that a loader that is killed leaves no half of one.
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_be_a_loader,
+            args=(number, theirs, source, round_, [self.sock, *(other.sock for other in others)], os.getpid()),
+            daemon=True,
+        )
         # Until the loader leaves them to its worker, see _be_a_loader().
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKER)
         try:
-            self.pid = os.fork()
-            if self.pid:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._process.start()
+            self.end = os.pidfd_open(self.pid)
+            """Becomes readable when it has ended, whatever its own children still hold."""
         except OSError:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.sock.close()
-            theirs.close()
             raise
-        if not self.pid:
-            for sock in (self.sock, *(other.sock for other in others)):
-                sock.close()
-            _be_a_loader(number, theirs, source, worker)
-        theirs.close()
-        self.end = os.pidfd_open(self.pid)
-        """Becomes readable when it has ended."""
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid or 0
+
+    def ask(self, request: Request) -> None:
+        """Have it read this after what it was asked for before."""
+        self.asked.append(request)
+        # One that has ended is found out, and told, where its end is waited for.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.send(_REQUEST.pack(request[0], *request[1]))
+
+    def answer(self) -> tuple[Request, mmap.mmap | None] | None:
+        """Take an answer that has come: a request, and the batch or error, packed; None if it was not read.
+
+        Without an answer, it has ended: None.
+        """
+        try:
+            kind, fds, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return None
+        if not kind:
+            return None
+        if kind == _READ and not fds:
+            raise JobError("a batch can't be taken from a loader: too many open files; raise the limit, ulimit -n")
+        return self.asked.popleft(), opened(fds[0]) if fds else None
 
     def hang_up(self) -> None:
         """Have it end, when it has read the samples of a batch, without waiting for it."""
         self.sock.close()
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
     def close(self) -> str:
-        """Wait until it has ended, or end it; returns how it did, for messages."""
-        self.hang_up()
-        if not select.select([self.end], [], [], END_S)[0]:
-            os.kill(self.pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Wait until it has ended; returns how it did, for messages."""
+        self._process.join()
         os.close(self.end)
+        code = self._process.exitcode or 0
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _be_a_loader(number: int, sock: socket.socket, source: BatchSource, worker: int) -> None:
-    """Answer requests until the worker has gone, then end this process without the worker's exit handlers."""
-    code = 1
+def _be_a_loader(
+    number: int, sock: socket.socket, source: BatchSource, round_: Round, others: list[socket.socket], worker: int
+) -> None:
+    """Answer requests until the worker has gone."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != worker:
+        return
+    for other in others:
+        other.close()
+    prctl(PR_SET_NAME, f"loader {number}".encode())
+    # A signal for the whole group is for the worker to answer, which needs batches until it has.
+    Termination().install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKER)
+    # The data set may start processes of its own.
+    multiprocessing.current_process().daemon = False
+    # OpenMP's threads are missing in a fork, which would wait for them.
+    torch.set_num_threads(1)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while data := sock.recv(_REQUEST.size):
+            wanted, *place = _REQUEST.unpack(data)
+            if wanted < round_.newest:
+                sock.send(_SKIPPED)
+                continue
+            fd = _read((place[0], place[1], place[2]), source)
+            try:
+                socket.send_fds(sock, [_READ], [fd])
+            finally:
+                os.close(fd)
+
+
+def _read(place: Place, source: BatchSource) -> int:
+    """The batch, packed, or the error that says why it can't be read."""
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == worker:
-            prctl(PR_SET_NAME, f"loader {number}".encode())
-            # A signal for the whole group is for the worker to answer, which needs batches until it has.
-            Termination().install()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKER)
-            # OpenMP's threads are missing in a fork, which would wait for them.
-            torch.set_num_threads(1)
-            serve(sock, source)
-        code = 0
-    except BaseException:
-        log.exception("loader %d", number)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-
-def serve(sock: socket.socket, source: BatchSource) -> None:
-    """Answer requests in their order until the other side has gone."""
-    waiting: deque[Request] = deque()
-    with contextlib.suppress(HungUp):
-        while True:
-            while (request := messages.receive_request(sock, wait=not waiting)) is not None:
-                if request.place == FORGET:
-                    while waiting:
-                        messages.send_answer(sock, waiting.popleft().number, Skipped())
-                else:
-                    waiting.append(request)
-            if waiting:
-                _answer(sock, waiting.popleft(), source)
-
-
-def _answer(sock: socket.socket, request: Request, source: BatchSource) -> None:
-    answer = _read(request, source)
-    try:
-        messages.send_answer(sock, request.number, answer)
-    finally:
-        if not isinstance(answer, Failed | Skipped):
-            answer.close()
-
-
-def _read(request: Request, source: BatchSource) -> Answer:
-    try:
-        batch = source.batch(*request.place)
+        batch = source.batch(*place)
     except ShardlineError as error:
-        return _failed(error)
+        return _pack_error(error)
     except Exception:
-        return _failed(InternalError(f"a loader of data failed: {traceback.format_exc()}"))
+        return _pack_error(InternalError(f"a loader of data failed: {traceback.format_exc()}"))
     try:
         return pack(batch)
     except OSError as error:
-        return _failed(JobError(f"a batch can't be given to the worker: {error.strerror}; lower --loaders or prefetch"))
+        reason = f"{error.strerror}; lower --loaders or prefetch"
     except Exception as error:
-        return _failed(_cannot_be_sent(batch, error))
-
-
-def _cannot_be_sent(batch: Batch, error: Exception) -> JobError:
-    return JobError(
-        f"a batch of class {type(batch).__name__} can't be given from a loader to the worker, since it can't be "
-        f"pickled: {type(error).__name__}: {error}; have collate return tensors and plain values, or use loaders=0"
+        reason = (
+            f"it can't be pickled: {type(error).__name__}: {error}; have collate return tensors and plain values, or "
+            "use loaders=0"
+        )
+    return pack(
+        JobError(f"a batch of class {type(batch).__name__} can't be given from a loader to the worker: {reason}")
     )
 
 
-def _failed(error: ShardlineError) -> Failed:
+def _pack_error(error: ShardlineError) -> int:
     try:
-        return Failed(pickle.dumps(error))
+        return pack(error)
     except Exception:
         # Its cause or an attribute of the user's can't be sent; the sentence can.
-        return Failed(pickle.dumps(JobError(str(error))))
+        return pack(JobError(str(error)))

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import pickle
-import selectors
+import mmap
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing.connection import wait
 
 from shardline.data import Batch, BatchSource
 from shardline.errors import JobError, ShardlineError, TaskLostError
-from shardline.loading import messages
-from shardline.loading.loader import LoaderProcess
-from shardline.loading.messages import FORGET, Answer, Failed, HungUp, Request, Skipped
-from shardline.loading.packed import PackedBatch, unpack
+from shardline.loading.loader import Loader, Round
+from shardline.loading.packed import unpack
 from shardline.loading.upcoming import Place, UpcomingBatches
 
 log = logging.getLogger("shardline.loading")
 
 MAX_DEATHS = 2
 """Number of loaders that may end while they read one batch; the last of them ends the job."""
-
-
-@dataclass
-class _Loader:
-    """A loader and the requests that it has not answered, by number. None = nobody wants the batch any more."""
-
-    process: LoaderProcess
-    asked: dict[int, Place | None] = field(default_factory=dict)
+END_S = 2.0
+"""Seconds that loaders may take to end; they may be reading samples."""
 
 
 class LoaderPool:
@@ -47,18 +39,18 @@ class LoaderPool:
         self._who = who
         self._most = loaders * prefetch
         self._upcoming = UpcomingBatches(accumulate)
-        self._ready: dict[Place, Answer] = {}
-        self._number = 0
+        self._round = Round()
+        self._ready: dict[Place, mmap.mmap] = {}
         self._deaths: Counter[Place] = Counter()
         """Loaders that have ended, by the batch that they were reading."""
-        self._loaders: list[_Loader] = []
+        self._loaders: list[Loader] = []
         for number in range(loaders):
-            self._loaders.append(self._started(number))
+            self._start(number)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the loaders."""
-        return tuple(loader.process.pid for loader in self._loaders)
+        return tuple(loader.pid for loader in self._loaders)
 
     def batch(self, place: Place, end: int | None = None) -> Batch:
         """The batch for (step, replica, microbatch), and have loaders read the next ones.
@@ -67,114 +59,83 @@ class LoaderPool:
         and TaskLostError naming a loader that was killed twice.
         """
         self._upcoming.ask(place)
-        ahead = list(itertools.islice(self._upcoming.after(end), self._most))
-        self._ask([place, *ahead])
+        self._ask([place, *islice(self._upcoming.after(end), self._most)])
         while place not in self._ready:
             self._take_answers()
-        return self._opened(self._ready.pop(place))
+        batch = unpack(self._ready.pop(place))
+        if isinstance(batch, ShardlineError):
+            raise batch
+        return batch
 
     def close(self) -> None:
         """End the loaders."""
-        for loader in self._loaders:
-            loader.process.hang_up()
-        for loader in self._loaders:
-            loader.process.close()
-        self._drop(keep=())
+        loaders, self._loaders = self._loaders, []
+        _end(loaders)
+        self._ready.clear()
 
     def _ask(self, wanted: list[Place]) -> None:
         """Have loaders read these, and nothing else."""
-        asked = {place for loader in self._loaders for place in loader.asked.values() if place is not None}
-        if not asked.issubset(wanted) or not self._ready.keys() <= set(wanted):
+        asked = {place for loader in self._loaders for place in self._still_wanted(loader)}
+        if not (asked | self._ready.keys()).issubset(wanted):
             # Other places than guessed: after a rollback, or with other replicas.
-            self._drop(keep=wanted)
-            self._forget()
+            self._round.advance()
+            self._ready = {place: batch for place, batch in self._ready.items() if place in wanted}
             asked = set()
         for place in wanted:
             if place not in self._ready and place not in asked:
-                self._send(min(self._loaders, key=lambda loader: len(loader.asked)), place)
+                min(self._loaders, key=lambda loader: len(loader.asked)).ask((self._round.newest, place))
 
-    def _drop(self, keep: tuple[Place, ...] | list[Place]) -> None:
-        for place in [place for place in self._ready if place not in keep]:
-            answer = self._ready.pop(place)
-            if isinstance(answer, PackedBatch):
-                answer.close()
-
-    def _forget(self) -> None:
-        for loader in self._loaders:
-            if loader.asked:
-                loader.asked = dict.fromkeys(loader.asked)
-                self._send(loader, FORGET)
-
-    def _send(self, loader: _Loader, place: Place) -> None:
-        self._number += 1
-        if place != FORGET:
-            loader.asked[self._number] = place
-        try:
-            messages.send_request(loader.process.sock, Request(self._number, place))
-        except HungUp:
-            # Found out, and told, where its end is waited for.
-            log.debug("loader %d has ended", loader.process.number)
+    def _still_wanted(self, loader: Loader) -> list[Place]:
+        return [place for round_, place in loader.asked if round_ == self._round.newest]
 
     def _take_answers(self) -> None:
         """Wait until a loader has answered or ended."""
-        with selectors.DefaultSelector() as selector:
-            for loader in self._loaders:
-                selector.register(loader.process.sock, selectors.EVENT_READ, loader)
-                selector.register(loader.process.end, selectors.EVENT_READ, loader)
-            found = {id(key.data): key.data for key, _ in selector.select()}
-            answered = {id(key.data) for key, _ in selector.select(0) if key.fileobj is not key.data.process.end}
-        for loader in found.values():
+        found = wait([handle for loader in self._loaders for handle in (loader.sock, loader.end)])
+        for loader in [one for one in self._loaders if one.sock in found or one.end in found]:
             # What it has answered counts, even if it has ended since.
-            if id(loader) not in answered or not self._take_answer(loader):
+            if (answer := loader.answer()) is None:
                 self._replace(loader)
+                continue
+            (round_, place), batch = answer
+            if round_ == self._round.newest and batch is not None:
+                self._ready[place] = batch
 
-    def _take_answer(self, loader: _Loader) -> bool:
-        """Take one answer; False if the loader has ended instead."""
-        try:
-            number, answer = messages.receive_answer(loader.process.sock)
-        except HungUp:
-            return False
-        place = loader.asked.pop(number)
-        if place is not None and not isinstance(answer, Skipped):
-            self._ready[place] = answer
-        elif isinstance(answer, PackedBatch):
-            answer.close()
-        return True
-
-    def _replace(self, loader: _Loader) -> None:
+    def _replace(self, loader: Loader) -> None:
         """Start another process for one that has ended, and ask it for the same."""
-        process, asked = loader.process, list(loader.asked.values())
-        what = f"loader {process.number} of {self._who} (process {process.pid}) {process.close()}"
+        [how] = _end([loader])
+        what = f"loader {loader.number} of {self._who} (process {loader.pid}) {how}"
+        wanted = self._still_wanted(loader)
         self._loaders.remove(loader)
-        reading = asked[0] if asked else None
-        if reading is not None:
-            self._deaths[reading] += 1
-            what += " while it read step {}, replica {}, microbatch {}".format(*reading)
-            if self._deaths[reading] >= MAX_DEATHS:
+        if wanted and loader.asked[0] == (self._round.newest, wanted[0]):
+            self._deaths[wanted[0]] += 1
+            what += " while it read step {}, replica {}, microbatch {}".format(*wanted[0])
+            if self._deaths[wanted[0]] >= MAX_DEATHS:
                 raise TaskLostError(
-                    f"{what}, as one before it; is there enough memory for {len(self._loaders)} loaders, and does the "
-                    "data set end its process?"
+                    f"{what}, as one before it; is there enough memory for {len(self._loaders) + 1} loaders, and does "
+                    "the data set end its process?"
                 )
         log.warning("%s; starting another", what)
-        new = self._started(process.number)
-        self._loaders.append(new)
-        for place in asked:
-            if place is not None:
-                self._send(new, place)
+        new = self._start(loader.number)
+        for place in wanted:
+            new.ask((self._round.newest, place))
 
-    def _started(self, number: int) -> _Loader:
-        others = [loader.process for loader in self._loaders]
+    def _start(self, number: int) -> Loader:
+        """Add a loader."""
         try:
-            return _Loader(LoaderProcess(number, self._source, others))
+            loader = Loader(number, self._source, self._round, self._loaders)
         except OSError as error:
+            self.close()
             raise JobError(f"{self._who} can't start loader {number}: {error.strerror}; lower loaders") from error
+        self._loaders.append(loader)
+        return loader
 
-    def _opened(self, answer: Answer) -> Batch:
-        if isinstance(answer, Failed):
-            error: ShardlineError = pickle.loads(answer.error)
-            raise error
-        assert isinstance(answer, PackedBatch)
-        try:
-            return unpack(answer)
-        finally:
-            answer.close()
+
+def _end(loaders: list[Loader]) -> list[str]:
+    """End these; returns how each of them has ended."""
+    for loader in loaders:
+        loader.hang_up()
+    deadline = time.monotonic() + END_S
+    for loader in loaders:
+        if not wait([loader.end], max(deadline - time.monotonic(), 0)):
+            loader.kill()
+    return [loader.close() for loader in loaders]

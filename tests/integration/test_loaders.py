@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
+import multiprocessing
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +21,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from shardline.data import BatchSource
 from shardline.errors import JobError, JobExitError, TaskLostError
 from shardline.job import Job
+from shardline.loading import pool as pools
 from shardline.loading.pool import LoaderPool
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for
@@ -58,6 +65,13 @@ def pool(job: Job, *, loaders: int = 2, prefetch: int = 2) -> Iterator[LoaderPoo
         pids = made.pids
         made.close()
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def flat(batch: Any) -> list[Any]:
@@ -132,14 +146,93 @@ def test_a_batch_that_cannot_be_pickled_is_refused_by_its_class() -> None:
         loaders.batch((0, 0, 0))
 
 
+def test_a_batch_that_shared_memory_cannot_hold_is_refused_with_the_remedy() -> None:
+    def collate(samples: list[Any]) -> torch.Tensor:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        return torch.zeros(4096)
+
+    with (
+        pool(make_job(dataset=Noisy(), collate=collate)) as loaders,
+        pytest.raises(
+            JobError, match=r"can't be given from a loader to the worker: File too large; lower --loaders or"
+        ),
+    ):
+        loaders.batch((0, 0, 0))
+
+
+def test_loaders_that_cannot_be_started_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = iter([os.fork])
+
+    def fork() -> int:
+        if (real := next(forks, None)) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    with (
+        pytest.raises(JobError, match=r"worker/0 can't start loader 1: .*temporarily unavailable; lower loaders"),
+        pool(make_job(dataset=Noisy()), loaders=3),
+    ):
+        pass
+    assert not multiprocessing.active_children()
+
+
+def test_loaders_leave_the_generators_of_the_training_alone() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[union-attr]
+    with pool(make_job(dataset=Noisy())) as loaders:
+        for place in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
+            loaders.batch(place)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[union-attr]
+    assert random.getstate() == before[2]
+
+
+class Nested(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Read through a DataLoader of its own."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from DataLoader(range(4), batch_size=None, num_workers=1, multiprocessing_context="fork")
+
+
+def test_a_data_set_may_have_processes_of_its_own() -> None:
+    job = make_job(dataset=Nested(), batch_size=2, replicas=1)
+    plain = BatchSource(job)
+    with pool(job, loaders=1) as loaders:
+        for step in range(3):
+            assert flat(loaders.batch((step, 0, 0))) == flat(plain.batch(step, 0, 0))
+
+
+def test_a_loader_whose_data_set_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "END_S", 0.1)
+    job = make_job(dataset=Broken(lambda: threading.Event().wait()), batch_size=2, replicas=1)
+    order = job.data_order()
+    step = next(step for step in range(1, 24) if 17 in order.indices(step, 0, 0))
+    with pool(job) as loaders:
+        loaders.batch((step - 1, 0, 0))
+
+
 def test_a_killed_loader_is_replaced_and_nothing_is_lost() -> None:
     job = make_job(dataset=Noisy())
     plain = BatchSource(job)
     with pool(job) as loaders:
         for step in range(12):
             if step % 4 == 1:
-                os.kill(loaders.pids[0], signal.SIGKILL)
+                killed = loaders.pids[0]
+                os.kill(killed, signal.SIGKILL)
+                # While the training computes, which it must not interrupt.
+                wait_for(lambda pid=killed: ended(pid), "the loader's end")
             assert flat(loaders.batch((step, 1, 0))) == flat(plain.batch(step, 1, 0))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_loader_that_is_killed_with_a_large_batch_on_its_way_loses_nothing(number: int) -> None:
+    job = make_job(dataset=Noisy(), collate=lambda samples: [np.full(500_000, samples[0][2]), "text" * 200_000])
+    with pool(job) as loaders:
+        loaders.batch((0, 0, 0))
+        os.kill(loaders.pids[number], signal.SIGKILL)
+        for step in range(1, 6):
+            array, text = loaders.batch((step, 0, 0))
+            assert (array[0], len(text)) == (BatchSource(job).batch(step, 0, 0)[0][0], 800_000)
 
 
 def test_a_data_set_that_ends_its_loader_every_time_ends_the_job_with_the_place() -> None:
@@ -192,13 +285,7 @@ def test_no_loader_outlives_a_worker_that_was_killed() -> None:
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) == 2
 
-    def gone(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_for(lambda: all(gone(pid) for pid in pids), "the loaders' end")
+    wait_for(lambda: all(map(ended, pids)), "the loaders' end")
 
 
 def test_batches_are_read_before_they_are_asked_for_and_no_more_than_that() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardline.loading.packed import pack, unpack
+from shardline.loading.packed import opened, pack, unpack
 from shardline.loading.upcoming import Place, UpcomingBatches
 
 
@@ -54,6 +55,10 @@ def test_nothing_is_expected_beyond_the_end_of_a_lease() -> None:
     assert after(batches, 8, end=16) == []
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
 Pair = collections.namedtuple("Pair", ["points", "labels"])
 GENERATOR = torch.Generator().manual_seed(3)
 BATCHES: dict[str, Any] = {
@@ -75,8 +80,13 @@ BATCHES: dict[str, Any] = {
     ],
     "no elements": [torch.empty(0, 3), torch.tensor(4)],
     "no tensor": {"name": "one", "number": 3},
-    "not plain": [torch.eye(3).to_sparse(), torch.randn(3, dtype=torch.cfloat, generator=GENERATOR).conj()],
+    "not plain": [
+        torch.eye(3).to_sparse(),
+        torch.randn(3, dtype=torch.cfloat, generator=GENERATOR).conj(),
+        torch.randn(3, dtype=torch.cfloat, generator=GENERATOR).conj().imag,
+    ],
     "with a gradient": torch.ones(2, requires_grad=True),
+    "of a subclass": [torch.nn.Parameter(torch.ones(2)), torch.ones(3).as_subclass(Tagged)],
 }
 
 
@@ -105,21 +115,26 @@ def check_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_arrives_as_it_was(name: str) -> None:
-    packed = pack(BATCHES[name])
-    found = unpack(packed)
-    packed.close()
-    check_equal(found, BATCHES[name])
+    check_equal(unpack(opened(pack(BATCHES[name]))), BATCHES[name])
 
 
-def test_tensors_that_share_memory_still_do_and_can_be_written_to() -> None:
+def test_tensors_that_share_memory_still_do_and_neither_side_writes_to_the_others() -> None:
     whole = torch.arange(100.0).reshape(10, 10)
     packed = pack({"rows": whole[2:4], "columns": whole.t()[1:], "again": whole[5], "array": np.zeros(3)})
-    found = unpack(packed)
-    packed.close()
+    whole.zero_()
+    found = unpack(opened(packed))
+    assert found["rows"][0, 4] == 24.0
     found["rows"][0, 4] = -1.0
     assert found["columns"][3, 2] == -1.0
     found["again"].add_(1.0)
     assert found["columns"][0, 5] == 52.0
     found["array"][0] = 2.0
-    # Nothing of the loader's own data.
-    assert whole[2, 4] == 24.0
+    assert not whole.any()
+
+
+def test_a_view_of_a_large_storage_takes_the_memory_of_the_view() -> None:
+    whole = torch.empty(2**28)
+    whole[2**27] = 7.0
+    packed = pack([whole[2**27 : 2**27 + 2], whole[2**27 + 8 :][:2]])
+    assert os.fstat(packed).st_blocks * 512 < 2**16
+    assert unpack(opened(packed))[0][0] == 7.0

@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -40,14 +41,13 @@ def run(config: RoleConfig) -> int:
     torch.set_num_threads(job.threads)
     # Before there are threads and connections, which a fork would have too.
     loaders = start_loaders(job, config.task)
-    session = Session(config, termination=termination)
-    try:
-        with telling(session.fail):
-            train(session, job, config, loaders)
-    finally:
-        session.shutdown()
-        if loaders is not None:
-            loaders.close()
+    with closing(loaders) if loaders is not None else nullcontext():
+        session = Session(config, termination=termination)
+        try:
+            with telling(session.fail):
+                train(session, job, config, loaders)
+        finally:
+            session.shutdown()
     return session.link.orders.exit_code if config.exit_with_job else 0
 
 
