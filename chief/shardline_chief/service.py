@@ -250,7 +250,7 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self.control, store, access, term=term)
+        servicer = ChiefServicer(self.control, store, access, term=term, timeouts=timeouts)
         self.server = RpcServer(
             config.cluster.chief,
             register=[register(servicer), register_places(self.control, access)],

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,8 @@ class CheckpointStore:
         self._committing = threading.Lock()
         self._retaining = threading.Lock()
         """Held while choosing what to delete: no step may be deleted between being listed and being marked."""
-        self._protected: set[int] = set()
+        self._protected = Counter[int]()
+        """How many readers need a step."""
         self._sweep()
 
     # Writing.
@@ -216,12 +218,12 @@ class CheckpointStore:
     def protect(self, step: int) -> None:
         """Keep a step from being deleted while someone (the evaluator) needs it."""
         with self._retaining:
-            self._protected.add(step)
+            self._protected[step] += 1
 
     def unprotect(self, step: int) -> None:
-        """Undo protect()."""
+        """Undo one protect()."""
         with self._retaining:
-            self._protected.discard(step)
+            self._protected -= Counter({step: 1})
 
     # Reading.
 

@@ -125,7 +125,9 @@ class Watched:
 def test_only_who_has_the_admin_token_stops_the_job(tokens: Security, tmp_path: Path) -> None:
     control = Watched()
     access = Access(tokens, CHIEF_AUDIENCE)
-    servicer = ChiefServicer(cast(Control, control), CheckpointStore(tmp_path / "c", 1), access, term=1)
+    servicer = ChiefServicer(
+        cast(Control, control), CheckpointStore(tmp_path / "c", 1), access, term=1, timeouts=Timeouts()
+    )
     server = RpcServer("127.0.0.1:0", register=[register_chief(servicer)], name="chief", security=tokens, access=access)
     address = server.start()
     try:

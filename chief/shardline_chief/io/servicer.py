@@ -16,7 +16,8 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
-from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
+from shardline.core.timeouts import Timeouts
+from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
@@ -38,6 +39,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_t
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
 from shardline.rpc.report_queue import MAX_PASSES
+from shardline.rpc.slow_readers import write_within
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.rules.messages import Beat, Join
@@ -48,6 +50,10 @@ SERVICES = ("shardline.rpc.v1.Chief",)
 JOIN = "/shardline.rpc.v1.Chief/Join"
 MAX_NAME = 256
 SECRET_BYTES = 32
+MOST_FETCHES = 16
+"""Checkpoints that are sent at a time: each keeps one on disk and a tensor of it in memory."""
+FETCH_TIMES = 10
+"""How many --timeouts the sending of one may take."""
 MAX_STEPS = 4096
 """Most step reports in one heartbeat."""
 
@@ -82,8 +88,13 @@ class StreamChannel:
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     """Serves Chief for one Control."""
 
-    def __init__(self, control: Control, store: CheckpointStore, access: Access, *, term: int) -> None:
+    def __init__(
+        self, control: Control, store: CheckpointStore, access: Access, *, term: int, timeouts: Timeouts
+    ) -> None:
         self._control = control
+        self._timeouts = timeouts
+        self.sending = 0
+        """Checkpoints that are being sent."""
         self._access = access
         self._store = store
         self._term = term
@@ -211,8 +222,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     # Checkpoints
 
-    @rpc_errors.stream
-    async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> AsyncIterator[Any]:
+    @rpc_errors.writer
+    async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> None:
         """Parameters and buffers of a committed checkpoint, tensor by tensor."""
         if not request.params_only:
             raise ProtocolError("FetchCut returns only parameters and buffers; set params_only")
@@ -222,19 +233,33 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             step = await self._ask(lambda now_s: self._control.program.state.saves.checkpoint_step)
         if step < 0:
             raise CheckpointError("there is no checkpoint yet; ask again when the orders name one")
+        if self.sending >= MOST_FETCHES:
+            raise UnreachableError(f"the chief sends {MOST_FETCHES} checkpoints at a time; ask again")
         # Keep retention from deleting it while it is read.
+        self.sending += 1
         self._store.protect(step)
         try:
-            checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
-            first = True
-            for spec in checkpoint.tensors:
-                async for frame in _tensor_frames(checkpoint, spec.name):
-                    if first:
-                        frame.step = step
-                        first = False
-                    yield frame
+            async with asyncio.timeout(FETCH_TIMES * self._timeouts.total_s):
+                await self._send_cut(step, context)
+        except TimeoutError:
+            limit_s = FETCH_TIMES * self._timeouts.total_s
+            raise UnreachableError(
+                f"FetchCut of step {step} was ended: its caller has not read it within {limit_s:g} s"
+            ) from None
         finally:
             self._store.unprotect(step)
+            self.sending -= 1
+
+    async def _send_cut(self, step: int, context: Any) -> None:
+        checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+        await context.send_initial_metadata(())
+        first = True
+        for spec in checkpoint.tensors:
+            async for frame in _tensor_frames(checkpoint, spec.name):
+                if first:
+                    frame.step = step
+                    first = False
+                await write_within(context, frame, self._timeouts.dead_s)
 
 
 async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:
