@@ -11,6 +11,7 @@ import enum
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -24,6 +25,8 @@ CONNECTIONS = 32
 """Concurrent connections; further ones are closed at once."""
 READER_S = 10.0
 """Seconds that a reader may keep the page waiting, each time."""
+REQUEST_S = 20.0
+"""Seconds until a connection is closed, whatever it does."""
 
 SHOWN = 120
 """Characters of a foreign header that an answer repeats."""
@@ -111,6 +114,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self._since: dict[Any, float] = {}
+        """When each connection began."""
         super().__init__(*arguments, **settings)
 
     def server_bind(self) -> None:
@@ -125,17 +130,29 @@ class _Server(ThreadingMixIn, WSGIServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._room.release()
+            self._ended(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._ended(request)
+
+    def _ended(self, request: Any) -> None:
+        del self._since[request]
+        self._room.release()
+
+    def service_actions(self) -> None:
+        """Close connections that have taken too long; called at least every half second."""
+        for request, since_s in list(self._since.items()):
+            if time.monotonic() - since_s > REQUEST_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: a reader that disconnects or fails its handshake is not our error."""

@@ -221,6 +221,44 @@ def test_a_connection_that_asks_nothing_is_closed(make: Make, monkeypatch: pytes
             assert link.recv(1) == b""
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param("GET /api/view HTTP/1.1\r\nContent-Length: 1000000", id="a body that nobody reads"),
+        pytest.param("POST /login HTTP/1.1\r\nContent-Length: 1000000", id="a body that is waited for"),
+        pytest.param("GET /api/stream HTTP/1.1\r\nContent-Length: 1000000", id="a body beside an answer that goes on"),
+        pytest.param("GET /api/view HTTP/1.1\r\nX-Header: ", id="a header"),
+    ],
+)
+def test_a_request_that_does_not_end_is_closed_although_bytes_keep_coming(
+    make: Make, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    monkeypatch.setattr(page_server, "IDLE_S", 0.2)
+    page = make()
+    host, _, port = page.address.rpartition(":")
+    end = "" if head.endswith(": ") else "\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as link:
+        link.sendall(head.replace("\r\n", "\r\nHost: 127.0.0.1\r\n", 1).encode() + end.encode())
+        assert trickles_until_closed(link)
+    assert ask(page, "/api/view").status == 200
+
+
+def trickles_until_closed(link: socket.socket) -> bool:
+    """Send a byte now and then; False if the other side still takes them after long."""
+    link.settimeout(0.02)
+    end_s = time.monotonic() + 15.0
+    while time.monotonic() < end_s:
+        try:
+            link.sendall(b"x")
+            if not link.recv(1 << 16):
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
 # The token
 
 

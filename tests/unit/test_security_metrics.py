@@ -135,6 +135,39 @@ def test_silent_readers_hold_nobody_up_and_are_not_any_number(
         one.close()
 
 
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("begun", [b"", b"GET /metrics HTTP/1.1\r\nX-Header: "])
+def test_readers_whose_request_does_not_end_are_let_go_although_bytes_keep_coming(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(metrics_page, "REQUEST_S", 0.3)
+    metrics.serve("127.0.0.1", 0, PLAIN)
+    host, _, port = metrics.address.rpartition(":")
+    slow = [socket.create_connection((host, int(port)), timeout=5.0) for _ in range(metrics_page.CONNECTIONS)]
+    for one in slow:
+        one.sendall(begun)
+        one.settimeout(0.001)
+    end_s = time.monotonic() + 15.0
+    left = slow
+    while left and time.monotonic() < end_s:
+        left = [one for one in left if not is_closed(one)]
+    assert not left
+    for one in slow:
+        one.close()
+    assert read(metrics.url)[0] == 200
+
+
+def is_closed(link: socket.socket) -> bool:
+    """Whether the other side takes no more, after another byte."""
+    try:
+        link.sendall(b"x")
+        return not link.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
 @pytest.mark.parametrize(
     ("peer", "authorization", "expected"),
     [

@@ -8,7 +8,6 @@ import socket
 import threading
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -28,7 +27,7 @@ CONNECTIONS = 128
 HEAD_BYTES = 16_384
 """Most bytes of a request's head."""
 IDLE_S = 10.0
-"""Seconds; a connection without a request is closed after one to two times this long."""
+"""Seconds; a connection without a whole request is closed after one to two times this long."""
 REMEDY = "use another --page HOST:PORT (port 0 = a free one), or --no-page"
 START_S = 10.0
 CLOSE_S = 2.0
@@ -137,7 +136,7 @@ def _bind(address: str, remedy: str) -> socket.socket:
 
 
 class _Patient(H11Protocol):
-    """Ends idle connections, and those whose reader takes no data; uvicorn would wait for ever."""
+    """Ends idle connections, requests that don't end, and readers that take no data; uvicorn would wait for ever."""
 
     _idle = False
     _taken = True
@@ -158,8 +157,8 @@ class _Patient(H11Protocol):
             return
         self._taken = not self.flow.write_paused
         if not self.transport.is_closing():
-            busy = self.cycle is not None and not self.cycle.response_complete
-            idle = not busy and self.conn.their_state is h11.IDLE
+            # A request whose body is still coming is not one that is worked on.
+            idle = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
             if idle and self._idle:
                 self.transport.close()
             self._idle = idle
