@@ -140,7 +140,7 @@ def bounded(handler: Any, method: str, limit: int) -> Any:
         try:
             return parse(raw)
         except DecodeError:
-            raise ProtocolError(f"a message of {name} can't be parsed") from None
+            raise ProtocolError(f"a message of {name} can't be parsed; compressed ones are not taken") from None
 
     async def read_all(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for raw in messages:

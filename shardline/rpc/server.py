@@ -40,6 +40,9 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.max_concurrent_streams", STREAMS),
+    # A compressed message is not opened, and so can't be parsed: a few kB of zeros would become MAX_MESSAGE_BYTES, for
+    # strangers too. gRPC's own refusal would write a line of log for each.
+    ("grpc.per_message_decompression", 0),
 )
 
 

@@ -90,3 +90,13 @@ def test_a_checkpoint_that_two_read_is_kept_for_the_second_when_the_first_has_re
     store.unprotect(1)
     store.commit(cut_of(LARGE, step=3, shards=1))
     assert store.list() == [3]
+
+
+@pytest.mark.parametrize("how", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_is_refused_without_being_opened(store: CheckpointStore, how: grpc.Compression) -> None:
+    # Opened it would have 16 MB, and the call another status.
+    zeros = chief_pb2.JoinRequest(stable_id="\0" * (16 << 20))
+    with served(store, timeout_s=3.0) as (_, stub), pytest.raises(grpc.RpcError) as caught:
+        stub.Join(zeros, timeout=PATIENCE_S, compression=how)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert "can't be parsed; compressed ones are not taken" in str(caught.value)
