@@ -55,18 +55,18 @@ def leave(code: int) -> None:
     Python would wait for them: those of a library that the job file started would keep a task that is done for ever.
     """
     deadline_s = time.monotonic() + LEFT_S
-    for thread in _left():
+    for thread in left():
         thread.join(max(0.0, deadline_s - time.monotonic()))
-    if not (left := _left()):
+    if not (still := left()):
         return
-    log.warning("ended without waiting for threads that are not ours: %s", ", ".join(thread.name for thread in left))
+    log.warning("ended without waiting for threads that are not ours: %s", ", ".join(thread.name for thread in still))
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
-def _left() -> list[threading.Thread]:
+def left() -> list[threading.Thread]:
     """Threads that Python would wait for, without those of executors, which end as Python asks them to."""
     pools = sys.modules.get("concurrent.futures.thread")
     pooled = set(pools._threads_queues) if pools is not None else set()

@@ -63,6 +63,8 @@ class OwnProcess:
         self.task = task
         self.ended = False
         """The task has ended, so a child may do as it likes."""
+        self.steps_in: threading.Thread | None = None
+        """The thread that made the last step."""
         self._pid = os.getpid()
 
     @property
@@ -71,7 +73,7 @@ class OwnProcess:
         return not self.ended and os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise UsageError in a forked child, or once the task has ended."""
+        """Before a step: raise UsageError in a forked child, or once the task has ended."""
         if self.ended:
             raise UsageError(
                 f"{self.task}: this session is closed, so no step can be made; close it after the last one"
@@ -81,6 +83,7 @@ class OwnProcess:
                 f"process {os.getpid()} is a forked child of {self.task} (process {self._pid}), which alone may train; "
                 "make steps there only"
             )
+        self.steps_in = threading.current_thread()
 
 
 S = TypeVar("S", bound=socket.socket)

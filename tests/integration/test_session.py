@@ -316,7 +316,7 @@ def test_a_backward_pass_without_its_step_outside_of_a_loop_is_refused_too(
     elif how == "end of the script":
         codes: list[int] = []
         monkeypatch.setattr(os, "_exit", codes.append)
-        connecting._close_at_exit(session)
+        connecting._EndOfScript(session).process_ends()
         assert codes == [2]
     else:
         with pytest.raises(JobError, match=NOT_STEPPED):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -91,8 +93,7 @@ def connect(
         ),
     )
     _tell_what_ends_the_script(session)
-    # A script that ends without close() has done its part: nobody should wait for it.
-    atexit.register(_close_at_exit, session)
+    _EndOfScript(session).register()
     return session
 
 
@@ -147,15 +148,41 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
     )
 
 
-def _close_at_exit(session: Session) -> None:
-    """Close the session. On an error, print it and exit with its code, which Python does not do in an atexit
-    handler.
-    """
-    try:
-        session.close()
-    except ShardlineError as error:
-        _say(error)
-        _end_with(error)
+class _EndOfScript:
+    """Closes the session of a script that doesn't: it has done its part, so nobody should wait for it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._error: ShardlineError | None = None
+
+    def register(self) -> None:
+        """Close the session when the main thread has ended, or when the process ends if another thread trains."""
+        atexit.register(self.process_ends)
+        # Python waits for threads before it calls atexit's functions: for a library's that never ends, for ever.
+        with contextlib.suppress(RuntimeError):
+            threading._register_atexit(self.main_thread_ends)  # type: ignore[attr-defined]
+
+    def main_thread_ends(self) -> None:
+        """Close the session if the main thread made the last step."""
+        if self._session.owner.steps_in is not threading.main_thread() or self._session.owner.elsewhere:
+            return
+        self._close()
+        if left := lifeline.left():
+            names = ", ".join(thread.name for thread in left)
+            logging.getLogger("shardline").info("the script has ended, but Python waits for its threads: %s", names)
+
+    def process_ends(self) -> None:
+        """Close the session; after an error, exit with its code, which Python does not do in an atexit handler."""
+        self._close()
+        if self._error is not None:
+            _end_with(self._error)
+
+    def _close(self) -> None:
+        try:
+            self._session.close()
+        except ShardlineError as error:
+            self._error = error
+            _say(error)
 
 
 def _tell_what_ends_the_script(session: Session) -> None:
