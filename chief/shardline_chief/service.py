@@ -16,6 +16,7 @@ from shardline.cluster import parse_address
 from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
 from shardline.core.spec import JobSpec
 from shardline.errors import UsageError
+from shardline.host.awake import awake_s
 from shardline.host.process import Termination, tell_ready
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.job import load_job
@@ -233,7 +234,7 @@ class ChiefProcess:
         began_s = remembered.began_s if remembered is not None else None
         program = Program(
             settings,
-            time.monotonic(),
+            awake_s(),
             job=spec,
             resume=point,
             remembered=remembered,
@@ -266,7 +267,7 @@ class ChiefProcess:
         """Serve until the job has ended; returns its exit code."""
         address = self.server.start()
         # Importing torch and the job took time; the tasks' time to join begins now.
-        self.control.program.state.begin_to_serve(address, time.monotonic())
+        self.control.program.state.begin_to_serve(address, awake_s())
         if self._page is not None:
             self.control.page = self._page.start()
             log.info("page at %s", self.control.page)

@@ -22,7 +22,7 @@ from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
-from shardline.host.loop_posts import post
+from shardline.host.loops import post
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.server.buffers import Buffers
 from shardline.server.pace import Pace

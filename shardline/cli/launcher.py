@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +37,7 @@ from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
+from shardline.host.awake import awake_s
 from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.python_file import installed_imports
@@ -258,6 +258,13 @@ class _Child:
     ended: threading.Event = field(default_factory=threading.Event)
     code: int | None = None
 
+    def ends_by(self, deadline_s: float) -> bool:
+        """Wait until it has ended; False if it has not by then."""
+        while not self.ended.wait(max(0.0, deadline_s - awake_s())):
+            if awake_s() >= deadline_s:
+                return False
+        return True
+
 
 class LaunchError(ShardlineError):
     """The chief ended before the cluster was up; `code` is its exit code."""
@@ -363,10 +370,10 @@ class LocalCluster:
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                ready = selector.select(waiting.pause_s(time.monotonic()))
+                ready = selector.select(waiting.pause_s(awake_s()))
                 # Children of the chief may keep the write end open after its death.
                 if not ready and not self._child("chief/0").ended.is_set():
-                    now_s = time.monotonic()
+                    now_s = awake_s()
                     if now_s >= waiting.deadline_s:
                         raise TaskLostError(
                             f"chief/0 did not report its address within {self.options.timeouts.join_s:.0f} s; see "
@@ -511,7 +518,7 @@ class LocalCluster:
     def wait_exit(self, task: str, *, timeout_s: float) -> int:
         """Wait until a task's current process ends; returns its exit code. Raises TaskLostError after timeout_s."""
         child = self._child(task)
-        if not child.ended.wait(timeout_s) or child.code is None:
+        if not child.ends_by(awake_s() + timeout_s) or child.code is None:
             raise TaskLostError(f"{task} did not end within {timeout_s:.0f} s")
         return child.code
 
@@ -520,16 +527,16 @@ class LocalCluster:
 
         A chief that is restarted has not ended the job.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = awake_s() + timeout_s
         while True:
             child = self._child("chief/0")
-            code = self.wait_exit("chief/0", timeout_s=max(0.0, deadline_s - time.monotonic()))
+            code = self.wait_exit("chief/0", timeout_s=max(0.0, deadline_s - awake_s()))
             if self._child("chief/0") is child:
                 return code
 
     def wait_all(self, *, timeout_s: float) -> tuple[str, ...]:
         """Wait until every process has ended by itself; returns the tasks still running after timeout_s."""
-        self._wait_all(time.monotonic() + timeout_s)
+        self._wait_all(awake_s() + timeout_s)
         return self.running()
 
     # Ending
@@ -571,10 +578,10 @@ class LocalCluster:
             for task in self.running():
                 self._signal(task, signal.SIGTERM, group=False)
         if grace_s > 0:
-            self._wait_all(time.monotonic() + grace_s)
+            self._wait_all(awake_s() + grace_s)
         for task in self.running():
             self._signal(task, signal.SIGKILL, group=True)
-        self._wait_all(time.monotonic() + 10.0)
+        self._wait_all(awake_s() + 10.0)
         left = self.running()
         with self._lock:
             self._starter.close()
@@ -593,7 +600,7 @@ class LocalCluster:
         with self._lock:
             children = list(self._children.values())
         for child in children:
-            child.ended.wait(max(0.0, deadline_s - time.monotonic()))
+            child.ends_by(deadline_s)
 
 
 def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
@@ -607,13 +614,13 @@ def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
 
 def _join_wait(timeouts: Timeouts) -> Waiting:
     """A wait for as long as joining may take."""
-    now_s = time.monotonic()
+    now_s = awake_s()
     return Waiting(now_s, now_s + timeouts.join_s, first_s=EVERY_S)
 
 
 def _await_imports(starter: TaskStarter, waiting: Waiting, say: Callable[[str], None]) -> None:
-    while not starter.await_ready(waiting.pause_s(time.monotonic())):
-        now_s = time.monotonic()
+    while not starter.await_ready(waiting.pause_s(awake_s())):
+        now_s = awake_s()
         if now_s >= waiting.deadline_s:
             starter.give_up(TimeoutError("imports take too long"))
             return

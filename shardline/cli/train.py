@@ -30,6 +30,7 @@ from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
+from shardline.host.awake import awake_s
 from shardline.host.printable import printable
 from shardline.host.run_lock import ever_begun, unwritable
 from shardline.security import Security
@@ -341,11 +342,11 @@ class LaunchedRun:
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
-                event = self._cluster.events.get(timeout=max(0.0, min(deadline_s - time.monotonic(), 3600.0)))
+                event = self._cluster.events.get(timeout=max(0.0, min(deadline_s - awake_s(), 3600.0)))
             except queue.Empty:
                 if self._gives_up(display):
                     return None
-                if time.monotonic() < self._deadline_s:
+                if awake_s() < self._deadline_s:
                     continue
                 display.say(f"the chief did not end within {self._limit_s:.0f} s")
                 return None
@@ -359,7 +360,7 @@ class LaunchedRun:
                 if self._signal is not None:
                     return None
                 self._signal, self._hopeless = event.number, None
-                self._deadline_s = time.monotonic() + self._limit_s
+                self._deadline_s = awake_s() + self._limit_s
                 display.say("ending with a checkpoint; press Ctrl-C again to end immediately")
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
@@ -369,7 +370,7 @@ class LaunchedRun:
                 self._tell_plan(event.status, display)
                 self._last = event.status
                 display.update(event.status)
-                for sentence in self._warnings.of(event.status, time.monotonic()):
+                for sentence in self._warnings.of(event.status, awake_s()):
                     display.say(sentence)
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
@@ -393,7 +394,7 @@ class LaunchedRun:
         if why:
             # If it ended with code 0, only the chief knows whether the job still needs it.
             patience_s = POLL_TIMEOUT_S if event.code else math.inf
-            self._hopeless = _Hopeless(event, time.monotonic() + patience_s, why)
+            self._hopeless = _Hopeless(event, awake_s() + patience_s, why)
 
     @property
     def _begun(self) -> bool:
@@ -446,7 +447,7 @@ class LaunchedRun:
             return False
         sure = hopeless.polls >= SURE_POLLS
         if not self._begun:
-            return sure or time.monotonic() >= hopeless.deadline_s
+            return sure or awake_s() >= hopeless.deadline_s
         hopeless.why = self._cluster.lacking(begun=True)
         ending = self._last is not None and self._last.phase not in UNENDED
         if ending or not hopeless.why:
@@ -454,7 +455,7 @@ class LaunchedRun:
             self._hopeless = None
         elif sure:
             self._hopeless, self._ended_for = None, hopeless
-            self._deadline_s = time.monotonic() + self._limit_s
+            self._deadline_s = awake_s() + self._limit_s
             display.say(f"{hopeless.why}: ending with a checkpoint")
             self._cluster.interrupt()
         return False
@@ -475,11 +476,13 @@ class LaunchedRun:
                 self._cluster.kill(task, restart=False)
 
     def _await_others(self) -> None:
-        deadline_s = time.monotonic() + self._cluster.options.timeouts.dead_s
+        deadline_s = awake_s() + self._cluster.options.timeouts.dead_s
         while self._cluster.running():
             try:
-                event = self._cluster.events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                event = self._cluster.events.get(timeout=max(0.0, deadline_s - awake_s()))
             except queue.Empty:
+                if awake_s() < deadline_s:
+                    continue
                 return
             if isinstance(event, Signalled):
                 self._signal = self._signal or event.number

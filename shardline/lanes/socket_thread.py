@@ -8,10 +8,11 @@ import selectors
 import socket
 import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+from shardline.host.awake import awake_s
 
 log = logging.getLogger("shardline.ps")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -25,7 +26,7 @@ class Line(Protocol):
     """Something that must make progress within a time limit."""
 
     moved_s: float
-    """Time of the last progress, by time.monotonic()."""
+    """Time of the last progress, by awake_s()."""
     limit_s: float
 
     def stalled(self) -> None:
@@ -123,7 +124,7 @@ class SocketThread:
             self._listener.close()
 
     def _look(self) -> None:
-        now_s = time.monotonic()
+        now_s = awake_s()
         if now_s < self._look_s:
             return
         self._look_s = now_s + TICK_S

@@ -14,12 +14,12 @@ import secrets
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from shardline.errors import ProtocolError
+from shardline.host.awake import awake_s
 from shardline.host.process import kept_from_children
 from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 
@@ -132,7 +132,7 @@ class Guest(Generic[T]):
     limit_s = GUEST_S
 
     def __init__(self, acceptor: TokenAcceptor[T], handshake: Handshake[T]) -> None:
-        self.moved_s = time.monotonic()
+        self.moved_s = awake_s()
         self.handshake = handshake
         self._acceptor = acceptor
 
@@ -186,7 +186,7 @@ class TokenAcceptor(Generic[T]):
 
     def grant(self, bearer: T) -> bytes:
         """Create a token; the connection that shows it is passed to Handshake.admit() with `bearer`."""
-        return self.tokens.grant(bearer, now_s=time.monotonic())
+        return self.tokens.grant(bearer, now_s=awake_s())
 
     def revoke(self, *tokens: bytes) -> None:
         """Invalidate tokens. May be called twice."""
@@ -232,7 +232,7 @@ class TokenAcceptor(Generic[T]):
             except OSError as error:
                 # Most likely there are no descriptors left, and the next try would fail at once too.
                 log.warning("can't accept a %s connection: %s; retrying in %.0f s", self._label, error, self.limit_s)
-                self.moved_s = time.monotonic()
+                self.moved_s = awake_s()
                 self._thread.guard(self)
                 break
             self._enters(sock, address)
@@ -264,7 +264,7 @@ class TokenAcceptor(Generic[T]):
             self._shows(guest, token)
 
     def _shows(self, guest: Guest[T], token: bytes) -> None:
-        bearer = self.tokens.redeem(token, now_s=time.monotonic())
+        bearer = self.tokens.redeem(token, now_s=awake_s())
         if bearer is None:
             self.turn_away(guest, "its token is wrong, was already used, or came too late")
             return

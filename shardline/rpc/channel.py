@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ import tenacity
 from shardline.cluster import parse_address
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, STALE_KEY, Prover
 from shardline.rpc.auth.rights import takes_proof
 from shardline.rpc.errors import from_status
@@ -47,6 +47,8 @@ def end_call(call: Any) -> None:
 def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
     """Options of every channel: own connections, keepalive derived from the timeout, message limits, no retries."""
     keepalive_ms = int(max(1.0, timeouts.suspect_s) * 1000)
+    # Whoever could not be reached for a while is back before anybody is suspected.
+    backoff_ms = int(min(2.0, max(0.2, timeouts.suspect_s / 2)) * 1000)
     return (
         # Otherwise all channels of a process to one address share a TCP connection.
         ("grpc.use_local_subchannel_pool", 1),
@@ -58,7 +60,7 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", backoff_ms),
         # A restarted container has a new address under the same name; by default gRPC looks only every 30 s.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),
@@ -217,10 +219,10 @@ class Peer:
         if not self.await_name(timeout_s):
             raise UnreachableError(f"{self} was not called ({what}): this process is shutting down")
         total_s = self.timeouts.rpc_s if timeout_s is None else timeout_s
-        start_s = time.monotonic()
+        start_s = awake_s()
 
         def attempt() -> Any:
-            left_s = max(0.1, start_s + total_s - time.monotonic())
+            left_s = max(0.1, start_s + total_s - awake_s())
             return method(request, timeout=left_s, wait_for_ready=False)
 
         def before_sleep(state: tenacity.RetryCallState) -> None:
@@ -228,7 +230,8 @@ class Peer:
             log.debug("%s: retry %d of %s", self, state.attempt_number, what)
 
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_delay(total_s),
+            # A deadline that passed while this process was stopped is no answer.
+            stop=lambda state: awake_s() >= start_s + total_s,
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
             retry=tenacity.retry_if_exception(is_retried),
             before_sleep=before_sleep,
@@ -237,7 +240,7 @@ class Peer:
         try:
             return retrying(attempt)
         except grpc.RpcError as error:
-            waited_s = time.monotonic() - start_s
+            waited_s = awake_s() - start_s
             raise self.failure(error, what=what, waited_s=waited_s) from error
 
     def await_name(self, wait_s: float | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from shardline.core.spec import DTYPES
 from shardline.core.status import PsStatus
 from shardline.core.tensor_bytes import tensor_from_bytes
 from shardline.core.timeouts import Timeouts
-from shardline.errors import CheckpointError, FencedError, ProtocolError
+from shardline.errors import CheckpointError, FencedError, ProtocolError, UnreachableError
+from shardline.host.awake import away_s
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
 from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
@@ -147,13 +149,36 @@ class PsControl:
         mode).
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
-        assembler = ImageAssembler(max_bytes=max_bytes)
-        # A stream is not retried, but connecting is, and may take several attempts on a busy machine: the last
-        # checkpoint of a job has no second chance.
-        self.status()
+        timeout_s = self._timeouts.total_s * 10 + patience_s
+        came = 0
+        while True:
+            # A stream is not retried, but connecting is, and may take several attempts on a busy machine: the last
+            # checkpoint of a job has no second chance.
+            self.status()
+            away = away_s()
+            try:
+                images = self._read_cut(request, ImageAssembler(max_bytes=max_bytes), sequences, pace, timeout_s)
+                for image in itertools.islice(images, came, None):
+                    came += 1
+                    yield image
+                return
+            except UnreachableError:
+                if away_s() == away:
+                    raise
+                # This process was stopped, and the server had nobody to send to; it has the cut until it is released.
+
+    def _read_cut(
+        self,
+        request: parameter_server_pb2.GetCutRequest,
+        assembler: ImageAssembler,
+        sequences: dict[str, WorkerSequence] | None,
+        pace: Callable[[int], None],
+        timeout_s: float,
+    ) -> Iterator[BucketImage]:
+        """One call of get_cut()."""
         start_s = time.monotonic()
         ended = False
-        call = self._stub.GetCut(request, timeout=self._timeouts.total_s * 10 + patience_s)
+        call = self._stub.GetCut(request, timeout=timeout_s)
         try:
             for frame in call:
                 pace(len(frame.chunk.payload))
@@ -169,21 +194,37 @@ class PsControl:
                         sequences.update(sequences_from_proto(frame.end.sequences))
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
-            raise from_status(error, peer=str(self.peer), what=f"GetCut of step {step}", waited_s=waited_s) from error
+            raise from_status(
+                error, peer=str(self.peer), what=f"GetCut of step {request.step}", waited_s=waited_s
+            ) from error
         finally:
             # The consumer may have stopped early.
             end_call(call)
         if not ended or not assembler.idle:
-            raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
+            raise ProtocolError(f"{self.peer}: the cut of shard {request.shard} at step {request.step} ended early")
 
     def restore(
         self,
         timeline: int,
         shard: int,
-        images: Iterable[BucketImage],
+        images: Callable[[], Iterable[BucketImage]],
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
         """Replace one shard by these images. sequences: each worker's last push that they include."""
+        while True:
+            # Connecting is retried, as in get_cut().
+            self.status()
+            away = away_s()
+            try:
+                return self._restore(timeline, shard, images(), sequences or {})
+            except UnreachableError:
+                if away_s() == away:
+                    raise
+
+    def _restore(
+        self, timeline: int, shard: int, images: Iterable[BucketImage], sequences: Mapping[str, WorkerSequence]
+    ) -> None:
+        """One call of restore()."""
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             yield parameter_server_pb2.RestoreFrame(
@@ -194,7 +235,7 @@ class PsControl:
                 count += 1
                 for header, chunk in image_parts(image):
                     yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
-            end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences or {}))
+            end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences))
             yield parameter_server_pb2.RestoreFrame(end=end)
 
         start_s = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 
 import grpc
 
@@ -21,6 +20,7 @@ from shardline.cluster import (
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError
+from shardline.host.awake import LONGEST_S, awake_s
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
@@ -54,19 +54,19 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
     task of this role.
     """
     request = places_pb2.PlaceRequest(role=role, address=address)
-    start_s = time.monotonic()
+    start_s = awake_s()
     waiting = Waiting(start_s, start_s + timeouts.join_s)
     while True:
         # A new one each time: the chief's name may have another address by now, and its old address another owner.
         peer = Peer("chief", chief, timeouts, security)
         try:
-            peer.await_name(max(0.1, waiting.deadline_s - time.monotonic()))
+            peer.await_name(max(0.1, waiting.deadline_s - awake_s()))
             task, reason = _ask(peer, request, waiting)
         finally:
             peer.close()
         if task:
             return task
-        if time.monotonic() >= waiting.deadline_s:
+        if awake_s() >= waiting.deadline_s:
             raise UnreachableError(
                 f"{peer} did not assign this {role} an index within {timeouts.join_s:.0f} s: {reason}"
             )
@@ -76,27 +76,27 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
 
 
 def _tell(waiting: Waiting, peer: Peer, why: str) -> None:
-    if sentence := waiting.sentence(time.monotonic(), f"an index from {peer}", why):
+    if sentence := waiting.sentence(awake_s(), f"an index from {peer}", why):
         log.info("%s", sentence)
 
 
 def _ask(peer: Peer, request: places_pb2.PlaceRequest, waiting: Waiting) -> tuple[str, str]:
     """(task, ""), or ("", why not yet). Raises if asking again can't help or time is up."""
-    start_s, deadline_s = time.monotonic(), waiting.deadline_s
+    start_s, deadline_s = awake_s(), waiting.deadline_s
     call = places_pb2_grpc.PlacesStub(peer.channel).Take.future(
         request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True
     )
     done = threading.Event()
     call.add_done_callback(lambda _: done.set())
     # The call's own deadline limits this.
-    while not done.wait(waiting.pause_s(time.monotonic()) or 1.0):
+    while not done.wait(waiting.pause_s(awake_s()) or 1.0):
         _tell(waiting, peer, peer.obstacle())
     try:
         reply = call.result()
     except grpc.RpcError as error:
-        now_s = time.monotonic()
+        now_s = awake_s()
         code = error.code() if isinstance(error, grpc.Call) else None
-        if code not in _FOLLOWED or now_s >= deadline_s:
+        if code not in _FOLLOWED or now_s >= deadline_s - LONGEST_S:
             raise peer.failure(error, what="Take", waited_s=now_s - start_s, connecting=True) from error
         return "", f"{peer} {_FOLLOWED[code]}"
     if not (reply.task or reply.retry):
@@ -120,5 +120,6 @@ def _check(task: str, role: str, peer: Peer) -> None:
 _FOLLOWED: dict[grpc.StatusCode | None, str] = {
     grpc.StatusCode.UNAVAILABLE: "disconnected",
     grpc.StatusCode.UNIMPLEMENTED: "is another task, or of an older version",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer while this process was stopped",
 }
-"""Statuses after which another chief may come up."""
+"""Statuses after which another chief may come up, or the same one answer, before the time is over."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import MismatchError, UnreachableError
+from shardline.host.awake import LONGEST_S, awake_s
+from shardline.rpc.channel import is_retried
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2
@@ -87,14 +88,14 @@ class JoinAttempts:
         the chief refuses for good, or FencedError.
         """
         task, timeout_s = self._applicant.task, self._timeouts.join_s
-        start_s = time.monotonic()
+        start_s = awake_s()
         waiting = Waiting(start_s, start_s + timeout_s)
         request = self._request()
         if not self._client.peer.await_name(timeout_s):
             return None
         reason = ""
         while True:
-            left_s = waiting.deadline_s - time.monotonic()
+            left_s = waiting.deadline_s - awake_s()
             if left_s <= 0 or self._closed.is_set():
                 raise UnreachableError(
                     f"{task}: {self._client.peer} did not admit this task within {timeout_s:.0f} s: {reason}"
@@ -137,12 +138,12 @@ class JoinAttempts:
         return request
 
     def _tell(self, waiting: Waiting, why: str) -> None:
-        if sentence := waiting.sentence(time.monotonic(), str(self._client.peer), why):
+        if sentence := waiting.sentence(awake_s(), str(self._client.peer), why):
             log.info("%s", sentence)
 
     def _ask(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
         """One Join, which waits for a chief that isn't up yet; None if the process was asked to end meanwhile."""
-        start_s = time.monotonic()
+        start_s = awake_s()
         left_s = max(0.1, waiting.deadline_s - start_s)
         prover = self._client.peer.prover
         if not prover.ready:
@@ -151,30 +152,31 @@ class JoinAttempts:
             if reply is None:
                 return None
             prover.answer(reply.challenge)
-            left_s = max(0.1, left_s - (time.monotonic() - start_s))
+            left_s = max(0.1, left_s - (awake_s() - start_s))
         joined: chief_pb2.JoinReply | None = self._await(self._client.stub.Join, request, left_s, waiting)
         return joined
 
     def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
         """The reply to one call of join(), which waits for the chief; None if the process was asked to end."""
-        start_s = time.monotonic()
+        start_s = awake_s()
         call = method.future(request, timeout=left_s, wait_for_ready=True)
         call.add_done_callback(lambda _: self._wake.set())
         while not call.done():
             # The call's own deadline limits this.
-            self._wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
+            self._wake.wait(waiting.pause_s(awake_s()) or 1.0)
             self._wake.clear()
             if self._cancelled.is_set() and not call.done():
                 call.cancel()
                 return None
-            if not call.done() and waiting.pause_s(time.monotonic()) <= 0.0:
+            if not call.done() and waiting.pause_s(awake_s()) <= 0.0:
                 self._tell(waiting, self._client.peer.obstacle())
         try:
             return call.result()
         except grpc.RpcError as error:
-            waited_s = time.monotonic() - start_s
+            waited_s = awake_s() - start_s
             failure = self._client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE and waited_s < left_s:
-                # It was up, so it may come back; if it had admitted this process, it will do so again.
+            if is_retried(error) and waited_s < left_s - LONGEST_S:
+                # It was up, so it may come back, or this process was stopped until the call's deadline had passed; if
+                # the chief had admitted this process, it will do so again.
                 raise _Away(str(failure)) from error
             raise failure from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from shardline.core.placement import Post
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.host.printable import unicode
 from shardline.rpc.beat_facts import NOTHING, BeatFacts
 from shardline.rpc.channel import RETRIED
@@ -175,11 +175,11 @@ class ChiefLink:
         Raises UnreachableError if the chief stays away for longer than the cluster's timeout, FencedError if this
         incarnation was replaced.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else awake_s() + timeout_s
         with self._lock:
             while not predicate(self._orders):
                 self.check()
-                left_s = self.timeouts.heartbeat_s if deadline_s is None else deadline_s - time.monotonic()
+                left_s = self.timeouts.heartbeat_s if deadline_s is None else deadline_s - awake_s()
                 if left_s <= 0:
                     return False
                 self._lock.wait(min(left_s, self.timeouts.heartbeat_s))
@@ -190,13 +190,13 @@ class ChiefLink:
 
         Raises what `question` and check() raise, but UnreachableError only after that time or the end of the job.
         """
-        deadline_s = time.monotonic() + self.timeouts.total_s
+        deadline_s = awake_s() + self.timeouts.total_s
         while True:
             seen = self._orders
             try:
                 return question()
             except UnreachableError as error:
-                if self._orders.phase is Phase.ENDED or time.monotonic() >= deadline_s:
+                if self._orders.phase is Phase.ENDED or awake_s() >= deadline_s:
                     raise
                 log.info("%s: asking again: %s", self.task, error)
                 self.wait(lambda orders: orders != seen, timeout_s=self.timeouts.heartbeat_s)  # noqa: B023 - used at once
@@ -246,7 +246,7 @@ class ChiefLink:
     def _tell_awaited(self) -> None:
         """Log which tasks the job waits for, at useful intervals; only the chief knows the time left."""
         if self._orders.awaited:
-            now_s = time.monotonic()
+            now_s = awake_s()
             self._waiting = self._waiting or Waiting(now_s)
             if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
                 log.info("%s", sentence)
@@ -275,7 +275,7 @@ class ChiefLink:
         if code not in RETRIED and code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
             self._lose(UnreachableError(f"{self.task}: {self.client.peer} refused heartbeats: {error}"))
             return False
-        now_s = time.monotonic()
+        now_s = awake_s()
         if self._broken_s is None:
             # A stream that reached its own deadline also ends like this: that is no silence yet.
             self._broken_s = now_s

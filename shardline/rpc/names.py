@@ -11,11 +11,11 @@ import logging
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from shardline.core.waiting import Waiting
 from shardline.errors import UnreachableError
+from shardline.host.awake import awake_s
 
 log = logging.getLogger("shardline.rpc")
 
@@ -77,13 +77,13 @@ class HostName:
         """
         if self._found:
             return True
-        start_s = time.monotonic()
+        start_s = awake_s()
         waiting = Waiting(start_s, start_s + wait_s)
         with self._changed:
             self._waiting += 1
             try:
                 while not self._found and not self._cancelled.is_set():
-                    now_s = time.monotonic()
+                    now_s = awake_s()
                     if now_s >= waiting.deadline_s:
                         cause = self._cause or "the resolver did not answer"
                         reason = no_address(self.host, cause)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeAlias
 
 from shardline.core.outcome import Outcome
-from shardline.host.started import Started
+from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.rpc.v1 import data_pb2

@@ -16,7 +16,7 @@ from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
-from shardline.host.started import Started
+from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shardline.host.loop_posts import post
+from shardline.host.loops import post
 
 
 class Signal:

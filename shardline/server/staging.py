@@ -45,7 +45,7 @@ from shardline.core.fixed import fixed
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block, sibling, split
 from shardline.core.spec import TensorKind
-from shardline.host.loop_posts import post
+from shardline.host.loops import post
 
 SPARE_BYTES = 64 << 20
 """Part of the default limit that is left for contributions out of tree order."""

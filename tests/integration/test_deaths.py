@@ -303,7 +303,7 @@ def test_a_rollback_to_a_cut_ends_in_the_same_bits(clip_norm: float) -> None:
         wait_for(lambda: all(counted(cluster, shard, 0) for shard in range(2)), "the straggler's push")
         cluster.configure_anew(cluster.timeline + 1)
         for shard, control in enumerate(cluster.controls):
-            control.restore(cluster.timeline, shard, images[shard])
+            control.restore(cluster.timeline, shard, functools.partial(iter, images[shard]))
         for control in cluster.controls:
             control.activate(cluster.timeline)
         interrupted.join(PATIENCE_S)
@@ -320,7 +320,7 @@ def test_the_step_before_a_restore_was_never_published_here() -> None:
         worker = cluster.worker(0).run([0, 1, 2], 2)
         images = cut_of(cluster, 2)
         cluster.configure_anew(cluster.timeline + 1)
-        cluster.controls[0].restore(cluster.timeline, 0, images[0])
+        cluster.controls[0].restore(cluster.timeline, 0, lambda: images[0])
         cluster.controls[0].activate(cluster.timeline)
         worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(

@@ -61,10 +61,10 @@ class Server:
         self,
         timeline: int,
         shard: int,
-        images: Iterable[BucketImage],
+        images: Callable[[], Iterable[BucketImage]],
         sequences: Mapping[str, WorkerSequence],
     ) -> None:
-        self.restored = {"images": list(images), "sequences": sequences}
+        self.restored = {"images": list(images()), "sequences": sequences}
 
     def close(self) -> None:
         """Nothing to close."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import time
 
 from torch import nn
 
@@ -13,6 +12,7 @@ from shardline.client.api.session import Session
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.room import Stages, check_room
 from shardline.errors import JobError
+from shardline.host.awake import awake_s
 
 log = logging.getLogger("shardline.worker")
 
@@ -45,9 +45,9 @@ class Room:
     def _await_others(self, error: JobError) -> None:
         link, lost_s = self._session.link, self._session.config.timeouts.lost_s
         log.warning("%s; waiting %.0f s for the worker that had it, or another", error, lost_s)
-        end_s = time.monotonic() + lost_s
+        end_s = awake_s() + lost_s
         while self._session.parcels.still_ordered():
-            left_s = end_s - time.monotonic()
+            left_s = end_s - awake_s()
             if left_s <= 0.0:
                 raise JobError(f"{error}; the worker that had it has not returned within {lost_s:.0f} s") from error
             link.wait(functools.partial(operator.ne, link.orders), timeout_s=min(left_s, link.timeouts.heartbeat_s))

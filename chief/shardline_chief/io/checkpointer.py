@@ -281,7 +281,7 @@ def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, 
     If the plan is the same, each worker's last push to the shard is restored too, so that repeated pushes are
     recognized.
     """
-    control.restore(timeline, shard, checkpoint.images(plan, shard), _sequences(checkpoint, plan, shard))
+    control.restore(timeline, shard, lambda: checkpoint.images(plan, shard), _sequences(checkpoint, plan, shard))
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:

@@ -32,6 +32,7 @@ from shardline.errors import (
     as_error,
     exit_code_name,
 )
+from shardline.host.awake import awake_s
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.checkpointer import Checkpointer, parameters_digest
 from shardline_chief.io.commands import Commander
@@ -204,7 +205,7 @@ class Control:
         """Run until the job has ended and its tasks are gone; returns the exit code."""
         while True:
             events = self._due()
-            now_s = time.monotonic()
+            now_s = awake_s()
             if now_s >= self._next_tick_s:
                 self._next_tick_s = now_s + TICK_S
                 events.append(self._tick)
@@ -229,7 +230,7 @@ class Control:
         """The events that have arrived; empty if it is time for a tick."""
         found: list[Callable[[float], None]] = []
         with contextlib.suppress(queue.Empty):
-            wait_s = max(0.0, min(TICK_S, self._next_tick_s - time.monotonic()))
+            wait_s = max(0.0, min(TICK_S, self._next_tick_s - awake_s()))
             found.append(self._events.get(timeout=wait_s))
             while len(found) < TURN:
                 found.append(self._events.get_nowait())
@@ -281,13 +282,16 @@ class Control:
         peer = beat.task if known else "unknown"
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
-        self._show_work(beat, now_s)
+        self._show_work(beat, time.monotonic())
         if not self._streams.heard(key, channel, alive=alive):
             self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
 
     @for_people
     def _show_work(self, beat: Beat, now_s: float) -> None:
-        """Hand on what a heartbeat says for people: finished steps and passes of a pipeline."""
+        """Hand on what a heartbeat says for people: finished steps and passes of a pipeline.
+
+        now_s: by the system's clock, as times of passes are.
+        """
         state, heartbeats = self.program.state, self.program.heartbeats
         self._reporter.report(beat.task, heartbeats.reported(beat), heartbeats.reached)
         job = state.job
@@ -335,12 +339,12 @@ class Control:
         if finish.resigned:
             self._resign()
             return
-        watched = time.monotonic() - self._asked_s < WATCHER_S
+        watched = awake_s() - self._asked_s < WATCHER_S
         # Tasks must learn of the end before a ps exits, or they would report it as lost; and before the digest, which
         # takes long for a large model.
         self._streams.push_orders()
         self._commander.stop_all(finish.reason)
-        self._show(time.monotonic())
+        self._show(awake_s())
         self._telemetry.close()
         store: CheckpointStore = self._checkpointer.store
         digest = ""
@@ -350,7 +354,7 @@ class Control:
             except CheckpointError as error:
                 log.warning("no digest of the parameters: %s", error)
         self._reporter.report("", (), self.program.heartbeats.reached)
-        now_s = time.monotonic()
+        now_s = awake_s()
         self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
         if watched:
             self._watcher_until_s = now_s + WATCHER_S

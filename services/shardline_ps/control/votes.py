@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -21,6 +20,7 @@ from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.records import Applied
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError, as_error
+from shardline.host.awake import awake_s
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -121,7 +121,7 @@ class Voters:
         The timeline may change meanwhile: a shard that keeps its values still needs the verdict.
         """
         ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
-        started_s = time.monotonic()
+        started_s = awake_s()
         told = False
         while self._store.shards.get(shard.number) is shard and shard.mode.waits_for(staged):
             timeline = self._store.authority.timeline
@@ -133,7 +133,7 @@ class Voters:
                 if timeline != self._store.authority.timeline:
                     self._spawn(self._tell(shard.number, decided))
                 return verdict
-            silent_s = time.monotonic() - started_s
+            silent_s = awake_s() - started_s
             if silent_s > self._timeouts.suspect_s and not told:
                 told = True
                 log.warning(

@@ -8,7 +8,6 @@ import enum
 import logging
 import random
 import secrets
-import time
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import grpc
 from shardline.core.records import Begin, Head
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
+from shardline.host.awake import awake_s
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of
 from shardline.rpc.v1 import parameter_server_pb2
@@ -116,7 +116,7 @@ class StandbyStream:
 
     def _entry(self) -> None:
         if self._waiting_since_s is None:
-            self._waiting_since_s = time.monotonic()
+            self._waiting_since_s = awake_s()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._more.set)
 
@@ -129,7 +129,7 @@ class StandbyStream:
     def view(self) -> StandbyView:
         """State of the standby. Thread-safe."""
         since_s, marked = self._waiting_since_s, self.log.marked
-        silent_s = time.monotonic() - since_s if since_s is not None else 0.0
+        silent_s = awake_s() - since_s if since_s is not None else 0.0
         state = StandbyState.COPYING if self.log.copy else StandbyState.UNPROTECTED
         if marked and self._whole:
             silent = not self._connected or silent_s > self._timeouts.suspect_s
@@ -245,7 +245,7 @@ class StandbyStream:
             reply = await self._answer(call, STREAM_S)
             self._whole = reply.synced
             self.log.acknowledge(reply.copy, reply.record)
-            self._waiting_since_s = time.monotonic() if self.log.waits else None
+            self._waiting_since_s = awake_s() if self.log.waits else None
 
     # Copying
 

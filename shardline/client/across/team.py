@@ -7,7 +7,6 @@ import datetime
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from shardline.client.overlap.watching import StepAgain
 from shardline.core.placement import Post
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UnreachableError
+from shardline.host.awake import awake_s
 
 log = logging.getLogger("shardline.client")
 
@@ -81,7 +81,7 @@ class Team:
             still_wanted=self._wait_for,
             place=self._place_of(key) if rank == 0 else None,
         )
-        self._waiting_s, self._told = time.monotonic(), False
+        self._waiting_s, self._told = awake_s(), False
         self._store = TeamStore(meeting.meet(), rank, self._timeouts.rpc_s)
         return self._join(self._store, key)
 
@@ -99,7 +99,7 @@ class Team:
 
     def _wait_for(self, missing: list[int]) -> bool:
         """Whether to go on waiting for these ranks."""
-        waited_s = time.monotonic() - self._waiting_s
+        waited_s = awake_s() - self._waiting_s
         who = ", ".join(f"{self._members[rank].task} (rank {rank})" for rank in missing)
         if missing and waited_s > self._timeouts.join_s:
             raise UnreachableError(f"{who} did not come to share layers with this worker within {waited_s:.0f} s")

@@ -7,10 +7,10 @@ there is no separate call, and nothing that a restarted chief would have to reme
 from __future__ import annotations
 
 import logging
-import time
 
 from shardline.core.orders import BarrierPlace, BarrierState, Orders, Phase
 from shardline.errors import JobError, TaskLostError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
@@ -68,19 +68,19 @@ class Barrier:
 
     def _wait(self, link: ChiefLink, place: BarrierPlace, where: str, timeout_s: float) -> Orders:
         """Return the orders that settle the barrier. Raises UnreachableError if none arrive within timeout_s."""
-        began_s = time.monotonic()
+        began_s = awake_s()
         while True:
-            left_s = began_s + timeout_s - time.monotonic()
+            left_s = began_s + timeout_s - awake_s()
             if link.wait(lambda orders: _decided(orders, place), timeout_s=max(0.0, min(left_s, TOLD_S))):
                 return link.orders
             state = _state(link.orders, place)
             missing = _names(state) if state is not None else "the chief's answer"
-            if left_s <= TOLD_S and time.monotonic() - began_s >= timeout_s:
+            if left_s <= TOLD_S and awake_s() - began_s >= timeout_s:
                 raise UnreachableError(
                     f"{where.format(f'waited {timeout_s:g} s', missing)}; see its log, or allow more time with "
                     "barrier(timeout_s=...)"
                 )
-            log.warning("%s: %.0f s of %g", where.format("waits", missing), time.monotonic() - began_s, timeout_s)
+            log.warning("%s: %.0f s of %g", where.format("waits", missing), awake_s() - began_s, timeout_s)
 
 
 def _state(orders: Orders, place: BarrierPlace) -> BarrierState | None:

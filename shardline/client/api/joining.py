@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 import torch
 
@@ -14,6 +13,7 @@ from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
 from shardline.errors import TaskLostError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.host.fingerprint import machine_fingerprint
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
@@ -86,7 +86,7 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
 def _find_step(link: ChiefLink, loop: StepLoop) -> None:
     """Find a script's first step and pull its parameters. Raises UnreachableError after --timeout."""
     limit_s = loop.trainer.exchange.timeouts.total_s
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = awake_s() + limit_s
     while True:
         loop.trainer.exchange.arm()
         link.check()
@@ -97,7 +97,7 @@ def _find_step(link: ChiefLink, loop: StepLoop) -> None:
             if not loop.assigns_replicas:
                 loop.finder.todo = {0}
             return
-        if time.monotonic() > deadline_s:
+        if awake_s() > deadline_s:
             raise UnreachableError(
                 f"{link.task}: could not determine the current step of the job within {limit_s:.0f} s"
             )

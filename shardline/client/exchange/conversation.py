@@ -17,6 +17,7 @@ from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
+from shardline.host.awake import awake_s
 from shardline.lanes.base import Lane
 from shardline.lanes.calls import NotAdmittedError
 
@@ -109,7 +110,7 @@ class Conversation:
             pending=list(task.contributions),
             want=task.want,
             start_s=now_s,
-            heard_s=now_s,
+            heard_s=awake_s(),
             pushed_s=now_s,
         )
         while not talk.over:
@@ -138,13 +139,13 @@ class Conversation:
         except Unready:
             # Not an error: the call is repeated when there is something to send.
             self._await_gradients(talk.pending)
-            talk.heard_s = time.monotonic()
+            talk.heard_s = awake_s()
             talk.want = self._again(talk.want)
             return None
         except UnreachableError as error:
             self._broke(talk, error)
             return None
-        talk.heard_s = time.monotonic()
+        talk.heard_s = awake_s()
         self._silence.note(self._shard, silent=False)
         if talk.pending:
             talk.pushed_s = call_s + done.push_s
@@ -154,7 +155,7 @@ class Conversation:
         """After a failed call, wait a little. Raises Interrupted, or the error itself after the whole timeout."""
         if self._interrupted.is_set():
             raise Interrupted from error
-        silent_s = time.monotonic() - talk.heard_s
+        silent_s = awake_s() - talk.heard_s
         if silent_s > self._timeouts.total_s:
             raise error
         if silent_s >= self._timeouts.dead_s:
@@ -194,7 +195,7 @@ class Conversation:
 
     def progress(self, sender: Sender, replicas: Sequence[int]) -> Standing:
         """See Exchange.progress."""
-        start_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        start_s, pause_s = awake_s(), FIRST_PAUSE_S
         while True:
             if self._interrupted.is_set():
                 raise Interrupted
@@ -205,7 +206,7 @@ class Conversation:
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
-                waited_s = time.monotonic() - start_s
+                waited_s = awake_s() - start_s
                 if waited_s >= self._timeouts.rpc_s:
                     self._silence.note(self._shard, silent=True)
                     raise UnreachableError(f"shard {self._shard}, after {waited_s:.1f} s: {error}") from error

@@ -14,6 +14,7 @@ from shardline.core.orders import Orders
 from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
 from shardline.errors import ForbiddenError, ProtocolError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.rpc.limits import MAX_NAME
@@ -106,14 +107,14 @@ class Mailbox:
 
     def awaits(self, parcel: ParcelReader, *, wait_s: float) -> bool:
         """See Inbox."""
-        end_s = time.monotonic() + wait_s
+        end_s = awake_s() + wait_s
         with self._changed:
             while True:
                 found = self._wanted(parcel.job, parcel.timeline, parcel.posting, parcel.key)
                 if found is not None:
                     self._check_codecs(parcel)
                     return found
-                left_s = end_s - time.monotonic()
+                left_s = end_s - awake_s()
                 if left_s <= 0.0 or self._closed:
                     raise UnreachableError(
                         f"{self._task} is at step {self._step} of timeline {self._timeline}, so it can't take "

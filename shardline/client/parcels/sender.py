@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
+from shardline.host.awake import awake_s
 from shardline.lanes.negotiated import Fallback
 from shardline.lanes.parcel_line import ParcelLine, ParcelWay
 from shardline.lanes.parcels import send_parcel
@@ -223,7 +223,7 @@ class ParcelSender:
 
     def _tell(self, error: Exception) -> None:
         """Say once that a worker has not answered for long; one that has just started is behind for a moment."""
-        now_s = time.monotonic()
+        now_s = awake_s()
         if self._failing_s is None:
             self._failing_s = now_s
         if not self._told and now_s - self._failing_s >= self._config.timeouts.suspect_s:

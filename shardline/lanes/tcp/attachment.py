@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ import torch
 
 from shardline.core.tensor_bytes import Buffer, tensor_from_bytes
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.host.loop_posts import post
+from shardline.host.awake import awake_s
+from shardline.host.loops import post
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answers, CallServer
 from shardline.lanes.socket_thread import NOT_READY, READ, WRITE, SocketThread, shut
@@ -148,7 +148,7 @@ class _Direction(Generic[Item]):
 
     def _begin(self) -> None:
         """Start moving the queue's items."""
-        self.moved_s = time.monotonic()
+        self.moved_s = awake_s()
         if not self._failed:
             self._thread.guard(self)
             self._move()
@@ -221,7 +221,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
         self._thread.watch(sock, READ, self._move)
 
     def _took(self, ticket: TcpTicket, count: int) -> None:
-        self.moved_s = time.monotonic()
+        self.moved_s = awake_s()
         ticket.filled += count
         if ticket.filled < len(ticket.memory):
             return
@@ -269,7 +269,7 @@ class SendSocket(_Direction[_Payload]):
             except OSError as error:
                 self._broke(f"sending failed: {error}")
                 return
-            self.moved_s = time.monotonic()
+            self.moved_s = awake_s()
             budget -= count
             item.rest = item.rest[count:]
             if len(item.rest) == 0:

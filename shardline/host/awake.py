@@ -1,0 +1,84 @@
+"""The time in which this process ran: time.monotonic() without the time in which the process was stopped.
+
+A process that is stopped (SIGSTOP, a frozen container, a virtual machine that is moved) hears nobody, while the clock
+goes on. So a silence is measured in the time in which somebody could have been heard: a long gap between two readings
+counts as a short one. All deadlines after which somebody else counts as silent, lost or dead are kept in it; durations
+that are only shown are not. PROTOCOL 1.6.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+TICK_S = 0.1
+"""Seconds between two readings, at most, while the process runs."""
+LONGEST_S = 0.5
+"""Seconds that a longer gap counts as; on a busy machine a reading may be late."""
+
+
+class AwakeTime:
+    """Takes off a clock the time in which nobody read it. Pure; the clock is an argument."""
+
+    def __init__(self, now_s: float) -> None:
+        self._last_s = now_s
+        self.away_s = 0.0
+        """Seconds in which the process did not run."""
+
+    def at(self, now_s: float) -> float:
+        """The time at a reading of the clock; never less than at the one before, and as fast as the clock at most."""
+        gap_s = now_s - self._last_s
+        self.away_s += max(0.0, gap_s - LONGEST_S)
+        self._last_s = now_s
+        return now_s - self.away_s
+
+
+class _Watch:
+    """Reads the clock every TICK_S, on a thread of its own, so that long gaps are only those of a stopped process."""
+
+    def __init__(self) -> None:
+        self._awake = AwakeTime(time.monotonic())
+        self.forked()
+
+    def forked(self) -> None:
+        """In a new process, which has no such thread, and a lock that another thread may hold for ever."""
+        self._lock = threading.Lock()
+        self._ticks = False
+        self._never = threading.Event()
+
+    def read(self) -> float:
+        """The time now."""
+        with self._lock:
+            if not self._ticks:
+                self._ticks = True
+                threading.Thread(target=self._run, name="awake", daemon=True).start()
+            return self._awake.at(time.monotonic())
+
+    @property
+    def away_s(self) -> float:
+        """Seconds in which the process did not run, up to now."""
+        self.read()
+        return self._awake.away_s
+
+    def _run(self) -> None:
+        while not self._never.wait(TICK_S):
+            self.read()
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.forked)
+
+
+def awake_s() -> float:
+    """Seconds, comparable within this process only. The clock for whoever judges a silence."""
+    return _watch.read()
+
+
+def away_s() -> float:
+    """Seconds in which this process did not run, up to now.
+
+    A call that failed while this number grew was not necessarily refused or unanswered: its deadline may have passed,
+    or its connection been given up, while nobody was there to hear the answer.
+    """
+    return _watch.away_s

@@ -1,0 +1,163 @@
+"""Time in which a process ran: the clock without the gaps in which nobody read it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+
+from shardline.core.timeouts import Timeouts
+from shardline.errors import UnreachableError
+from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, awake_s
+from shardline.rpc import channel
+from shardline.rpc.channel import Peer
+from tests.support.sources import ROOT
+
+
+def test_time_goes_on_as_the_clock_does_while_it_is_read() -> None:
+    awake = AwakeTime(100.0)
+    assert [awake.at(100.0 + tick * TICK_S) for tick in range(5)] == [100.0 + tick * TICK_S for tick in range(5)]
+    assert awake.away_s == 0.0
+
+
+def test_a_gap_in_which_nobody_read_the_clock_counts_as_a_short_one() -> None:
+    awake = AwakeTime(0.0)
+    assert awake.at(3600.0) == LONGEST_S
+    assert awake.at(3600.0 + TICK_S) == pytest.approx(LONGEST_S + TICK_S)
+    assert awake.away_s == 3600.0 - LONGEST_S
+
+
+def test_this_process_reads_its_clock_while_nobody_asks() -> None:
+    first = awake_s()
+    threading.Event().wait(3 * LONGEST_S)
+    assert awake_s() - first > LONGEST_S
+
+
+STOPPED = """
+import sys, threading
+from shardline.host.awake import awake_s
+first = awake_s()
+print("ready", flush=True)
+sys.stdin.readline()
+print(awake_s() - first, flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_goes_on_as_if_little_time_had_passed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            assert child.stdout.readline() == "ready\n"
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < 3 * LONGEST_S:
+                threading.Event().wait(0.1)
+            child.send_signal(signal.SIGCONT)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            passed_s = float(child.stdout.readline())
+            assert passed_s < time.monotonic() - began_s - LONGEST_S
+        finally:
+            child.kill()
+
+
+def test_a_child_that_was_forked_has_a_clock_that_goes_on() -> None:
+    parent_s = awake_s()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        awake_s()
+        threading.Event().wait(2 * LONGEST_S)
+        os.write(write, f"{awake_s()}".encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as told:
+        child_s = float(told.read())
+    os.waitpid(pid, 0)
+    assert child_s > parent_s + LONGEST_S
+
+
+class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # of a package without types
+    """A call whose deadline has passed."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self) -> str:
+        return "Deadline Exceeded"
+
+
+def test_a_call_whose_deadline_passed_while_this_process_was_stopped_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    awake = AwakeTime(0.0)
+    clock_s = 0.0
+    monkeypatch.setattr(channel, "awake_s", lambda: awake.at(clock_s))
+    peer = Peer("ps/0", "127.0.0.1:1", Timeouts(total_s=9.0))
+    deadlines = []
+
+    def stopped_during_the_first(request: object, *, timeout: float, wait_for_ready: bool) -> str:
+        nonlocal clock_s
+        deadlines.append(timeout)
+        if len(deadlines) == 1:
+            clock_s += 3600.0
+            raise Failed
+        return "answer"
+
+    try:
+        assert peer.call(stopped_during_the_first, object(), what="Status") == "answer"
+    finally:
+        peer.close()
+    assert deadlines == [3.0, 3.0 - LONGEST_S]
+
+
+def test_a_call_whose_deadline_passed_while_this_process_ran_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    awake = AwakeTime(0.0)
+    clock_s = 0.0
+    monkeypatch.setattr(channel, "awake_s", lambda: awake.at(clock_s))
+    peer = Peer("ps/0", "127.0.0.1:1", Timeouts(total_s=9.0))
+
+    def silent(request: object, *, timeout: float, wait_for_ready: bool) -> str:
+        nonlocal clock_s
+        for _ in range(40):
+            clock_s += TICK_S
+            awake.at(clock_s)
+        raise Failed
+
+    try:
+        with pytest.raises(UnreachableError, match="did not answer Status"):
+            peer.call(silent, object(), what="Status")
+    finally:
+        peer.close()
+
+
+FIGURES = {
+    "chief/shardline_chief/io/checkpointer.py",
+    "chief/shardline_chief/io/control.py",
+    "chief/shardline_chief/page/run_files.py",
+    "evaluator/shardline_evaluator/scoring.py",
+    "services/shardline_ps/shard/storage.py",
+    "shardline/rpc/beat_facts.py",
+    "shardline/rpc/client.py",
+}
+"""Modules of tasks and of their calls that measure how long something takes; none of them judges anybody by it."""
+
+
+def test_whoever_judges_a_silence_uses_the_clock_for_that() -> None:
+    folders = ("chief", "services", "worker", "evaluator", "shardline/rpc")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if "time.monotonic()" in path.read_text(encoding="utf-8")
+    }
+    assert found == FIGURES
