@@ -1,6 +1,6 @@
 """Many schedules, one after another.
 
-make chaos                        # seeds 0 to 79
+make chaos                        # seeds 0 to 79 and 400 to 419
 make chaos ARGS="--seed 17"       # one of them again
 """
 
@@ -18,15 +18,20 @@ import click
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import ROOT, Cold, Nursery, Starter
 from tests.chaos.play import Played, play
-from tests.chaos.schedules import TIMEOUT_S, draw
+from tests.chaos.schedules import PAUSED, TIMEOUT_S, draw
 
 COLD_TIMEOUT_S = 24.0
 """Where each process imports everything anew."""
 
 
+DEFAULT = (*range(80), *range(PAUSED, PAUSED + 20))
+
+
 @click.command()
-@click.option("--seed", "seeds", type=int, multiple=True, help="This schedule; may be repeated. Default: 0 to 79.")
-@click.option("--count", type=click.IntRange(1), default=80, show_default=True, help="So many seeds from --from.")
+@click.option(
+    "--seed", "seeds", type=int, multiple=True, help="This schedule; may be repeated. Default: 0 to 79 and 400 to 419."
+)
+@click.option("--count", type=click.IntRange(1), help="So many seeds from --from.")
 @click.option("--from", "first", type=int, default=0, show_default=True, help="The first seed.")
 @click.option("--networks/--no-networks", default=True, help="Let links fail, where this machine can do that.")
 @click.option("--standbys/--no-standbys", default=True, help="Give some of the jobs standbys.")
@@ -38,7 +43,7 @@ COLD_TIMEOUT_S = 24.0
     help="Folder for the logs of schedules that are broken.",
 )
 def main(
-    seeds: tuple[int, ...], count: int, first: int, networks: bool, standbys: bool, cold: bool, keep: Path
+    seeds: tuple[int, ...], count: int | None, first: int, networks: bool, standbys: bool, cold: bool, keep: Path
 ) -> None:
     """Play schedules of kills, pauses and partitions; exit code 1 where one is broken."""
     reason = why_no_networks() if networks else "--no-networks"
@@ -46,7 +51,9 @@ def main(
         click.echo(f"no links fail: {reason}")
     # Networks and processes are taken away on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    wanted = seeds or range(first, first + count)
+    if count is not None:
+        seeds = (*seeds, *range(first, first + count))
+    wanted = seeds or DEFAULT
     start_s = time.monotonic()
     timeout_s = COLD_TIMEOUT_S if cold else TIMEOUT_S
     with Cold() if cold else Nursery() as starter:

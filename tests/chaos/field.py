@@ -221,6 +221,15 @@ class Field:
             self._over.wait(seconds)
             self._starter.signal(pid, signal.SIGCONT)
 
+    def freeze(self, seconds: float) -> None:
+        """SIGSTOP to every task that is there, and SIGCONT later, as when their machine is frozen or moved."""
+        # Nobody is started meanwhile either.
+        with self._lock:
+            stopped = [pid for name in self.tasks if (pid := self._signal(name, signal.SIGSTOP))]
+            self._over.wait(seconds)
+            for pid in stopped:
+                self._starter.signal(pid, signal.SIGCONT)
+
     @contextlib.contextmanager
     def cut(self, name: str, peers: Sequence[str], *, there: bool, back: bool) -> Iterator[None]:
         """No packets from the task to its peers (there), from them to it (back)."""

@@ -238,6 +238,8 @@ class _Player:
                 field.keep_away(event.task, event.seconds)
             case "pause":
                 field.pause(event.task, event.seconds)
+            case "freeze":
+                field.freeze(event.seconds)
             case "together":
                 field.kill(event.task)
                 field.kill(event.peer)

@@ -13,6 +13,7 @@ LONG_S = DEAD_S * 1.5
 EPOCH = 32
 """Batches in one epoch of the small job."""
 LINKS = ("cut", "deaf", "mute", "island", "slow")
+EVERYBODY = "everybody"
 KILLS = ("kill", "away", "together", "writing")
 SPARE = "sync:spares=1"
 PLAIN = 50
@@ -25,6 +26,8 @@ APART = 200
 """Seeds from this one on draw, beside other pipelines, some whose replicas don't wait for each other."""
 PROTECTED = 300
 """Seeds from this one on give standbys to every other one of these."""
+PAUSED = 400
+"""Seeds from this one on have a pause of the chief, or of everybody, beside what else happens."""
 PACED = "ssp:slack=1"
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
 """Pipelines without a flush that train."""
@@ -38,11 +41,12 @@ class Event:
     """One thing that happens.
 
     kind: "kill" (and started again at once), "away" (killed, and started again after `seconds`), "pause" (SIGSTOP, then
-    SIGCONT), "second" (another process is started in the same place), "together" (task and peer are killed in one
-    moment), "writing" (killed while the next checkpoint is being written), and of links: "cut" (no packet between task
-    and peer), "deaf" (nothing from peer reaches task), "mute" (nothing from task reaches peer), "island" (no packet
-    between task and anybody), "slow" (what task sends goes at 1 Mbit/s), "reset" (connections from peer to task are
-    reset, so that calls which task may have served are made again).
+    SIGCONT), "freeze" (the same for every task at once; task is EVERYBODY), "second" (another process is started in the
+    same place), "together" (task and peer are killed in one moment), "writing" (killed while the next checkpoint is
+    being written), and of links: "cut" (no packet between task and peer), "deaf" (nothing from peer reaches task),
+    "mute" (nothing from task reaches peer), "island" (no packet between task and anybody), "slow" (what task sends goes
+    at 1 Mbit/s), "reset" (connections from peer to task are reset, so that calls which task may have served are made
+    again).
     """
 
     at: float = 0.0
@@ -131,6 +135,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     From PLAIN on, four of ten are cut into stages, two of the three asynchronous ones have bounded staleness, one has a
     spare, one a lossy codec, and in one workers run the optimizer. From APART on, replicas of two of the four cut into
     stages don't wait for each other, or not much.
+    From PAUSED on, somewhere among the events the chief is paused, or everybody.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -170,7 +175,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
-        events=_events(dice, counts, networks=networks, later=seed >= PLAIN),
+        events=_events(dice, counts, networks=networks, later=seed >= PLAIN, paused=seed >= PAUSED),
     )
     return cut.applied(drawn) if cut else drawn
 
@@ -256,7 +261,9 @@ def _codecs(seed: int, every: int, *, standbys: bool) -> tuple[str, str]:
     return up, dice.choice(["", "bf16", *([] if standbys else [f"delta:by=int8,refresh={every}"])])
 
 
-def _events(dice: random.Random, counts: dict[str, int], *, networks: bool, later: bool) -> tuple[Event, ...]:
+def _events(
+    dice: random.Random, counts: dict[str, int], *, networks: bool, later: bool, paused: bool
+) -> tuple[Event, ...]:
     """One to three events; some follow the one before at once, in the middle of what comes of it."""
     events: list[Event] = []
     at = 0.0
@@ -269,6 +276,8 @@ def _events(dice: random.Random, counts: dict[str, int], *, networks: bool, late
         events.append(_event(dice, place, counts, links=networks and dice.random() < 0.75))
     if later:
         events.append(_later(dice, counts, networks=networks))
+    if paused:
+        events.insert(dice.randrange(len(events)), _pause(dice))
     # Where the first chief is killed meanwhile, a second one takes over, as it should.
     dies = any(event.task == "chief/0" and event.kind in KILLS for event in events)
     return tuple(event for event in events if event.kind != "second" or not dies)
@@ -286,6 +295,12 @@ def _later(dice: random.Random, counts: dict[str, int], *, networks: bool) -> Ev
         task, peer = dice.choice([("chief/0", ps), ("chief/0", worker), (ps, worker)])
         return Event(at=at, after=after, kind=kind, task=task, peer=peer)
     return Event(at=at, after=after, kind=kind, task=dice.choice(["chief/0", ps]))
+
+
+def _pause(dice: random.Random) -> Event:
+    """An event right after the one before, or at the beginning: whoever judges silences is stopped meanwhile."""
+    kind, task = dice.choice([("pause", "chief/0"), ("freeze", EVERYBODY)])
+    return Event(after=dice.uniform(0.0, DEAD_S), kind=kind, task=task, seconds=dice.choice([SHORT_S, LONG_S]))
 
 
 def _event(dice: random.Random, place: tuple[float, float], counts: dict[str, int], *, links: bool) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from tests.chaos.play import play
 from tests.chaos.schedules import (
     APART,
     EPOCH,
+    EVERYBODY,
     LINKS,
     LONG_S,
     NEGATIVE,
     PACED,
+    PAUSED,
     PLAIN,
     PROTECTED,
     SPARE,
@@ -27,6 +30,9 @@ from tests.chaos.schedules import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
+
+
+PAUSES = {("pause", "chief/0"), ("freeze", EVERYBODY)}
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +163,26 @@ def test_every_schedule_of_a_pipeline_is_drawn_with_replicas_that_do_not_wait_an
     assert {one.workers for one in drawn if one.mode == PACED} == {6}
     later = [one for one in map(draw, range(PROTECTED, PROTECTED + 40)) if one.apart]
     assert [one.standbys for one in later] == [0, 0, 1, 1] * 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("kind", "task"), [("pause", "chief/0"), ("freeze", EVERYBODY)])
+def test_a_pause_of_the_chief_or_of_everybody_costs_nothing_at_all(
+    tmp_path: Path, starter: Starter, kind: str, task: str, mode: str
+) -> None:
+    plain = schedule(Event(at=0.4, kind=kind, task=task, seconds=LONG_S), mode=mode)
+    found = play(replace(plain, standbys=int(mode == "async")), tmp_path, starter)
+    assert set(found.codes.values()) == {(0,)}
+    assert found.summary["recoveries"] == []
+    assert (found.summary["lost_updates"], found.summary["repeated_batches"]) == (0, 0)
+
+
+def test_later_seeds_pause_the_chief_and_everybody_and_earlier_ones_only_one_task() -> None:
+    assert not any(event.kind == "freeze" for seed in range(PAUSED) for event in draw(seed).events)
+    drawn = [draw(seed) for seed in range(PAUSED, PAUSED + 40)]
+    assert all(any((e.kind, e.task) in PAUSES for e in one.events) for one in drawn)
+    assert {(e.kind, e.task) for one in drawn for e in one.events} >= PAUSES
+    assert {one.standbys for one in drawn} == {0, 1}
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
