@@ -10,13 +10,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from shardline.client.across.meeting import hear, tell
+from shardline.host.awake import awake_s
 from shardline.rpc.auth.proof import NONCE_BYTES, mac
 
 
@@ -35,7 +35,7 @@ class TeamStore(dist.Store):  # type: ignore[name-defined,misc]  # torch exports
 
     def set(self, key: str, value: bytes) -> None:
         """See dist.Store. Raises DistError if a member is lost meanwhile."""
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = awake_s() + self._timeout_s
         found = {key: value.hex()}
         try:
             for connection in self._connections if self._leads else ():

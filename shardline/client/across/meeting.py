@@ -19,6 +19,7 @@ from typing import Any
 from shardline.client.overlap.watching import StepAgain
 from shardline.errors import ForbiddenError, UnreachableError
 from shardline.host import segments
+from shardline.host.awake import awake_s
 from shardline.host.process import kept_from_children
 from shardline.host.segments import SegmentError
 from shardline.rpc.auth.proof import CallerProof, check_caller, mac, receive
@@ -117,7 +118,7 @@ class Meeting:
         try:
             segments.check_user(connection)
             check_caller(connection, self.key, PROOF_S)
-            told = hear(connection, time.monotonic() + PROOF_S)
+            told = hear(connection, awake_s() + PROOF_S)
         except (OSError, SegmentError, ForbiddenError):
             connection.close()
             return
@@ -153,7 +154,7 @@ class Meeting:
         caller.finish(PROOF_S)
         tell(connection, {"rank": self.rank, "about": self.about})
         self._await(connection, [])
-        return hear(connection, time.monotonic() + PROOF_S)
+        return hear(connection, awake_s() + PROOF_S)
 
     def _await(self, connection: socket.socket, missing: list[int]) -> None:
         """Wait for bytes, or the end of the connection."""

@@ -14,9 +14,9 @@ import hashlib
 import hmac
 import secrets
 import socket
-import time
 
 from shardline.errors import ForbiddenError
+from shardline.host.awake import awake_s
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -41,7 +41,7 @@ class CallerProof:
 
     def finish(self, timeout_s: float) -> None:
         """Check the listener's proof, then send the caller's. Raises ForbiddenError if the listener lacks the key."""
-        answer = receive(self._sock, NONCE_BYTES + PROOF_BYTES, time.monotonic() + timeout_s)
+        answer = receive(self._sock, NONCE_BYTES + PROOF_BYTES, awake_s() + timeout_s)
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not hmac.compare_digest(proof, mac(self._key, b"listener", self._nonce, theirs)):
             raise ForbiddenError("the process that listens there lacks the secret")
@@ -53,7 +53,7 @@ def check_caller(sock: socket.socket, key: bytes, timeout_s: float) -> None:
 
     Raises ForbiddenError if it lacks the key, OSError if the connection breaks or it takes too long.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = awake_s() + timeout_s
     nonce, theirs = secrets.token_bytes(NONCE_BYTES), receive(sock, NONCE_BYTES, deadline_s)
     sock.sendall(nonce + mac(key, b"listener", theirs, nonce))
     if not hmac.compare_digest(receive(sock, PROOF_BYTES, deadline_s), mac(key, b"caller", theirs, nonce)):
@@ -64,7 +64,7 @@ def receive(sock: socket.socket, nbytes: int, deadline_s: float) -> bytes:
     """Receive this many bytes. Raises TimeoutError after the deadline, OSError where the connection ends before."""
     data = b""
     while len(data) < nbytes:
-        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        sock.settimeout(max(0.001, deadline_s - awake_s()))
         part = sock.recv(nbytes - len(data))
         if not part:
             raise ConnectionAbortedError("the other side closed the connection")
