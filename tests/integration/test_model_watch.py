@@ -11,16 +11,21 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardline.client.watch.first_loss import FirstLoss
+from shardline.client.watch.model_watch import EVERY
 from shardline.errors import JobError
 from shardline.model import model_tensors, named_values
 from shardline.testing import reference
 from tests.models.changes import Change, Watched, assign_buffers, clone_parameters, perturb_and_undo, write_and_undo
 from tests.models.row import job as make_job
 from tests.support.cluster import Cluster, assert_same_end
+from tests.support.overlap import OverlapWorker
 from tests.support.services import Services, backward, make_model
 
 pytestmark = pytest.mark.usefixtures("no_push_is_small")
+SMALL_BUCKETS = 256
 STEPS = 4
+LATE = 2 * EVERY + 2
+"""A step after some in which all values were compared."""
 
 
 def test_a_pass_that_is_repeated_begins_with_the_buffers_of_its_step() -> None:
@@ -45,6 +50,40 @@ def test_replicas_with_parameters_of_their_own_may_write_to_them() -> None:
         worker = cluster.worker(0)
         worker.run([0], 3)
         assert worker.trainer.step == 3
+
+
+def habit(model: Watched, number: int) -> None:
+    if number >= LATE:
+        model.last.weight.data.clamp_(-0.01, 0.01)
+
+
+def once_into_frozen(model: Watched, number: int) -> None:
+    if number == LATE:
+        model.frozen.weight.data += 1.0
+
+
+def once_while_frozen(model: Watched, number: int) -> None:
+    model.first.requires_grad_(number < 3)
+    if number == LATE:
+        model.first.weight.data += 1.0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [(habit, "last.weight"), (once_into_frozen, "frozen.weight"), (once_while_frozen, "first.weight")],
+)
+def test_a_write_through_data_that_lasts_is_found_whenever_it_begins(
+    act: Callable[[Watched, int], None], name: str, overlap: bool
+) -> None:
+    job = make_job(Change(act).model, replicas=1, steps=LATE + EVERY)()
+    with Cluster(job, ps=1, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = OverlapWorker(cluster, 0) if overlap else cluster.worker(0)
+        if overlap:
+            cluster.workers.append(worker)
+        with pytest.raises(JobError, match=f"'{name}' was written to in this process") as found:
+            worker.run([0], job.steps)
+        assert str(found.value).startswith(f"step {3 * EVERY - 1}: ")
 
 
 def test_parameters_that_the_loss_uses_and_the_model_has_not_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

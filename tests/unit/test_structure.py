@@ -54,6 +54,8 @@ MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""
+INSTALLED = {".venv", ".venvs"}
+"""Folders within others' where libraries that tests and benchmarks compare with are installed."""
 PRIVATE_IN_TESTS = 30
 """Places in tests that touch a private member of something else than `self`; the number only falls."""
 MAY_TOUCH = re.compile(r"(?<!\bself\.)(?<!\bcls\.)(?<!\bdef )(?<!\w)_[a-zA-Z]")
@@ -180,7 +182,7 @@ def test_private_members_are_touched_only_where_there_is_no_other_way() -> None:
     found = [
         f"{name_of(path)}:{node.lineno}: {name}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        if MAY_TOUCH.search(path.read_text())
+        if not INSTALLED.intersection(path.parts) and MAY_TOUCH.search(path.read_text())
         for node in nodes_of(path)
         if isinstance(node, ast.expr | ast.stmt) and (name := touched(node))
     ]
@@ -222,8 +224,7 @@ def test_no_file_keeps_the_marks_of_a_merge() -> None:
         "benchmarks",
     )
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
-    # Rivals are installed there.
-    found = [path for path in found if ".venvs" not in path.parts]
+    found = [path for path in found if not INSTALLED.intersection(path.parts)]
     found += [path for path in ROOT.iterdir() if path.suffix in TEXTS]
     marked = [
         name_of(path)

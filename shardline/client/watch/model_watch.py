@@ -5,7 +5,7 @@ the servers: what this process writes into one would be lost at the next pull, o
 before the step's gradients are sent, as sharpness-aware optimizers and evaluations with averaged weights do.
 
 Writes are noticed by torch's counters. These don't see writes through `p.data`, so in some steps digests of all values
-are compared: those of a habit (weight clipping) are found in the first steps.
+are compared: those of a habit (weight clipping) are found in the first steps, those that last within EVERY.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardline.model import BEFORE, Owners, check_overlap, described, parameters
 log = logging.getLogger("shardline.client")
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-RARELY = 64
-"""From this step on, values are compared by digest in steps that are powers of two."""
+EVERY = 64
+"""Values are compared by digest in the first two steps and then in one of so many: half a percent of the time."""
 
 
 class Tensors(Protocol):
@@ -93,6 +93,8 @@ class ModelWatch:
         """Digests of parameters that no pull writes to."""
         self._digests: dict[int, int] = {}
         """Digests of this step's values, of other parameters."""
+        self._compared: dict[int, tuple[int, int]] = {}
+        """torch's counter and the digest of these, when values of a step were last compared."""
         self._doubtful: set[int] = set()
         """Parameters that have to be judged."""
         self._visited: set[int] = set()
@@ -106,7 +108,7 @@ class ModelWatch:
         None: whatever their values are, they are not the servers' (see WorkerMethods.copies).
         """
         self._layout = layout
-        self._digests, self._constant = {}, {}
+        self._digests, self._constant, self._compared = {}, {}, {}
         self._doubtful.clear()
         if layout is None:
             return
@@ -131,7 +133,15 @@ class ModelWatch:
         if not self._constant:
             self._constant = {n: digest(n) for n in self._numbers if kinds[n].kind is TensorKind.FROZEN}
         chosen = self._numbers if self._closely else self._visited
-        self._digests = {number: digest(number) for number in chosen if number not in self._constant}
+        self._digests = {number: self._arrived(number) for number in chosen if number not in self._constant}
+
+    def _arrived(self, number: int) -> int:
+        """Return the digest of a value that the servers have sent: the last one known, if none has come since."""
+        assert self._layout is not None, "values arrive in one"
+        count, (known_count, known) = self._layout.tensors[number]._version, self._compared.get(number, (-1, 0))
+        found = known if count == known_count else self._layout.digest(number)
+        self._compared[number] = count, found
+        return found
 
     def sent(self) -> None:
         """The next values arrive while the user's code runs."""
@@ -268,7 +278,7 @@ def _named(layout: Tensors, numbers: Sequence[int]) -> str:
 
 def _is_closely(passes: int) -> bool:
     """Return whether the values of a step are compared by digest."""
-    return passes <= 2 or (passes >= RARELY and passes & (passes - 1) == 0)
+    return passes <= 2 or passes % EVERY == 0
 
 
 UNWATCHED = ModelWatch({}, {}, (), script=False, divided=False)
