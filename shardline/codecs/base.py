@@ -258,8 +258,12 @@ class Codec(Resident, ABC):
     def max_bytes(self, layout: Layout) -> int:
         """Upper bound for the bytes of the bucket's payloads; at most the bytes of the bucket itself."""
 
+    def min_bytes(self, layout: Layout) -> int:
+        """Lower bound for the bytes of the bucket's payloads, so that few can't become many."""
+        return 0
+
     def usual_bytes(self, layout: Layout) -> int:
-        """The same for payloads after a warm-up, if there is one, and that are not whole; see Turn.whole."""
+        """An upper bound for payloads after a warm-up, if there is one, and that are not whole; see Turn.whole."""
         return self.max_bytes(layout)
 
     @abstractmethod

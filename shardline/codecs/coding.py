@@ -42,7 +42,10 @@ class BucketCoding:
         """Why no payload of this bucket has this length; "" if one may. Checked before memory is allocated for it."""
         if self.codec.fixed_size:
             return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes} bytes"
-        return "" if 0 <= nbytes <= self.max_bytes else f"codec {self.name} makes at most {self.max_bytes} bytes"
+        least = self.codec.min_bytes(self.layout)
+        if least <= nbytes <= self.max_bytes:
+            return ""
+        return f"codec {self.name} makes {least} to {self.max_bytes} bytes"
 
 
 class Coding:

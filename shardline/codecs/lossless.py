@@ -16,6 +16,9 @@ from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError, ProtocolError
 
 LEVELS = range(1, 20)
+AMPLE_BYTES, MOST_TIMES = 64 << 20, 256
+"""A larger bucket is compressed to a 256th at most, and sent as it is where it would get smaller: a receiver, who may
+not know its sender, opens no payload that stands for more."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,24 @@ class Lossless(Codec):
         """The bucket's own bytes."""
         return layout.bucket.nbytes
 
+    def min_bytes(self, layout: Layout) -> int:
+        """A 256th of a large bucket."""
+        return layout.bucket.nbytes // MOST_TIMES if layout.bucket.nbytes > AMPLE_BYTES else 0
+
     def encoder(self, layout: Layout) -> LosslessCoder:
         """Encoder that compresses."""
-        return LosslessCoder(layout, self.level)
+        return LosslessCoder(layout, self.level, self.min_bytes(layout))
 
     def decoder(self, layout: Layout) -> LosslessCoder:
         """Decoder that restores the bits."""
-        return LosslessCoder(layout, self.level)
+        return LosslessCoder(layout, self.level, self.min_bytes(layout))
 
 
 class LosslessCoder:
     """Encoder and decoder of one bucket. A payload as long as the bucket is the bucket's own bytes."""
 
-    def __init__(self, layout: Layout, level: int) -> None:
+    def __init__(self, layout: Layout, level: int, least: int) -> None:
+        self._least = least
         self._bucket = layout.bucket
         self._size = itemsize(layout.bucket.dtype)
         self._level = level
@@ -66,7 +74,7 @@ class LosslessCoder:
         octets = np.frombuffer(tensor_bytes(values), np.uint8)
         planes = np.ascontiguousarray(octets.reshape(-1, self._size).T)
         data = _compressor(self._level).compress(planes)  # type: ignore[arg-type]  # an array is a buffer
-        return data if len(data) < octets.nbytes else octets.tobytes()
+        return data if self._least <= len(data) < octets.nbytes else octets.tobytes()
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """The same bits. A frame that says that it has another size than the bucket is refused unread."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardline.core.fixed import fixed
 from shardline.core.spec import itemsize
-from shardline.errors import JobError
+from shardline.errors import JobError, ProtocolError
 
 Values = torch.Tensor | tuple[torch.Tensor, ...]
 """What one stage hands to the next."""
@@ -72,10 +72,20 @@ class Parcel:
     forms: tuple[Form | None, ...] = ()
     """By tensor, what it was before a codec encoded it; None: it is as it was. Empty: all are."""
 
+    sender: str = field(default="", compare=False)
+    """The worker that it came from; empty: this one."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, as they travel."""
         return sum(value.nbytes for value in self.values)
+
+    def unusable(self, why: object) -> ProtocolError:
+        """The error for a parcel that its sender can't have made of a pass."""
+        return ProtocolError(
+            f"{self.sender or 'this worker'} sent {self.key} that can't be used: {why}; is it another version of "
+            "Shardline, or has somebody taken its place?"
+        )
 
     def form(self, number: int) -> Form | None:
         """The form of one tensor."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shardline.core.fixed import fixed
 from shardline.core.orders import PassReport
+from shardline.core.spec import DTYPES
 from shardline.data import (
     Batch,
     BatchSource,
@@ -23,7 +24,7 @@ from shardline.data import (
     derive,
     seed_everything,
 )
-from shardline.errors import JobError, calling
+from shardline.errors import JobError, JobExitError, ProtocolError, calling
 from shardline.pipeline.batches import Batches
 from shardline.pipeline.parcel import Parcel, ParcelKey, pack, unpack
 from shardline.pipeline.parcel_coding import ParcelCoding, is_encoded
@@ -108,6 +109,8 @@ class _Given:
     places: tuple[int, ...] = ()
     """See Parcel."""
     random_state: bytes = b""
+    sender: str = ""
+    """The worker that the inputs came from."""
 
     def changes(self) -> list[int]:
         """How often each tensor has been changed in place: a pass can be repeated only with what it had."""
@@ -185,6 +188,8 @@ class StageWork:
         self._batches = Batches(job, source, self.last, self._device)
         self._held: dict[At, _Held] = {}
         self._border = functools.cache(self._name_border)
+        self._spare = torch.Generator(self._device)
+        """Tries a state before torch's own generator gets it."""
 
     def begin(self, stages: Mapping[int, Sequence[int]]) -> None:
         """Forget forward passes whose backward passes will not come. stages: of this worker, by replica."""
@@ -210,7 +215,13 @@ class StageWork:
         start_s = time.monotonic()
         given = self._given(at)
         before = given.changes() if self._recompute else []
-        outputs, places = self._outputs(at, given)
+        try:
+            outputs, places = self._outputs(at, given)
+        except JobError as error:
+            if not given.sender or isinstance(error, JobExitError):
+                raise
+            came = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in given.inputs)
+            raise JobError(f"{error} (it was given {came}, which came from {given.sender})") from error
         end_s, needs_grad = time.monotonic(), tuple(one.requires_grad for one in outputs)
         if self._recompute:
             if given.changes() != before:
@@ -245,11 +256,12 @@ class StageWork:
         buffers = self.tensors.kept(at.replica, at.stage) if self._recompute else {}
         if parcel is None:
             return _Given(batch, buffers)
-        values = self._coding.decoded(parcel, self._border(parcel.key.stage - 1))
+        values = self._decoded(parcel, self._border(parcel.key.stage - 1))
+        self._check_random_state(parcel)
         moved = [value.to(self._device).detach() for value in values]
         leaves = tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
         encoded = tuple(parcel.form(number) is not None for number in range(len(leaves)))
-        return _Given(batch, buffers, leaves, encoded, parcel.places, parcel.random_state)
+        return _Given(batch, buffers, leaves, encoded, parcel.places, parcel.random_state, parcel.sender)
 
     def _outputs(self, at: At, given: _Given) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
         """What a pass makes, see pack(): the loss, in the last stage."""
@@ -319,8 +331,9 @@ class StageWork:
         parcel = self._parcels.take(at.key(back=True)) if held.waits and at.stage < self.last else None
         if at.stage == self.last or (parcel is not None and parcel.places):
             outputs = self._repeated(at, held) if held.outputs is None else held.outputs
+            gradients = None if parcel is None else self._gradients(outputs, parcel)
             with calling(f"backward(), {at}"):
-                self._go_back(at, outputs, parcel)
+                self._go_back(outputs if parcel is None else [outputs[n] for n in parcel.places], gradients)
         end_s, given = time.monotonic(), held.given
         if any(value.requires_grad for value in given.inputs):
             found = {n: value.grad for n, value in enumerate(given.inputs) if value.grad is not None}
@@ -329,14 +342,39 @@ class StageWork:
             self._parcels.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
         self._passed(at, start_s, end_s, holds, back=True)
 
-    def _go_back(self, at: At, outputs: Sequence[torch.Tensor], parcel: Parcel | None) -> None:
-        """Add the gradients. parcel: those of the outputs; None in the last stage."""
-        if parcel is None:
+    def _go_back(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None) -> None:
+        """Add the gradients. gradients: those of the outputs; None in the last stage."""
+        if gradients is None:
             (outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
             return
-        gradients = self._coding.decoded(parcel, self._border(at.stage, back=True))
-        used = [outputs[number] for number in parcel.places]
-        torch.autograd.backward(used, [gradient.to(self._device) for gradient in gradients])
+        torch.autograd.backward(outputs, gradients)
+
+    def _gradients(self, outputs: Sequence[torch.Tensor], parcel: Parcel) -> list[torch.Tensor]:
+        """What has come back from the next stage. Raises ProtocolError, naming its worker, if it fits no output."""
+        for number, place in enumerate(parcel.places):
+            form, value = parcel.form(number), parcel.values[number]
+            dtype, shape = (DTYPES[form.dtype], form.shape) if form is not None else (value.dtype, tuple(value.shape))
+            if place >= len(outputs) or not outputs[place].requires_grad:
+                raise parcel.unusable(f"there is no gradient of tensor {place} of {len(outputs)}")
+            wanted = outputs[place]
+            # Before anything is decoded: what that takes is then known, too.
+            if (dtype, shape) != (wanted.dtype, tuple(wanted.shape)):
+                raise parcel.unusable(f"it is {dtype} {shape}, of an output of {wanted.dtype} {tuple(wanted.shape)}")
+        found = self._decoded(parcel, self._border(parcel.key.stage, back=True))
+        return [gradient.to(self._device) for gradient in found]
+
+    def _decoded(self, parcel: Parcel, what: str) -> tuple[torch.Tensor, ...]:
+        try:
+            return self._coding.decoded(parcel, what)
+        except ProtocolError as error:
+            raise parcel.unusable(error) from error
+
+    def _check_random_state(self, parcel: Parcel) -> None:
+        try:
+            self._spare.set_state(torch.frombuffer(bytearray(parcel.random_state), dtype=torch.uint8))
+        except (RuntimeError, TypeError, ValueError) as error:
+            size = len(parcel.random_state)
+            raise parcel.unusable(f"its {size} bytes are no state of {self._device}'s random generator") from error
 
     def _holds(self, at: At) -> int:
         return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any
 
 from shardline.errors import UnreachableError
-from shardline.rpc.slow_readers import write_within
 
 HELD_BYTES = 32 << 10
 """Shorter messages never wait for the reader: they fit into gRPC's smallest flow-control window."""
@@ -38,10 +37,17 @@ class OpenCall:
 
     async def write(self, context: Any, message: bytes) -> None:
         """Send one message of the answer. Raises UnreachableError if the caller reads nothing for reader_s seconds."""
-        if not self._begun and len(message) > HELD_BYTES:
-            await context.send_initial_metadata(())
-        self._begun = True
-        await write_within(context, message, self._calls.reader_s)
+        try:
+            async with asyncio.timeout(self._calls.reader_s):
+                if not self._begun and len(message) > HELD_BYTES:
+                    # If the metadata were sent with the first message, gRPC could not end the call in mid-write.
+                    await context.send_initial_metadata(())
+                self._begun = True
+                await context.write(message)
+        except TimeoutError:
+            raise UnreachableError(
+                f"the call was ended: its caller read nothing of the answer for {self._calls.reader_s:g} s"
+            ) from None
 
     def end(self, reason: str) -> None:
         """End the call: cancel its handler."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from shardline import pipeline
 from shardline.client.overlap.watching import StepAgain
@@ -155,7 +156,7 @@ class Mailbox:
             before = self._here.get((timeline, parcel.key))
             if before is None or self._counts(life, parcel.key) or not self._counts(before[0], parcel.key):
                 # Nobody replaces what the right life has sent.
-                self._here[timeline, parcel.key] = life, parcel
+                self._here[timeline, parcel.key] = life, replace(parcel, sender=who.task)
                 self._changed.notify_all()
         return True
 
