@@ -130,7 +130,7 @@ test-monitoring: $(STAMP)
 test-versions: $(STAMP)
 	$(BIN)/python -m tests.versions $(ARGS)
 
-# Training loops that people bring along (transformers, accelerate, lightning), in an environment of their own.
+# Training loops that people bring along (transformers, accelerate, lightning, peft), in an environment of their own.
 test-scripts: tests/scripts/.venv/.installed
 	tests/scripts/.venv/bin/pytest -q tests/scripts $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
