@@ -22,6 +22,7 @@ Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 
 
 from __future__ import annotations
 
+import errno
 import signal
 import sysconfig
 import traceback
@@ -223,7 +224,12 @@ def as_error(error: BaseException, what: str = "the job's own code") -> Shardlin
         return error
     # The innermost of theirs and of ours.
     owners = [owner for owner, _, _ in _frames(error.__traceback__) if owner in ("user", "shardline")]
-    return job_error(what, error) if isinstance(error, Exception) and owners[-1:] == ["user"] else None
+    if isinstance(error, Exception) and owners[-1:] == ["user"]:
+        return job_error(what, error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        # Path.is_dir() and its like raise this one instead of returning False.
+        return UsageError(f"a path is longer than this system allows: {error.filename}; choose a shorter one")
+    return None
 
 
 @contextmanager

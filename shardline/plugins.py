@@ -31,11 +31,12 @@ def named(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Add files for this process and its children. Raises UsageError if one does not exist."""
+    """Add files for this process and its children. Raises UsageError if one is not there."""
     names = dict.fromkeys(named(environ))
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"plugin {path} does not exist; give a .py file that adds methods to Shardline's tables")
+            wrong = "is not a file" if path.exists() else "does not exist"
+            raise UsageError(f"plugin {path} {wrong}; give a .py file that adds methods to Shardline's tables")
         names[str(path.absolute())] = None
     if names:
         environ[VARIABLE] = os.pathsep.join(names)

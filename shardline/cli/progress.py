@@ -37,13 +37,16 @@ def scores(status: ChiefStatus) -> str:
 
 
 def figures(status: ChiefStatus) -> str:
-    """Loss and speed as a short text, without unknown values."""
+    """Loss, speed and skipped steps as a short text, without unknown values."""
     parts = []
     if math.isfinite(status.loss) and status.step > status.first_step:
         parts.append(f"loss {status.loss:.4f}")
     if status.steps_per_s > 0:
         parts.append(speed(status.counting, f"{status.steps_per_s:.1f}"))
         parts.append(f"{status.bytes_per_s / 1e6:.1f} MB/s")
+    skipped = max((shard.skipped_steps for task in status.tasks for shard in task.shards), default=0)
+    if skipped:
+        parts.append(f"{skipped} skipped")
     return "  ".join(parts)
 
 

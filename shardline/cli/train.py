@@ -587,6 +587,8 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         lines.append(
             f"too late:    {', '.join(f'{count} gradients of {task}' for task, count in sorted(late.items()))}"
         )
+    if skipped := found.get("skipped_steps"):
+        lines.append(f"skipped:     {skipped} step{'s' if skipped > 1 else ''} with NaN or infinity, changing nothing")
     if unscored := found.get("unscored"):
         step = found.get("checkpoint_step")
         what = f"step {step} was not scored" if metrics else "no checkpoint was scored"

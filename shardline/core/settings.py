@@ -154,7 +154,8 @@ def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
         # A bool is an int in Python.
         number = isinstance(value, int | kind) and not isinstance(value, bool)
         if not number or not lowest <= value < (MAX_WHOLE if kind is int else math.inf) or value > (highest or value):
-            allowed = f">= {lowest}" if highest is None else f"from {lowest} to {highest}"
+            most = MAX_WHOLE - 1 if highest is None and kind is int and number and value >= MAX_WHOLE else highest
+            allowed = f">= {lowest}" if most is None else f"from {lowest} to {most}"
             raise JobError(f"{said}; give a {'whole' if kind is int else 'finite'} number {allowed}")
     elif not isinstance(value, kind):
         raise JobError(f"{said}; give a {kind.__name__}")

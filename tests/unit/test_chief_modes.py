@@ -27,6 +27,11 @@ def test_best_is_the_highest_unless_the_name_says_less_is_better() -> None:
         assert cluster.bests == bests
 
 
+@pytest.mark.parametrize(("codec", "said"), [("int8", True), ("raw", False), ("", False)])
+def test_a_codec_for_stages_in_a_job_without_any_is_said_to_change_nothing(codec: str, said: bool) -> None:
+    assert ("codec_parcels is 'int8', which changes nothing" in running(codec_parcels=codec).text()) == said
+
+
 def test_a_failing_evaluation_is_a_sentence_and_not_the_end() -> None:
     cluster = running()
     cluster.join("evaluator", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,13 @@ def test_what_no_journal_can_repeat_is_refused(changes: dict[str, Any], sentence
     job = spare_job(**changes)
     with pytest.raises(UsageError, match=sentence):
         ReplayedRun("run", job, Choices(0, (0b011,))).check(replace(job, steps=1))
+
+
+def test_a_journal_to_replay_that_is_no_file_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
+    (tmp_path / "chief").mkdir()
+    os.mkfifo(tmp_path / "chief" / "journal-1.jsonl")
+    with pytest.raises(UsageError, match=r"journal-1\.jsonl can't be read: it is a FIFO.*; give --replay the --out of"):
+        run_to_replay(tmp_path)
 
 
 def test_a_run_is_read_from_its_folder_even_while_it_goes_on(tmp_path: Path) -> None:

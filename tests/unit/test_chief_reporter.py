@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.reporter import Rate, Reporter
+from shardline_chief.page.past import Tail
 from shardline_chief.page.steps import OPEN_STEPS, StepBoard
 from shardline_chief.rules.state.motion import STILL_S
 
@@ -93,6 +96,24 @@ def test_logs_hold_mean_loss_by_timeline_and_step_and_every_event(tmp_path: Path
     assert (first["timeline"], first["step"], first["loss"], first["samples"]) == (5, 10, 2.0, 16)
     assert (last["step"], last["replicas"]) == (11, 1)
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_numbers_that_are_none_are_null_in_the_logs_with_what_they_were(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+    reporter.begin(replicas=1, joined=True, timeline=5, first_step=10)
+    reporter.report("worker/0", [report(10, loss=math.nan), report(11, loss=-math.inf), report(12)])
+    reporter.event("evaluation", "...", "info", {"step": 12, "metrics": {"a.b": math.inf, "c": 1.0}})
+    reporter.close()
+    strict = functools.partial(json.loads, parse_constant=pytest.fail)
+    steps = [strict(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [step["loss"] for step in steps] == [None, None, 1.0]
+    assert [step.get("not_finite") for step in steps] == [{"loss": "nan"}, {"loss": "-inf"}, None]
+    event = strict((tmp_path / "events.jsonl").read_text())
+    assert (event["metrics"], event["not_finite"]) == ({"a.b": None, "c": 1.0}, {"metrics.a.b": "inf"})
+    # The page reads them as they were.
+    found = [line["loss"] for line in Tail(tmp_path / "steps.jsonl").lines()]
+    assert math.isnan(found[0]) and found[1:] == [-math.inf, 1.0]
+    assert [line["metrics"] for line in Tail(tmp_path / "events.jsonl").lines()] == [{"a.b": math.inf, "c": 1.0}]
 
 
 def test_logs_that_can_not_be_written_are_said_once_and_cost_nothing(

@@ -153,6 +153,11 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
         (["worker", "extra"], "unexpected extra argument"),
         (["train", "missing.py"], "job file missing.py does not exist"),
         (["train"], "Missing argument"),
+        (["worker", "--plugin", "."], "plugin . is not a file; give a .py file that adds methods"),
+        (["worker", "--plugin", "x" * 300], f"a path is longer than this system allows: {'x' * 300}; choose a shorter"),
+        (["train", __file__, "--resume", "--out", "x" * 300], "a path is longer than this system allows: xxx"),
+        (["train", __file__, "--summary", "x" * 300], "a path is longer than this system allows: /"),
+        (["page", "x" * 300], "a path is longer than this system allows: /"),
         (["frob"], "No such command 'frob'"),
         (["status", "--cluster", "missing.json"], "cluster file missing.json does not exist"),
         (["worker", "--lane", "rdma"], "'rdma' is not one of 'auto', 'grpc', 'tcp', 'shm'"),
@@ -420,6 +425,14 @@ RUNNING = ChiefStatus(
         TaskStatus(task="worker/1", state="missing"),
     ),
 )
+
+
+def test_skipped_steps_are_said_while_the_job_runs_and_at_its_end(tmp_path: Path) -> None:
+    shards = (ShardStatus(shard=0, skipped_steps=3), ShardStatus(shard=1, skipped_steps=2))
+    status = dataclasses.replace(RUNNING, tasks=(TaskStatus(task="ps/0", state="alive", shards=shards),))
+    assert "3.4 MB/s  3 skipped  " in progress.line(status)
+    first, *_ = report(tmp_path, {"skipped_steps": 3}, None)
+    assert first == "skipped:     3 steps with NaN or infinity, changing nothing"
 
 
 def test_line_shows_what_is_known() -> None:

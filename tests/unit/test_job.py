@@ -195,6 +195,7 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
             {"codec_down": "tops"},
             "codec_down 'tops' does not exist; choose from raw, auto, bf16, fp16, delta, lossless",
         ),
+        ({"steps": 10**20}, r"Job\.steps is 100000000000000000000; give a whole number from 1 to 9223372036854775807"),
         ({"codec_parcels": "int8:x=1"}, "codec_parcels 'int8:x=1': int8 has no setting 'x'"),
         ({"codec": "bf8"}, "codec 'bf8' does not exist; choose from raw, auto, "),
     ],

@@ -112,28 +112,28 @@ class Journal:
         self._lock.close()
 
 
-def read_entries(folder: Path) -> Iterator[dict[str, Any]]:
-    """All entries of a folder's journals; see Journal.read(). The run may still go on."""
+def read_entries(folder: Path, *, remedy: str = "choose another --out") -> Iterator[dict[str, Any]]:
+    """All entries of a folder's journals; see Journal.read(). The run may still go on. remedy: for errors."""
     found = ((int(path.stem.partition("-")[2]), path) for path in folder.glob("journal-*.jsonl"))
     for _, path in sorted(found):
-        for line in _lines(path):
+        for line in _lines(path, remedy):
             entry = _parsed(line)
             if entry is not None:
                 yield entry
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, remedy: str) -> Iterator[bytes]:
     """The lines of a journal. Raises UsageError if it can't be read or isn't one."""
     try:
         with files.open_binary(path) as file:
             while line := file.readline(LINE_BYTES):
                 if len(line) == LINE_BYTES:
                     raise UsageError(
-                        f"{path} is not a journal: it has a line of {LINE_BYTES:,} bytes or more; choose another --out"
+                        f"{path} is not a journal: it has a line of {LINE_BYTES:,} bytes or more; {remedy}"
                     )
                 yield line
     except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}; choose another --out") from error
+        raise UsageError(f"{path} can't be read: {error.strerror}; {remedy}") from error
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ class ReplayedRun:
 
 def run_to_replay(folder: Path) -> ReplayedRun:
     """The newest run in an output folder. Raises UsageError if there is none."""
-    known = replay(read_entries(folder / "chief"))
+    known = replay(read_entries(folder / "chief", remedy="give --replay the --out of another run"))
     if known.job is None:
         raise UsageError(f"--replay {folder}: there is no run in it; give the --out of a run")
     return ReplayedRun(str(folder), known.job, known.choices, known.earlier)

@@ -25,6 +25,7 @@ from shardline.core.status import CheckpointStatus, EventStatus
 from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
+from shardline_chief.page.log_lines import to_line
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall
 from shardline_chief.page.steps import HeldReports, StepBoard
@@ -438,7 +439,7 @@ class Reporter:
             if name not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._files[name] = _append(self._folder / f"{name}.jsonl")
-            self._files[name].write(json.dumps(fields, default=str) + "\n")
+            self._files[name].write(to_line(fields) + "\n")
         except OSError as error:
             self._fail(error)
 

@@ -20,6 +20,7 @@ from typing import Any
 from shardline.core.status import EventStatus
 from shardline.host import files
 from shardline_chief.page.history import TIME, History
+from shardline_chief.page.log_lines import restored
 from shardline_chief.rules.state.motion import Motion
 
 log = logging.getLogger("shardline_chief")
@@ -178,7 +179,7 @@ class Tail:
             except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
-                yield found
+                yield restored(found)
 
     def _texts(self) -> Iterator[bytes]:
         """The new lines; of more than READ_BYTES only those within evenly spread pieces."""

@@ -199,6 +199,9 @@ class Start:
         state.say("running", sentence + replicas + passes)
         if pipeline.of(job).warning:
             state.say("pipeline", pipeline.of(job).warning, "warning")
+        if job.codec_parcels not in ("", "raw") and not pipeline.of(job).staged:
+            what = f"codec_parcels is {job.codec_parcels!r}, which changes nothing"
+            state.say("pipeline", f"{what}: without a pipeline no stage hands anything to another one", "warning")
 
     # Waiting
 
