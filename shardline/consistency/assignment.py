@@ -130,3 +130,11 @@ def _new_teams(free: Sequence[str], hosts: Mapping[str, str], ranks: int) -> lis
 def replicas_of(assignment: Mapping[int, str], worker: str) -> tuple[int, ...]:
     """The worker's replicas, ascending."""
     return tuple(sorted(replica for replica, holder in assignment.items() if holder == worker))
+
+
+def by_worker(assignment: Mapping[int, str]) -> dict[str, list[int]]:
+    """The replicas of each worker that has some, ascending."""
+    found: dict[str, list[int]] = {}
+    for replica in sorted(assignment):
+        found.setdefault(assignment[replica], []).append(replica)
+    return found

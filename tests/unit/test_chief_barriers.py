@@ -29,18 +29,18 @@ def place(step: int, number: int = 0, *, begun: bool = True) -> BarrierPlace:
 
 def test_a_barrier_opens_when_all_workers_of_the_cluster_have_come() -> None:
     barriers = rules()
-    assert barriers.state_of("worker/0") is None
+    assert barriers.states().get("worker/0") is None
     barriers.told("worker/0", place(4))
     barriers.told("worker/2", place(4))
-    assert barriers.state_of("worker/0") == BarrierState(place=place(4), passed=False, waits_for=("worker/1",))
+    assert barriers.states().get("worker/0") == BarrierState(place=place(4), passed=False, waits_for=("worker/1",))
     barriers.told("worker/1", place(4))
     for task in ("worker/0", "worker/1", "worker/2"):
-        assert barriers.state_of(task) == BarrierState(place=place(4), passed=True)
+        assert barriers.states().get(task) == BarrierState(place=place(4), passed=True)
     # Who has gone on holds nobody up.
     barriers.told("worker/0", place(5))
     barriers.told("worker/0", place(5, 1))
-    assert barriers.state_of("worker/1") == BarrierState(place=place(4), passed=True)
-    assert barriers.state_of("worker/0").waits_for == ("worker/1", "worker/2")  # type: ignore[union-attr]
+    assert barriers.states().get("worker/1") == BarrierState(place=place(4), passed=True)
+    assert barriers.states()["worker/0"].waits_for == ("worker/1", "worker/2")
 
 
 def test_a_worker_that_has_ended_before_it_came_is_named_at_once() -> None:
@@ -49,10 +49,10 @@ def test_a_worker_that_has_ended_before_it_came_is_named_at_once() -> None:
     barriers.told("worker/0", place(7))
     barriers.state.tasks.finished.add("worker/1")
     expected = BarrierState(place=place(7), passed=False, hopeless=True, waits_for=("worker/1",))
-    assert barriers.state_of("worker/0") == expected
+    assert barriers.states().get("worker/0") == expected
     barriers.told("worker/2", place(4))
     # It was there before it ended.
-    assert barriers.state_of("worker/2").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/2"].passed
 
 
 @pytest.mark.parametrize("first_step", [0, 500])
@@ -60,17 +60,17 @@ def test_a_barrier_before_the_loop_is_met_once_in_a_run(first_step: int) -> None
     barriers = rules(workers=2, first_step=first_step)
     start = place(first_step, begun=False)
     barriers.told("worker/0", start)
-    assert not barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert not barriers.states()["worker/0"].passed
     barriers.told("worker/1", start)
-    assert barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/0"].passed
     # The first one within the loop is another.
     barriers.told("worker/0", place(first_step))
-    assert not barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert not barriers.states()["worker/0"].passed
     # A worker that is started again later passes it alone, and has not been at what follows.
     barriers.told("worker/1", place(first_step + 9, begun=False))
-    assert barriers.state_of("worker/1").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/1"].passed
     barriers.told("worker/0", place(first_step + 9))
-    assert barriers.state_of("worker/0").waits_for == ("worker/1",)  # type: ignore[union-attr]
+    assert barriers.states()["worker/0"].waits_for == ("worker/1",)
 
 
 def test_asynchronous_workers_meet_by_the_number_of_their_barriers() -> None:
@@ -81,13 +81,13 @@ def test_asynchronous_workers_meet_by_the_number_of_their_barriers() -> None:
     barriers.told("worker/0", place(0, 3))
     # Started again, it begins with its first one: that is over.
     barriers.told("worker/1", place(0, 0))
-    assert barriers.state_of("worker/1").passed  # type: ignore[union-attr]
-    assert not barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/1"].passed
+    assert not barriers.states()["worker/0"].passed
     barriers.told("worker/1", place(0, 3))
-    assert barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/0"].passed
     # It was there, whatever became of it.
     barriers.told("worker/1", place(0, 0))
-    assert barriers.state_of("worker/0").passed  # type: ignore[union-attr]
+    assert barriers.states()["worker/0"].passed
 
 
 def test_orders_say_how_it_stands_with_a_workers_barrier() -> None:
@@ -179,7 +179,7 @@ def test_barriers_neither_hang_nor_open_too_early_under_random_deaths(seed: int)
             worker.waiting = what
             beaten.append((worker.task, what))
             continue
-        state = barriers.state_of(worker.task)
+        state = barriers.states().get(worker.task)
         if state is not None and state.place == what and state.passed:
             if what.begun or what.step == 0:
                 # Everybody has been at this one, in some life.

@@ -64,7 +64,7 @@ class Streams:
 
     def push_orders(self) -> None:
         """Send orders to tasks whose orders changed, and repeat them for tasks with an unanswered heartbeat."""
-        state = self._program.state
+        state, all_orders = self._program.state, self._program.all_orders()
         for key, channel in list(self._channels.items()):
             current = state.tasks.members.current(*key)
             if state.returning and current:
@@ -72,7 +72,7 @@ class Streams:
                 continue
             # Versions grow over terms: a task ignores orders older than its own.
             last = self._sent.get(key, Orders(version=state.settings.term << 32))
-            orders = dataclasses.replace(self._program.orders(*key), version=last.version)
+            orders = dataclasses.replace(all_orders.of(*key), version=last.version)
             if orders != last or key not in self._sent:
                 orders = dataclasses.replace(orders, version=last.version + 1)
                 self._sent[key] = orders

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardline.codecs.auto import CodecSpeed
 from shardline.core.orders import JobView, Orders
+from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, Standstill, TaskStatus
 from shardline.errors import ProtocolError
@@ -64,6 +65,7 @@ class Program:
         self.barriers = Barriers(self.state)
         self.heartbeats = Heartbeats(self.state, self.flows, self.machine, self.barriers)
         self.member_journal = MemberJournal(self.state)
+        self._posts: tuple[Post, ...] = ()
         if remembered is not None:
             self.flows.takeover.begin(remembered, now_s, trained_s)
             self.member_journal.remember(remembered)
@@ -214,7 +216,15 @@ class Program:
 
     def orders(self, task: str, incarnation: int) -> Orders:
         """The current orders for one life of a task."""
-        return views.orders(self.state, self.barriers, task, incarnation)
+        return self.all_orders().of(task, incarnation)
+
+    def all_orders(self) -> views.AllOrders:
+        """The current orders for all tasks, while nothing happens."""
+        held = views.posts(self.state)
+        if held != self._posts:
+            # Kept as it is otherwise: that two orders have the same posts is then seen without looking at them.
+            self._posts = held
+        return views.AllOrders(self.state, self.barriers, self._posts)
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
         """The tasks, for `shardline status`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from shardline import cadence as cadences
 from shardline import consistency, pipeline
 from shardline.consistency import Clock
-from shardline.consistency.assignment import replicas_of
+from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.placement import Post
 from shardline.core.plan import make_plan
@@ -28,36 +31,48 @@ def job_view(state: State) -> JobView:
     return JobView(job=state.job, plan=plan, placement=layout.placement, timeline=layout.timeline)
 
 
-def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Orders:
-    """The current orders for one life of a task."""
-    member = state.tasks.members.get(task)
-    if member is None or member.incarnation != incarnation or not member.living:
-        left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT
-        return Orders(
-            phase=Phase.ENDED if left or state.ended else state.phase,
-            exit_code=0,
-            reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
-            fenced=not left,
+class AllOrders:
+    """The current orders for all tasks; what they have in common is made once."""
+
+    def __init__(self, state: State, barriers: Barriers, held: tuple[Post, ...]) -> None:
+        """held: see posts()."""
+        self._state = state
+        self._barriers = barriers.states()
+        self._units = {} if _goes_back_first(state) else by_worker(state.work.assignment)
+        self._common = Orders(
+            phase=state.phase,
+            timeline=state.layout.timeline,
+            stop_step=state.progress.stop_step,
+            exit_code=state.exit_code,
+            reason=state.reason,
+            checkpoint_step=state.saves.checkpoint_step,
+            final_step=state.saves.final_step,
+            workers=len(state.tasks.trainers()),
+            first_step=state.progress.base_step,
+            awaited=tuple(state.tasks.awaited()) if _waits_at_start(state) else (),
+            posts=held,
+            posting=(state.settings.term << 32) + state.work.postings if held else 0,
+            job_secret=state.settings.job_secret if held else b"",
         )
-    held, trains = posts(state), member.trains and not _goes_back_first(state)
-    return Orders(
-        phase=state.phase,
-        timeline=state.layout.timeline,
-        replicas=_replicas(state, task) if trains else (),
-        init=state.phase is Phase.INIT and state.work.initializer == task,
-        stop_step=state.progress.stop_step,
-        exit_code=state.exit_code,
-        reason=state.reason,
-        checkpoint_step=state.saves.checkpoint_step,
-        final_step=state.saves.final_step,
-        workers=len(state.tasks.trainers()),
-        first_step=state.progress.base_step,
-        awaited=tuple(state.tasks.awaited()) if _waits_at_start(state) else (),
-        barrier=barriers.state_of(task),
-        posts=held,
-        posting=(state.settings.term << 32) + state.work.postings if held else 0,
-        job_secret=state.settings.job_secret if held else b"",
-    )
+
+    def of(self, task: str, incarnation: int) -> Orders:
+        """The orders for one life of a task."""
+        state = self._state
+        member = state.tasks.members.get(task)
+        if member is None or member.incarnation != incarnation or not member.living:
+            left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT
+            return Orders(
+                phase=Phase.ENDED if left or state.ended else state.phase,
+                exit_code=0,
+                reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
+                fenced=not left,
+            )
+        return dataclasses.replace(
+            self._common,
+            replicas=_replicas(state, self._units.get(task, ())) if member.trains else (),
+            init=state.phase is Phase.INIT and state.work.initializer == task,
+            barrier=self._barriers.get(task),
+        )
 
 
 def posts(state: State) -> tuple[Post, ...]:
@@ -93,9 +108,11 @@ def _waits_at_start(state: State) -> bool:
 def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
     """One row per task, for `shardline status`."""
     found = []
-    told = state.progress.shards
+    told, units = state.progress.shards, by_worker(state.work.assignment)
+    shards: dict[str, list[int]] = {}
+    for place in state.layout.placement:
+        shards.setdefault(place.task, []).append(place.shard)
     for member in state.tasks.members:
-        shards = {place.shard for place in state.layout.placement if place.task == member.task}
         found.append(
             TaskStatus(
                 task=member.task,
@@ -106,18 +123,17 @@ def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
                 device=member.device,
                 last_heard_s=now_s - member.last_heard_s,
                 step=state.tasks.steps.get(member.task, 0),
-                replicas=_replicas(state, member.task) if member.trains else (),
+                replicas=_replicas(state, units.get(member.task, ())) if member.trains else (),
                 traffic=state.figures.traffic.get(member.task, Traffic()),
-                shards=tuple(told[number] for number in sorted(shards & told.keys())),
+                shards=tuple(told[shard] for shard in sorted(shards.get(member.task, ())) if shard in told),
             )
         )
     return tuple(found)
 
 
-def _replicas(state: State, task: str) -> tuple[int, ...]:
-    """The replicas of which a task computes something."""
-    units = replicas_of(state.work.assignment, task)
-    return tuple(pipeline.by_replica(state.job, units)) if state.job is not None else units
+def _replicas(state: State, units: Sequence[int]) -> tuple[int, ...]:
+    """The replicas of which a task with these units computes something."""
+    return tuple(pipeline.by_replica(state.job, units) if state.job is not None else units)
 
 
 def counting(job: JobSpec) -> Counting:

@@ -24,11 +24,12 @@ class Barriers:
         self._at[task] = place
         self._reached[task] = max(place, self._reached.get(task, place))
 
-    def state_of(self, task: str) -> BarrierState | None:
-        """State of the barrier that a worker last reported, or None if it reported none."""
-        place = self._at.get(task)
-        if place is None:
-            return None
+    def states(self) -> dict[str, BarrierState]:
+        """State of the barrier that each worker last reported, by worker, without those that reported none."""
+        at = {place: self._state_at(place) for place in set(self._at.values())}
+        return {task: at[place] for task, place in self._at.items()}
+
+    def _state_at(self, place: BarrierPlace) -> BarrierState:
         missing = () if self._met_before(place) else self._missing(place)
         ended = tuple(task for task in missing if task in self.state.tasks.finished)
         return BarrierState(
