@@ -87,7 +87,7 @@ test-long: $(STAMP)
 
 # Every model, batch and optimizer of the table in docs/jobs.md beside plain PyTorch, in all ways; make test tries a few.
 test-models: $(STAMP)
-	$(BIN)/pytest -q -n 2 tests/models $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -n 4 tests/models $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own. Without libstdc++ beside it,
 # ASan ends the process at torch's first C++ exception.
