@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, Un
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, list[Any]]]:
+def serving(token: bytes = b"") -> Iterator[tuple[str, list[Any]]]:
     """A server on a thread; yields its address and where the request for a lane arrives."""
-    server = LinkServer("127.0.0.1:0")
+    server = LinkServer("127.0.0.1:0", token)
     found: list[Any] = []
 
     def run() -> None:
@@ -42,7 +43,7 @@ def serving() -> Iterator[tuple[str, list[Any]]]:
         if thread.is_alive():
             # It may be ending by itself at this moment, and hang up.
             with contextlib.suppress(ShardlineError):
-                LinkClient(server.address, where="it").ask("lane", budget_s=1.0)
+                LinkClient(server.address, where="it", token=token).ask("lane", budget_s=1.0)
         thread.join(timeout=15.0)
         assert not thread.is_alive()
 
@@ -80,6 +81,32 @@ def test_stranger_on_the_port_changes_nothing() -> None:
             with socket.create_connection((host, int(port)), timeout=5.0) as sock:
                 sock.sendall(words)
         assert LinkClient(address, where="ps/0").measure(0.05).up_bytes_per_s > 0.0
+
+
+def test_with_a_token_both_sides_prove_it_before_anything_else_and_never_send_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = b"the token of this cluster"
+    with serving(token) as (address, _):
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
+            # As long as a nonce and a proof.
+            stranger.sendall(b'{"is": "shardline-bench-1", "do": "send", "seconds": 60}\n'.ljust(64, b" "))
+            with contextlib.suppress(ConnectionError):
+                assert len(stranger.recv(4096)) == 64
+                assert stranger.recv(4096) == b""
+        with pytest.raises(ProtocolError, match=r"bench net --serve` of this cluster .* or give both the same token"):
+            LinkClient(address, where="ps/0", token=b"another token than that").ask("echo", count=1)
+        assert LinkClient(address, where="ps/0", token=token).measure(0.05).up_bytes_per_s > 0.0
+    # Where one side has none, each waits for the other one to begin.
+    monkeypatch.setattr(bench_link, "STALL_S", 0.5)
+    for theirs, ours in ((token, b""), (b"", token)):
+        server = LinkServer("127.0.0.1:0", theirs)
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(server.serve, wait_s=2.0)
+            with pytest.raises(ProtocolError, match="or give both the same token"):
+                LinkClient(server.address, where="ps/0", token=ours).ask("lane", budget_s=5.0)
+            assert isinstance(served.exception(timeout=20.0), UnreachableError)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import datetime
 import re
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, TensorSpec, joined
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UnreachableError, UsageError
+from shardline.host.awake import awake_s
 from shardline.job import Job
 from shardline.pipeline.across import cut, shared_layers
 from shardline.pipeline.model import Pipeline
@@ -301,7 +301,7 @@ def told_names(connections: Sequence[socket.socket], name: str) -> list[Any]:
     try:
         for connection in connections:
             tell(connection, {"name": name})
-        return [hear(connection, time.monotonic() + PATIENCE_S)["name"] for connection in connections]
+        return [hear(connection, awake_s() + PATIENCE_S)["name"] for connection in connections]
     finally:
         for connection in connections:
             connection.close()

@@ -189,7 +189,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
         insecure_bind=asked.insecure_bind,
         run_dir=asked.run_dir,
     )
-    link = LinkServer(asked.address)
+    link = LinkServer(asked.address, asked.security.token)
     if ready_fd is not None:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(f"{link.address}\n")
@@ -226,6 +226,7 @@ def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
         address,
         where=f"{asked.server} at {address}",
         hint=f"start the other side there first: shardline bench net --to {asked.server} --serve",
+        token=asked.security.token,
     )
     given = link.measure(asked.seconds)
     slowest = min(given.up_bytes_per_s, given.down_bytes_per_s)

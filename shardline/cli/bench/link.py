@@ -1,7 +1,8 @@
 """Throughput of a link with plain TCP: one way, the other way, and a round trip. For `shardline bench net`.
 
 One request per connection: a JSON line, answered by a JSON line; then bytes flow for some seconds, and the receiver
-reports how many arrived in what time. Both sides have deadlines, and the server serves nothing else.
+reports how many arrived in what time. Both sides have deadlines, and the server serves nothing else. With the job token
+both prove it first, without sending it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import format_address, parse_address
-from shardline.errors import ProtocolError, UnreachableError, UsageError
+from shardline.errors import ForbiddenError, ProtocolError, UnreachableError, UsageError
+from shardline.rpc.auth.proof import CallerProof, check_caller, mac
 
 log = logging.getLogger("shardline.bench")
 
@@ -49,8 +51,9 @@ class LinkFigures:
 class LinkClient:
     """Client of a LinkServer. `where` names the server in errors, such as "ps/0 at 10.0.0.7:2222"."""
 
-    def __init__(self, address: str, *, where: str, hint: str = "") -> None:
+    def __init__(self, address: str, *, where: str, hint: str = "", token: bytes = b"") -> None:
         self._host, self._port = parse_address(address)
+        self._token = token
         self.where = where
         self._hint = hint
 
@@ -73,7 +76,30 @@ class LinkClient:
             raise UnreachableError(self._why(error)) from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(STALL_S)
+        try:
+            self._prove(sock)
+        except BaseException:
+            sock.close()
+            raise
         return sock
+
+    def _prove(self, sock: socket.socket) -> None:
+        if not self._token:
+            return
+        proof = CallerProof(sock, _key(self._token))
+        try:
+            proof.begin()
+            proof.finish(STALL_S)
+            sock.settimeout(STALL_S)
+        except (OSError, ForbiddenError) as error:
+            raise self._stranger(error) from error
+
+    def _stranger(self, error: Exception) -> ProtocolError:
+        return ProtocolError(
+            f"{self.where} is not `shardline bench net --serve` of this cluster ({error}): a task of a running job may "
+            "be listening there, or one side has another --token-file; end the job, set another --port on both sides, "
+            "or give both the same token"
+        )
 
     def _why(self, error: OSError) -> str:
         """Why there is no connection, in one sentence."""
@@ -98,10 +124,7 @@ class LinkClient:
             sock.sendall(_line({"is": MAGIC, "do": what, **more}))
             answer = read_line(sock, STALL_S)
         except (OSError, ProtocolError) as error:
-            raise ProtocolError(
-                f"{self.where} is not `shardline bench net --serve` ({error}): a task of a running job may be "
-                "listening there; end the job, or set another --port on both sides"
-            ) from error
+            raise self._stranger(error) from error
         if answer.get("is") != MAGIC:
             raise ProtocolError(f"the answer from {self.where} is not that of `shardline bench net --serve`")
         if "error" in answer:
@@ -140,10 +163,11 @@ class LinkClient:
 
 
 class LinkServer:
-    """Serves one client's requests at one address, one at a time. Used by one thread."""
+    """Serves one client's requests at one address, one at a time. Used by one thread. token: the job's, or empty."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: bytes = b"") -> None:
         host, port = parse_address(address)
+        self._token = token
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self._listener = socket.socket(found[0], found[1])
@@ -187,7 +211,13 @@ class LinkServer:
 
     def _one(self, sock: socket.socket) -> dict[str, Any] | None:
         try:
+            if self._token:
+                check_caller(sock, _key(self._token), STALL_S)
+                sock.settimeout(STALL_S)
             request = check_request(read_line(sock, STALL_S))
+        except ForbiddenError as error:
+            log.warning("dropped a connection: %s; give both sides the same --token-file", error)
+            return None
         except (OSError, ProtocolError) as error:
             # A stranger; a port scan must not end the measurement.
             log.warning("dropped a connection that is not `shardline bench net`: %s", error)
@@ -283,6 +313,10 @@ def read_line(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ProtocolError("its message is not a JSON object")
     return found
+
+
+def _key(token: bytes) -> bytes:
+    return mac(token, b"shardline bench net 1")
 
 
 def _line(message: Mapping[str, object]) -> bytes:
