@@ -156,7 +156,7 @@ chaos-e2e: $(STAMP)
 chaos-figures: $(STAMP)
 	$(BIN)/python -m tests.chaos.figures $(ARGS)
 
-# A million frames, ten thousand calls, thousands of things to load; minutes. More: make fuzz ARGS="--seed 7 --only calls"
+# A million frames, ten thousand calls, a hundred thousand lies, thousands of things to load; minutes. More: make fuzz ARGS="--seed 7 --only calls"
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz $(ARGS)
 

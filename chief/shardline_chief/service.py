@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
-from shardline.cluster import parse_address
+from shardline.cluster import ROLES, parse_address
 from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
 from shardline.core.spec import JobSpec
 from shardline.errors import UsageError
@@ -251,7 +251,8 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self.control, store, access, term=term, timeouts=timeouts)
+        hosts = {parse_address(text)[0] for role in ROLES for text in config.cluster.addresses(role)}
+        servicer = ChiefServicer(self.control, store, access, term=term, timeouts=timeouts, hosts=hosts)
         self.server = RpcServer(
             config.cluster.chief,
             register=[register(servicer), register_places(self.control, access)],

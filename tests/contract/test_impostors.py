@@ -13,7 +13,7 @@ import pytest
 
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
-from shardline.errors import UsageError
+from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.channel import open_channel
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.index_request import take_place
@@ -223,7 +223,10 @@ def test_leases_and_reports_are_their_own_tasks(chief: Chief, tokens: Security) 
                     client.lease(impostor, [1])
             with pytest.raises(Exception, match=r"evaluator/0 incarnation .* is not a live task that trains"):
                 client.lease(link.identity, [])
-            assert client.report(link.identity, 0, {}, 0.1, failure="nothing to score") is False
+            with pytest.raises(
+                ProtocolError, match="score of step 0 by evaluator/0: there is no checkpoint of that step"
+            ):
+                client.report(link.identity, 0, {}, 0.1, failure="nothing to score")
     finally:
         client.close()
 

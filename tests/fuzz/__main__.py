@@ -20,14 +20,18 @@ from tests.fuzz.runs import plan
 @click.option("--calls", type=click.IntRange(1), default=10_000, show_default=True, help="Handshakes included.")
 @click.option("--loads", type=click.IntRange(1), default=1_000, show_default=True, help="Of each kind.")
 @click.option("--payloads", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each codec.")
+@click.option(
+    "--lies", type=click.IntRange(1), default=100_000, show_default=True, help="What tasks say of themselves."
+)
 @click.option("--only", multiple=True, help="Runs whose name begins so.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON with the figures.")
 def main(
-    seed: int, frames: int, calls: int, loads: int, payloads: int, only: tuple[str, ...], out: Path | None
+    seed: int, frames: int, calls: int, loads: int, payloads: int, lies: int, only: tuple[str, ...], out: Path | None
 ) -> None:
     """Run, print; exit code 1 at the first finding of a run, after the others have run."""
     failed, figures = [], {}
     counts = {"frame_count": frames, "call_count": calls, "load_count": loads, "payload_count": payloads}
+    counts["lie_count"] = lies
     for name, run in plan(seed, **counts).items():
         if only and not name.startswith(only):
             continue

@@ -21,7 +21,7 @@ from shardline.checkpoint import CheckpointStore
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.image import BucketImage
-from shardline.core.orders import Phase
+from shardline.core.orders import LOST, Phase, StepReport
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
@@ -340,7 +340,7 @@ class ChiefHost(Host):
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardline-fuzz-")
-        out = Path(self._folder.name)
+        self.out = out = Path(self._folder.name)
         cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
         config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=CHIEF_TIMEOUTS)
         CheckpointStore(out / "checkpoints", keep=2).commit(cut_of(make_job_spec(), step=4, shards=1))
@@ -398,6 +398,30 @@ class ChiefHost(Host):
             stub = ps_grpc.ParameterServerStub(channel)
             reply = stub.Push(iter([parameter_server_pb2.PushRequest(frame=frame)]), timeout=PATIENCE_S)
         assert reply.ack.outcome == common_pb2.OUTCOME_COUNTED, reply.ack
+
+    def tell(self, steps: Sequence[StepReport], lost: float) -> None:
+        """Have the worker report steps, and lost updates."""
+        self._worker_link.figures = {LOST: lost}
+        for step in steps:
+            self._worker_link.report(step)
+        self._worker_link.beat_now()
+        wait_until(lambda: self._control.call(lambda now_s: self._told(lost)).result(PATIENCE_S), "them to be heard")
+
+    def end(self) -> None:
+        """End the job where it is: nobody makes its steps."""
+        self._control.call(lambda now_s: self._control.program.fatal(0, "enough", now_s)).result(PATIENCE_S)
+
+    def _told(self, lost: float) -> bool:
+        return self._control.program.state.figures.total(LOST) == lost
+
+    def living(self) -> dict[str, int]:
+        """Tasks that are alive, as the chief knows, and their lives."""
+
+        def look(now_s: float) -> dict[str, int]:
+            members = self._control.program.state.tasks.members
+            return {member.task: member.incarnation for member in members if member.living}
+
+        return self._control.call(look).result(PATIENCE_S)
 
     def _phase(self) -> Phase:
         found: Phase = self._control.program.state.phase

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.fuzz import loading, payloads, resources
 from tests.fuzz.calls import HOSTS, Caller, draw_case
 from tests.fuzz.frames import KINDS, check, long_messages, mutated, seeds
+from tests.fuzz.reports import lies
 from tests.fuzz.sockets import Visitor, draw_visit
 
 BATCH = 200
@@ -160,13 +161,14 @@ def payloads_of(name: str, count: int, number: int) -> dict[str, Any]:
 
 
 def plan(
-    number: int, *, frame_count: int, call_count: int, load_count: int, payload_count: int
+    number: int, *, frame_count: int, call_count: int, load_count: int, payload_count: int, lie_count: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name. call_count: over all hosts together."""
     each = max(1, call_count // (len(HOSTS) + 1))
     found: dict[str, Callable[[], dict[str, Any]]] = {"frames": lambda: frames(frame_count, number)}
     for kind in HOSTS:
         found[f"calls at {kind}"] = lambda kind=kind: calls(kind, each, number)
+    found["lies"] = lambda: lies(lie_count, number)
     found["handshakes"] = lambda: visits(each, number)
     for kind in loading.LOADERS:
         found[f"loading {kind}"] = lambda kind=kind: loads(kind, load_count, number)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardline.wire.protobuf import ReplyView, RequestView
-from tests.fuzz import frames, loading, payloads, runs
+from tests.fuzz import frames, loading, payloads, reports, runs
 from tests.fuzz.calls import HOSTS, SERVED_BY, methods
 
 
@@ -46,6 +46,11 @@ def test_a_frame_is_too_slow_when_it_is_slow_each_time_it_is_read() -> None:
 @pytest.mark.parametrize("kind", list(HOSTS))
 def test_calls_end_with_a_status_and_change_nothing_that_they_may_not(kind: str, count: int) -> None:
     assert runs.calls(kind, count, 1)["calls"] >= count
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3_000, marks=pytest.mark.long)])
+def test_what_tasks_say_of_themselves_ends_no_job_and_changes_no_summary(count: int) -> None:
+    assert reports.lies(count, 1)["codes"]["INVALID_ARGUMENT"] > count // 10
 
 
 def test_strangers_at_the_doors_of_lanes_get_nowhere() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardline_chief.io.targets import NAME, Targets, reachable
+from shardline_chief.io.targets import NAME, Targets, own_metrics, reachable
 from shardline_chief.rules.state.membership import Life, Member
 
 
@@ -96,3 +97,39 @@ def test_disk_that_works_again_gets_the_file_without_any_change(tmp_path: Path) 
     out.mkdir()
     targets.show([])
     assert found(out) == {"127.0.0.1:9000": "chief"}
+
+
+HERE = "ipv4:127.0.0.1:4711"
+THERE = "ipv4:10.0.0.7:4711"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "address", "peer", "found"),
+    [
+        ("127.0.0.1:9464", "", HERE, "127.0.0.1:9464"),
+        ("localhost:9464", "", HERE, "localhost:9464"),
+        ("[::1]:9464", "", "ipv6:%5B::1%5D:4711", "[::1]:9464"),
+        ("10.0.0.7:9464", "10.0.0.7:2222", THERE, "10.0.0.7:9464"),
+        ("10.0.0.7:9464", "", "ipv6:%5B::ffff:10.0.0.7%5D:4711", "10.0.0.7:9464"),
+        ("0.0.0.0:9464", "10.0.0.7:2222", THERE, "0.0.0.0:9464"),
+        ("0.0.0.0:9464", "", THERE, "10.0.0.7:9464"),
+        # A host of the cluster spec, whatever the way from there.
+        ("10.0.0.1:9464", "", THERE, "10.0.0.1:9464"),
+        # Another's.
+        ("10.0.0.8:9464", "10.0.0.8:2222", THERE, ""),
+        ("0.0.0.0:9464", "10.0.0.8:2222", THERE, ""),
+        ("127.0.0.1:9464", "", THERE, ""),
+        ("192.0.2.1:9464", "", HERE, ""),
+        ("no-such-host.invalid:9464", "", THERE, ""),
+        ("10.0.0.7:9464", "", "unix:", ""),
+        # No address.
+        ("10.0.0.7:0", "", THERE, ""),
+        ("10.0.0.7:99999", "", THERE, ""),
+        ("10.0.0.7:9464/../secret?x=", "", THERE, ""),
+        ("http://10.0.0.7:9464", "", THERE, ""),
+        ("10.0.0.7", "", THERE, ""),
+        ("0.0.0.0:9464", "nowhere", THERE, ""),
+    ],
+)
+def test_metrics_are_where_their_task_joins_from(metrics: str, address: str, peer: str, found: str) -> None:
+    assert asyncio.run(own_metrics(metrics, address, peer, {"10.0.0.1"})) == found

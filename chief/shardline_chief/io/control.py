@@ -162,9 +162,11 @@ class Control:
         self.post(lambda now_s: self.program.join(ticket, join, now_s))
         return ticket
 
-    def beat(self, beat: Beat, channel: Channel) -> None:
-        """Take in a heartbeat that arrived on a stream."""
-        self.post(lambda now_s: self._beat(beat, channel, now_s))
+    def beat(self, beat: Beat, channel: Channel) -> Future[None]:
+        """Take in a heartbeat that arrived on a stream; the future is done once its turn has come."""
+        taken: Future[None] = Future()
+        self.post(lambda now_s: self._beat(beat, channel, taken, now_s))
+        return taken
 
     def stream_ended(self, task: str, incarnation: int, channel: Channel) -> None:
         """A heartbeat stream has ended, on either side."""
@@ -264,7 +266,8 @@ class Control:
 
     # Streams
 
-    def _beat(self, beat: Beat, channel: Channel, now_s: float) -> None:
+    def _beat(self, beat: Beat, channel: Channel, taken: Future[None], now_s: float) -> None:
+        settle(taken)
         try:
             self._check(beat.sender)
         except ForbiddenError as error:
@@ -278,8 +281,7 @@ class Control:
             channel.refuse(error)
             return
         # Anyone can send any name: only admitted tasks may become labels, or the metrics would grow without bound.
-        known = self.program.state.tasks.members.get(beat.task) is not None
-        peer = beat.task if known else "unknown"
+        peer = beat.task if self.program.state.tasks.members.get(beat.task) is not None else "unknown"
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
         self._show_work(beat, time.monotonic())

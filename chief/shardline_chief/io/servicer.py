@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
+from shardline.host.printable import printable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
@@ -42,6 +43,7 @@ from shardline.rpc.report_queue import MAX_PASSES
 from shardline.rpc.slow_readers import write_within
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
+from shardline_chief.io.targets import own_metrics
 from shardline_chief.rules.messages import Beat, Join
 
 log = logging.getLogger("shardline_chief.io.servicer")
@@ -54,6 +56,8 @@ MOST_FETCHES = 16
 """Checkpoints that are sent at a time: each keeps one on disk and a tensor of it in memory."""
 FETCH_TIMES = 10
 """How many --timeouts the sending of one may take."""
+MOST_WAITING = 16
+"""Orders that wait until a task reads them."""
 MAX_STEPS = 4096
 """Most step reports in one heartbeat."""
 
@@ -79,19 +83,34 @@ class StreamChannel:
 
     def _put(self, item: Orders | ShardlineError | None) -> None:
         try:
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._add, item)
         except RuntimeError:
             # The loop is closed: the server, and with it the stream, has ended.
             log.debug("orders for a heartbeat stream that has ended")
+
+    def _add(self, item: Orders | ShardlineError | None) -> None:
+        # Each replaces those before it, which a task that reads nothing lets wait.
+        while self.queue.qsize() >= MOST_WAITING:
+            self.queue.get_nowait()
+        self.queue.put_nowait(item)
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     """Serves Chief for one Control."""
 
     def __init__(
-        self, control: Control, store: CheckpointStore, access: Access, *, term: int, timeouts: Timeouts
+        self,
+        control: Control,
+        store: CheckpointStore,
+        access: Access,
+        *,
+        term: int,
+        timeouts: Timeouts,
+        hosts: Collection[str] = (),
     ) -> None:
+        """hosts: those in the cluster spec."""
         self._control = control
+        self._hosts = hosts
         self._timeouts = timeouts
         self.sending = 0
         """Checkpoints that are being sent."""
@@ -108,8 +127,16 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         refusal = joining_refusal(join.role, self._access.caller(JOIN, context))
         if refusal:
             raise ForbiddenError(f"{join.name} at {join.address or 'an unnamed address'} is not admitted: {refusal}")
-        secret = secrets.token_bytes(SECRET_BYTES)
-        answer = await asyncio.wrap_future(self._control.join(dataclasses.replace(join, secret=secret)))
+        secret, told = secrets.token_bytes(SECRET_BYTES), join.metrics_address
+        metrics = await own_metrics(told, join.address, context.peer(), self._hosts) if told else ""
+        join = dataclasses.replace(join, secret=secret, metrics_address=metrics)
+        answer = await asyncio.wrap_future(self._control.join(join))
+        if answer.accepted and told and not metrics:
+            log.warning(
+                "%s joined from %s, and its metrics are to be at %s, which may be another's: they are left out of the "
+                "status and of prometheus-targets.json; give an address that it dials from, or one of the cluster spec",
+                *(answer.task, context.peer(), printable(told)),
+            )
         return chief_pb2.JoinReply(
             accepted=answer.accepted,
             reason=answer.reason,
@@ -146,7 +173,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
                     life.append((beat.task, beat.incarnation))
                 elif life[0] != (beat.task, beat.incarnation):
                     raise ProtocolError(f"a heartbeat of {beat.task} arrived on the stream of {life[0][0]}")
-                self._control.beat(beat, channel)
+                # One at a time: what a task sends faster than it is taken in waits at its sender.
+                await asyncio.wrap_future(self._control.beat(beat, channel))
         finally:
             channel.queue.put_nowait(None)
 

@@ -5,20 +5,27 @@ The tasks of `shardline train` use free ports, which no configuration can know; 
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import json
 import logging
-from collections.abc import Iterable
+import socket
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from urllib.parse import unquote
 
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ClusterSpecError
 from shardline.host import files
+from shardline.security import is_loopback
 from shardline_chief.rules.state.membership import Member
 
 log = logging.getLogger("shardline_chief")
 
 NAME = "prometheus-targets.json"
 EVERYWHERE = ("0.0.0.0", "::")
+RESOLVE_S = 2.0
+"""Seconds in which the name of a host has to be resolved."""
 
 
 class Targets:
@@ -60,6 +67,59 @@ class Targets:
             if not self._broken:
                 self._broken = True
                 log.error("%s can't be written (%s); training continues without it", self._path, error.strerror)
+
+
+async def own_metrics(metrics_address: str, address: str, peer: str, known: Collection[str]) -> str:
+    """The metrics address that a task gives when it joins, or "" if it may be another's.
+
+    Prometheus goes to these addresses with its credentials. So the host must be the one that the task dials from, or
+    be in the cluster spec. address: of the task's services, "" = none. peer: gRPC's word for where it dials from.
+    known: hosts in the cluster spec.
+    """
+    try:
+        host, port = parse_address(metrics_address)
+        if host in EVERYWHERE:
+            host = parse_address(address)[0] if address else _dialled_from(peer)
+            metrics_address = metrics_address if address else format_address(host, port)
+    except ClusterSpecError:
+        return ""
+    here = port > 0 and (host in known or await _dials_from(host, _dialled_from(peer)))
+    return metrics_address if here else ""
+
+
+async def _dials_from(host: str, caller: str) -> bool:
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, TimeoutError):
+        return False
+    addresses = {_plain(str(item[4][0])) for item in found}
+    # On one machine a task may be reached by another of its addresses.
+    return caller in addresses or (is_loopback(caller) and all(map(_of_this_machine, addresses)))
+
+
+def _dialled_from(peer: str) -> str:
+    """The IP address in gRPC's "ipv4:10.0.0.7:4711" or "ipv6:%5Bfe80::1%5D:4711"; "" if there is none."""
+    kind, _, rest = unquote(peer).partition(":")
+    return _plain(rest.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else ""
+
+
+def _plain(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _of_this_machine(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def reachable(metrics_address: str, address: str) -> str:
