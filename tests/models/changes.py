@@ -366,6 +366,19 @@ def with_outside(*, grouped: bool) -> Callable[[], Any]:
     return job(mlp, loss=loss, param_groups=lambda model: [{"params": [*model.parameters(), temperature]}])
 
 
+WRITES = changes(
+    in_place=at(1, write, "'last.weight'", before=True),
+    # A script that overlaps can't fetch the servers' values any more once gradients have left: it warns.
+    later=at(3, write, "'last.weight'", before=True, in_scripts=False),
+    data=at(1, write_through_data, "'last.weight'"),
+    other_data=at(1, other_data, "'last.weight'"),
+    merged=at(1, merge_into_frozen, "'frozen.weight'"),
+    loaded=at(1, load_other_values, "'first.weight' and 5 more", before=True),
+)
+WRITES["jobs"]["max_norm"] = job(Limited, replicas=1)
+WRITES["scripts"]["max_norm"] = Script(sgd, training(lambda optimizer: None), Limited)
+WRITES["finds"]["max_norm"] = "step 0: 'table.weight'"
+
 CHANGES = [
     Row(
         "a buffer is assigned anew (`self.mean = 0.9 * self.mean + ...`), or gets other memory",
@@ -408,15 +421,7 @@ CHANGES = [
         "a parameter is written to otherwise (`max_norm`, clipping of weights, `load_state_dict`, merging LoRA)",
         "refused: `written to in this process, but the values of parameters are the servers'`. Replicas with "
         "parameters of their own, as in [cadences](cadences.md) with local passes, may",
-        **changes(
-            in_place=at(1, write, "'last.weight'", before=True),
-            # A script that overlaps can't fetch the servers' values any more once gradients have left: it warns.
-            later=at(3, write, "'last.weight'", before=True, in_scripts=False),
-            data=at(1, write_through_data, "'last.weight'"),
-            other_data=at(1, other_data, "'last.weight'"),
-            merged=at(1, merge_into_frozen, "'frozen.weight'"),
-            loaded=at(1, load_other_values, "'first.weight' and 5 more", before=True),
-        ),
+        **WRITES,
     ),
     Row(
         'a parameter gets another shape, dtype or device (`.double()`, `.to("cuda")`)',
@@ -435,7 +440,7 @@ CHANGES = [
     Row(
         "a parameter that was frozen when training began requires a gradient",
         "refused: `requires a gradient now, but it did not when training began`; let it require one then, and freeze "
-        "it in the loop",
+        "it in the loop. It takes the servers the memory of a trained one",
         **changes(unfrozen=at(1, unfreeze, "'frozen.weight'")),
     ),
     Row(
