@@ -14,6 +14,9 @@ from shardline.core.spec import JobSpec
 LOST, REPEATED = "lost_updates", "repeated_batches"
 """Figures that a worker reports in asynchronous mode: acknowledged updates lost with a restored shard, and batches that
 were sent and computed again."""
+ACKNOWLEDGED, SINCE = "acknowledged.", "acknowledged_since"
+"""Figures of the same worker: the number of its last acknowledged push at a shard, whose number follows the name; and
+the timeline in which it last compared these numbers with the shards."""
 
 
 @dataclass(frozen=True, order=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardline.core.status import Traffic
@@ -23,12 +23,17 @@ class BeatFacts:
     passes: PassQueue | None = None
     """Passes of a pipeline, on the clock of time.monotonic()."""
 
+    figures: Callable[[], Mapping[str, float]] | None = None
+    """Figures that change with every step."""
+
     def write(self, beat: chief_pb2.Beat) -> None:
         """Write them into a heartbeat."""
         if self.ps is not None:
             beat.ps.CopyFrom(self.ps())
         if self.traffic is not None:
             beat.traffic.CopyFrom(traffic_to_proto(self.traffic()))
+        if self.figures is not None:
+            beat.figures.update(self.figures())
         if self.passes is not None:
             beat.passes.extend(to_message(chief_pb2.PassReport, one) for one in self.passes.take())
             beat.clock_s = time.monotonic()

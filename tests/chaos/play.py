@@ -402,6 +402,11 @@ def _every_batch_counts(played: Played) -> None:
     lost, repeated = found["lost_updates"], found["repeated_batches"]
     epochs = schedule.steps // EPOCH
     check(len(played.marks) >= schedule.steps, f"{len(played.marks)} batches were computed of {schedule.steps}")
+    # Each batch was acknowledged by every shard at least once.
+    missing = sum(max(0, schedule.steps - version) for version in found["versions"])
+    check(
+        missing <= lost, f"versions {found['versions']} lack {missing} updates of {schedule.steps}, {lost} are counted"
+    )
     for name in COUNTERS:
         (shard,) = {
             number

@@ -80,6 +80,18 @@ def test_a_worker_that_wakes_after_it_was_given_up_changes_nothing_in_an_asynchr
     assert [recovery["task"] for recovery in found.summary["recoveries"]] == ["ps/0"]
 
 
+@pytest.mark.parametrize("after", [(), ("chief/0",)], ids=["", "and-then-the-chief"])
+def test_the_updates_of_a_worker_that_dies_with_its_server_are_counted_as_lost(
+    tmp_path: Path, starter: Starter, after: tuple[str, ...]
+) -> None:
+    later = [Event(at=0.8, kind="kill", task=task) for task in after]
+    events = (Event(at=0.55, kind="together", task="ps/1", peer="worker/0"), *later)
+    found = play(replace(schedule(*events, mode="async"), every=60), tmp_path, starter)
+    lost, (recovery,) = found.summary["lost_updates"], found.summary["recoveries"]
+    assert lost >= recovery["lost"] > 0
+    assert found.summary["chief_restarts"] == len(after)
+
+
 @pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks() or "links can be cut here")
 def test_a_worker_that_reaches_the_chief_and_not_a_server_is_given_up_and_comes_back(
     tmp_path: Path, starter: Starter

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from shardline.core.choices import Choices
+from shardline.core.image import WorkerSequence
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
@@ -69,6 +72,7 @@ class FakeResume:
     path: str = "/out/checkpoints/step-00000040"
     cursor: dict[str, Any] = field(default_factory=dict)
     versions: tuple[int, ...] = (40, 40)
+    sequences: tuple[Mapping[str, WorkerSequence], ...] = ({}, {})
     refuses: str = ""
     notes: tuple[str, ...] = ()
 
@@ -233,6 +237,9 @@ class FakePs:
 class Cluster:
     """The program and its environment."""
 
+    sequences: Mapping[str, WorkerSequence] = MappingProxyType({})
+    """Last pushes of workers in each shard of the newest checkpoint."""
+
     def __init__(
         self,
         *,
@@ -347,7 +354,11 @@ class Cluster:
             step = self.program.state.saves.resume.step
         for ps in self.ps:
             ps.restored = step or 0
-        resume = None if step is None else FakeResume(step=step, versions=(step,) * len(self.ps))
+        resume = (
+            None
+            if step is None
+            else FakeResume(step=step, versions=(step,) * len(self.ps), sequences=(self.sequences,) * len(self.ps))
+        )
         self.program.found(Found(resume=resume), self.now_s)
 
     def carry_out(self, command: Command) -> None:

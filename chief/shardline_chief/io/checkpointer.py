@@ -65,6 +65,12 @@ class ResumePoint:
         """Version of each shard of the checkpoint's plan."""
         return tuple(self.checkpoint.manifest.versions)
 
+    @property
+    def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
+        """For each shard of that plan: each worker's last push that it includes."""
+        plan = self.checkpoint.plan
+        return [self.checkpoint.sequences(plan, shard) for shard in range(len(plan.shards))]
+
     def check(self, job: JobSpec) -> Sequence[str]:
         """Changed settings, one phrase each. Raises CheckpointError if the checkpoint belongs to another job."""
         self.checkpoint.compatible(job)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline import codecs, consistency, methods, pipeline
-from shardline.core.orders import LOST, REPEATED
+from shardline.core.orders import REPEATED
 from shardline.core.spec import JobSpec
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
@@ -89,7 +89,7 @@ def summary(program: Program, reporter: Reporter, *, sha256: str, out: Path, now
         "repeated_batches": state.figures.total(REPEATED)
         + (state.work.leases.repeated if state.work.leases is not None else 0),
         "dropped_memories": state.figures.dropped_memories,
-        "lost_updates": state.figures.total(LOST),
+        "lost_updates": state.losses.updates(state.figures.lives),
         "recoveries": [dataclasses.asdict(recovered) for recovered in state.losses.recoveries],
         "chief_restarts": state.losses.failovers,
         "checkpoint": state.saves.checkpoint_path or None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardline.core.choices import Choices
+from shardline.core.image import WorkerSequence
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
@@ -34,6 +35,11 @@ class Resume(Protocol):
     @property
     def versions(self) -> tuple[int, ...]:
         """Version of each shard of the plan that the checkpoint was written with."""
+        ...
+
+    @property
+    def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
+        """For each shard of that plan: each worker's last push that it includes; empty where pushes have no numbers."""
         ...
 
     def check(self, job: JobSpec) -> Sequence[str]:

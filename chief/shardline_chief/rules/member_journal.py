@@ -38,7 +38,14 @@ class MemberJournal:
         lives = {task: member.incarnation for task, member in living.items()}
         if lives != self._members or state.tasks.finished != self._finished:
             records = [
-                JournalLine(kind="gone", fields={"task": task, "incarnation": incarnation})
+                JournalLine(
+                    kind="gone",
+                    fields={
+                        "task": task,
+                        "incarnation": incarnation,
+                        "figures": dict(state.figures.lives.get((task, incarnation), {})),
+                    },
+                )
                 for task, incarnation in self._members.items()
                 if lives.get(task) != incarnation
             ]

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardline.core.choices import Choices
+from shardline.core.image import WorkerSequence
 from shardline.core.placement import Placement
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_from_json
 from shardline.errors import ShardlineError, UsageError
 from shardline_chief.rules.actions import Promotion
 from shardline_chief.rules.state.leases import Lease, Leases
+from shardline_chief.rules.state.losses import WentBack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,10 @@ class Remembered:
     """Unix time at which training began."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """One entry for each recovery from the loss of a ps."""
+    lives: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+    """Figures of lives of workers, by (task, incarnation), as last noted."""
+    back: tuple[WentBack, ...] = ()
+    """Where shards go back one by one: each time."""
     page: str = ""
     """Address of the last chief's web page; "" = none."""
     failovers: int = 0
@@ -168,6 +174,7 @@ class _Book:
     """The entries read so far."""
 
     def __init__(self) -> None:
+        self._lost = _LostUpdates()
         self._begin_run()
         # Entries of other kinds are only for people.
         self._kinds: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
@@ -185,6 +192,8 @@ class _Book:
             "evaluation": self._evaluation,
             "member": self._member,
             "gone": self._fenced,
+            "figures": self._lost.figures,
+            "went_back": self._lost.went_back,
             "finished": self._done,
             "cursor": self._cursor,
             "lease": self._lease,
@@ -204,6 +213,7 @@ class _Book:
         self._finished: set[str] = set()
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
+        self._lost.begin_run()
         self._checkpoints: dict[int, None] = {}
         self._leases: Leases | None = None
         self._choices = _ChoiceList()
@@ -216,6 +226,8 @@ class _Book:
             finished=frozenset(self._finished),
             metrics=dict(self._metrics),
             recoveries=tuple(self._recoveries),
+            lives=dict(self._lost.lives),
+            back=tuple(self._lost.back),
             checkpoints=tuple(self._checkpoints),
             leases=self._leases,
             choices=self._choices.until(self._choices.end),
@@ -345,6 +357,8 @@ class _Book:
         known = self._members.get(task)
         if known is not None and known.incarnation == incarnation:
             self._gone[task] = self._members.pop(task)
+        if entry.get("figures"):
+            self._lost.told(task, incarnation, entry["figures"])
         if self._leases is not None:
             self._leases.fence(incarnation)
 
@@ -382,3 +396,28 @@ class _Book:
 
     def _ended(self, entry: Mapping[str, Any]) -> None:
         self._found.update(ended=(int(entry["exit_code"]), str(entry["reason"])), ended_at=float(entry["time"]))
+
+
+class _LostUpdates:
+    """What Losses.updates() counts."""
+
+    def __init__(self) -> None:
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
+        self.back: list[WentBack] = []
+
+    def told(self, task: str, incarnation: int, figures: Mapping[str, Any]) -> None:
+        self.lives[task, incarnation] = {str(name): float(value) for name, value in figures.items()}
+
+    def figures(self, entry: Mapping[str, Any]) -> None:
+        for task, incarnation, figures in entry["lives"]:
+            self.told(str(task), int(incarnation), figures)
+
+    def went_back(self, entry: Mapping[str, Any]) -> None:
+        shards = {
+            int(shard): {str(task): WorkerSequence(int(life), int(last)) for task, (life, last) in table.items()}
+            for shard, table in entry["shards"].items()
+        }
+        self.back.append(WentBack(timeline=int(entry["timeline"]), sequences=shards))

@@ -46,7 +46,7 @@ def link_of(
             machine=machine_fingerprint(spec.threads, str(device)),
         ),
         on_orders=loop.finder.ordered,
-        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.office.passes),
+        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.office.passes, figures=loop.place.figures),
         cancelled=cancelled,
         security=config.security,
     )

@@ -214,6 +214,10 @@ class Workplace:
             codec_owed=self.current.encoders.memory_norm or 0.0,
         )
 
+    def figures(self) -> Mapping[str, float]:
+        """Figures of this worker's pushes; see WorkerHalf.figures."""
+        return self._methods.half.figures if self._methods is not None else {}
+
     @property
     def lost_updates(self) -> int:
         """Asynchronous mode: acknowledged pushes that are gone because a shard was lost and restored."""

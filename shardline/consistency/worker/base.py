@@ -62,6 +62,11 @@ class WorkerHalf(abc.ABC):
         """Pushes done, as the servers compare workers; see consistency.Consistency.holds_back."""
         return self.step
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Figures for heartbeats: what this worker's pushes have come to. Any thread may ask."""
+        return {}
+
     # The job's position
 
     @property

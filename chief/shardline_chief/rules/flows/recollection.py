@@ -48,6 +48,8 @@ def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> N
         state.saves.may_be_scored(step)
     state.saves.checkpoint_step, state.saves.checkpoint_path = known.checkpoint_step, known.checkpoint_path
     state.losses.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
+    state.losses.back = list(known.back)
+    state.figures.lives |= known.lives
     state.losses.failovers = known.failovers + 1
     state.figures.dropped_memories = known.dropped_memories
     if known.began_s is not None:

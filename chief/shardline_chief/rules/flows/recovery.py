@@ -26,7 +26,7 @@ from shardline_chief.rules.events import (
 from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.stages import PREPARATION, Stage
-from shardline_chief.rules.state.losses import Loss, Recovered
+from shardline_chief.rules.state.losses import Loss, Recovered, WentBack
 from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 
@@ -286,6 +286,7 @@ class Recovery:
         self._lost.clear()
         state.work.moved.clear()
         state.work.unready.clear()
+        _note_back(state, self.preparation.keep)
         lost = self._count_lost(loss)
         recovered = Recovered(
             task=loss.first,
@@ -336,6 +337,20 @@ class Recovery:
         versions, keep = resume.versions, self.preparation.keep
         restored = [number for number in loss.at if number not in keep and number < len(versions)]
         return sum(max(0, loss.at[number][1] - versions[number]) for number in restored)
+
+
+def _note_back(state: State, keep: frozenset[int]) -> None:
+    """Note what each shard that went back by itself has left of each worker's pushes. keep: shards that did not."""
+    resume = state.saves.resume
+    if not state.mode.whole_pushes or resume is None:
+        return
+    tables = {shard: table for shard, table in enumerate(resume.sequences) if shard not in keep}
+    state.losses.back.append(WentBack(timeline=state.layout.timeline, sequences=tables))
+    noted = {
+        str(shard): {task: [one.incarnation, one.last_seq] for task, one in table.items()}
+        for shard, table in tables.items()
+    }
+    state.record("went_back", timeline=state.layout.timeline, shards=noted)
 
 
 def _lost(loss: Loss) -> str:

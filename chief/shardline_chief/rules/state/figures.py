@@ -38,6 +38,11 @@ class JobFigures:
         self.lost_scores = ""
         """Why there is no evaluator any more; empty if none was lost."""
 
+    @property
+    def told(self) -> list[list[object]]:
+        """The counters of all lives, for the journal."""
+        return [[task, incarnation, dict(figures)] for (task, incarnation), figures in sorted(self.lives.items())]
+
     def total(self, name: str) -> int:
         """Sum of a figure over all lives of all tasks."""
         return int(sum(figures.get(name, 0.0) for figures in self.lives.values()))

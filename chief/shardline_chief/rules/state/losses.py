@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shardline.core.image import WorkerSequence
+from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.core.placement import Placement
 
 
@@ -20,8 +23,26 @@ class Recovered:
     seconds: float
     """Seconds from its last sign of life until training resumed."""
     lost: int
-    """Steps to be computed again. If shards go back one by one: updates of the lost shards, as far as reported; the
-    workers know the exact number (lost_updates in the summary)."""
+    """Steps to be computed again. If shards go back one by one: updates of the lost shards, as far as their servers
+    had reported; see Losses.updates()."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack:
+    """Shards that went back to a checkpoint, each by itself."""
+
+    timeline: int
+    """The first in which they have the checkpoint's values."""
+    sequences: Mapping[int, Mapping[str, WorkerSequence]]
+    """By shard: each worker's last push that the checkpoint has."""
+
+    def kept(self, task: str, incarnation: int, shard: int, number: int) -> int:
+        """How many of a life's first `number` pushes a shard still has."""
+        known = self.sequences[shard].get(task) if shard in self.sequences else None
+        if shard not in self.sequences or (known is not None and known.incarnation > incarnation):
+            # It did not go back, or the checkpoint has a push of a later life, which comes after all of this one.
+            return number
+        return min(number, known.last_seq) if known is not None and known.incarnation == incarnation else 0
 
 
 @dataclass(kw_only=True)
@@ -55,3 +76,30 @@ class Losses:
     """Step that all shards had reached when the job resumed; None until they report."""
     failovers: int = 0
     """How many chiefs of this job have taken over from another."""
+    back: list[WentBack] = field(default_factory=list)
+    """Where shards go back one by one: each time."""
+
+    def updates(self, lives: Mapping[tuple[str, int], Mapping[str, float]]) -> int:
+        """Acknowledged updates that are gone, as far as anybody knows.
+
+        lives: the last figures of each life of a worker, by (task, incarnation). A life that compared its numbers with
+        the shards after they had gone back has counted its own lost updates. Of one that did not come to it, because it
+        died, its last report says which of its pushes were acknowledged. Whatever was acknowledged after that report is
+        not known, unless the shard's server had told.
+        """
+        told = sum(self._of(task, incarnation, figures) for (task, incarnation), figures in lives.items())
+        return max(told, sum(recovered.lost for recovered in self.recoveries) if self.back else 0)
+
+    def _of(self, task: str, incarnation: int, figures: Mapping[str, float]) -> int:
+        lost, since = int(figures.get(LOST, 0.0)), figures.get(SINCE, 0.0)
+        later = [one for one in self.back if one.timeline > since > 0]
+        for shard in _shards(later):
+            before = number = int(figures.get(f"{ACKNOWLEDGED}{shard}", 0.0))
+            for one in later:
+                number = one.kept(task, incarnation, shard, number)
+            lost += before - number
+        return lost
+
+
+def _shards(back: Iterable[WentBack]) -> set[int]:
+    return {shard for one in back for shard in one.sequences}

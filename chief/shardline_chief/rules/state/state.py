@@ -181,6 +181,9 @@ class State:
             shards = self.progress.shards.items()
             # All shards have reached a checkpoint that is written.
             least = self.saves.checkpoint_step if self.mode.consistent_cuts else 0
+            if self.mode.whole_pushes and self.figures.lives:
+                # A worker may be lost with the server, and this chief with both.
+                self.record("figures", lives=self.figures.told)
             self.losses.now = Loss(
                 first=task,
                 began_s=heard_s,
