@@ -114,7 +114,11 @@ def shorten(browser: Browser, scratch: str) -> None:
     """Show paths as if from the folder that the command was given in; the name of a temporary one says nothing."""
     browser.ask(
         "(() => { const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT); let text;"
-        f"while ((text = texts.nextNode())) text.data = text.data.replaceAll({json.dumps(scratch)}, 'runs'); }})()"
+        f"while ((text = texts.nextNode())) text.data = text.data.replaceAll({json.dumps(scratch)}, 'runs');"
+        # The folder is written anew with each news, which may come before the picture is taken.
+        "const out = document.querySelector('#out');"
+        "if (!out.hidden) { const shown = out.cloneNode(true); shown.id = ''; out.before(shown); }"
+        "out.hidden = true; })()"
     )
 
 
