@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import mmap
 import multiprocessing
 import os
@@ -185,6 +186,35 @@ def test_loaders_leave_the_generators_of_the_training_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[union-attr]
     assert random.getstate() == before[2]
+
+
+class Garbage:
+    """An object that only the garbage collector finds, as a server of gRPC may be; says in which process it did."""
+
+    def __init__(self, found: mmap.mmap) -> None:
+        self.found, self.here, self.cycle = found, os.getpid(), self
+
+    def __del__(self) -> None:
+        self.found[0] = 1 if os.getpid() == self.here else 2
+
+
+def test_a_loader_leaves_its_worker_s_garbage_alone() -> None:
+    class Collecting(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            gc.collect()
+            return torch.zeros(1)
+
+    found = mmap.mmap(-1, 1)
+    gc.disable()
+    try:
+        Garbage(found)
+        with pool(make_job(dataset=Collecting()), loaders=1) as loaders:
+            loaders.batch((0, 0, 0))
+        assert found[0] == 0
+    finally:
+        gc.enable()
+    gc.collect()
+    assert found[0] == 1
 
 
 class Nested(torch.utils.data.IterableDataset[torch.Tensor]):
