@@ -26,7 +26,7 @@ from shardline.codecs.sparse.nonzero import Sparse
 from shardline.codecs.sparse.randomk import RandomK
 from shardline.codecs.sparse.topk import TopK
 from shardline.core.plan import Plan
-from shardline.core.settings import Settings
+from shardline.core.settings import EXACT, Settings
 from shardline.core.spec import JobSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.seams import Table
@@ -144,6 +144,17 @@ def coding_of(choice: str | Codec | Settings, plan: Plan) -> JobCoding:
     if isinstance(choice, Settings):
         return JobCoding(of(choice), plan, seed=choice.seed)
     return JobCoding(CODECS.parse(choice), plan)
+
+
+def sent_whole(job: Settings, step: int) -> bool:
+    """Whether the push before this step has all that is owed (error_memory="exact"): a planned checkpoint follows."""
+    every = job.checkpoint_every
+    return step == job.steps or bool(every and step % every == 0)
+
+
+def owes_at(job: JobSpec, step: int) -> bool:
+    """Whether replicas may owe something at a checkpoint of this step, which a job that is resumed from it lacks."""
+    return of(job).remembers and step > 0 and not (job.error_memory == EXACT and sent_whole(job, step))
 
 
 def keep_whole(codecs: JobCodec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -73,6 +73,7 @@ class FakeResume:
     cursor: dict[str, Any] = field(default_factory=dict)
     versions: tuple[int, ...] = (40, 40)
     sequences: tuple[Mapping[str, WorkerSequence], ...] = ({}, {})
+    owes: bool = False
     refuses: str = ""
     notes: tuple[str, ...] = ()
 

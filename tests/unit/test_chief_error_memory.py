@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardline import codecs
 from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.errors import JobError, UsageError
@@ -13,7 +14,7 @@ from shardline.fit import check_fit
 from shardline_chief.rules.actions import Cut, Restore
 from shardline_chief.rules.events import EndAsked
 from shardline_chief.rules.state.work import Work
-from tests.support.chief_cluster import Cluster, T, make_job, phase, running
+from tests.support.chief_cluster import Cluster, FakeResume, T, make_job, phase, running
 from tests.support.mortal_chief import Mortal, cut, mortal
 
 EXACT = {"codec": "onebit", "error_memory": "exact"}
@@ -48,6 +49,34 @@ def test_a_lost_worker_takes_the_job_back_to_where_nobody_had_any() -> None:
     assert restore.keep == frozenset()
     assert "the error memory of replicas 2, 3 is lost (error_memory is 'exact'); rolling back all" in cluster.text()
     assert cluster.program.state.figures.dropped_memories == 0
+
+
+@pytest.mark.parametrize(
+    ("owes", "settings", "warned"), [(True, EXACT, True), (False, EXACT, False), (True, {"codec": "onebit"}, False)]
+)
+def test_a_job_that_promises_equal_bits_says_when_it_is_resumed_where_something_was_owed(
+    owes: bool, settings: dict[str, str], warned: bool
+) -> None:
+    cluster = Cluster(job=make_job(**settings), resume=FakeResume(owes=owes))
+    cluster.start()
+    said = [say.sentence for say in cluster.said if say.kind == "resume"]
+    assert [text.startswith("resuming from step 40, where replicas still owed") for text in said] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "owes"),
+    [
+        (0, EXACT, False),
+        (20, EXACT, False),
+        (100, EXACT, False),
+        (23, EXACT, True),
+        (20, {"codec": "onebit"}, True),
+        (23, {"codec": "bf16", "error_memory": "reset"}, False),
+        (23, {}, False),
+    ],
+)
+def test_something_is_owed_at_checkpoints_that_nobody_planned(step: int, settings: dict[str, str], owes: bool) -> None:
+    assert codecs.owes_at(make_job(checkpoint_every=10, steps=100, **settings), step) is owes
 
 
 def test_where_workers_run_the_optimizer_those_that_have_followed_take_over_and_a_new_one_takes_the_job_back() -> None:

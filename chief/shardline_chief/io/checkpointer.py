@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from shardline import consistency
+from shardline import codecs, consistency
 from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
@@ -70,6 +70,11 @@ class ResumePoint:
         """For each shard of that plan: each worker's last push that it includes."""
         plan = self.checkpoint.plan
         return [self.checkpoint.sequences(plan, shard) for shard in range(len(plan.shards))]
+
+    @property
+    def owes(self) -> bool:
+        """Whether replicas may have owed the servers something then, which is gone with their workers."""
+        return codecs.owes_at(self.checkpoint.job, self.step)
 
     def check(self, job: JobSpec) -> Sequence[str]:
         """Changed settings, one phrase each. Raises CheckpointError if the checkpoint belongs to another job."""

@@ -42,6 +42,11 @@ class Resume(Protocol):
         """For each shard of that plan: each worker's last push that it includes; empty where pushes have no numbers."""
         ...
 
+    @property
+    def owes(self) -> bool:
+        """Whether replicas may have owed the servers something then, which is gone with their workers."""
+        ...
+
     def check(self, job: JobSpec) -> Sequence[str]:
         """Settings in which the job differs from the checkpoint's job, one phrase each.
 

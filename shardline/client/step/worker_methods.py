@@ -82,7 +82,7 @@ class WorkerMethods:
             seed=self._job.seed,
             sender=index if self.mode.whole_pushes else None,
             keep_every=self._job.checkpoint_every,
-            cut_after=self._cut_after if self._job.error_memory == EXACT else lambda number: False,
+            cut_after=self._cut_after,
         )
         if self._encoders is not None:
             made.inherit(self._encoders)
@@ -90,9 +90,8 @@ class WorkerMethods:
         return made
 
     def _cut_after(self, number: int) -> bool:
-        """Whether a checkpoint follows this push, the last one included."""
-        every = self._job.checkpoint_every
-        return number + 1 == self._job.steps or bool(every and (number + 1) % every == 0)
+        """Whether nothing may be owed after this push."""
+        return self._job.error_memory == EXACT and codecs.sent_whole(self._job, number + 1)
 
     @property
     def needs_pull(self) -> bool:

@@ -56,6 +56,14 @@ class Start:
             if resume is not None and (changed := resume.check(job)):
                 others = f"with settings that differ from the checkpoint's: {'; '.join(changed)}"
                 state.say("resume", f"resuming from step {resume.step} {others}", "warning")
+            if resume is not None and resume.owes and state.exact_memory:
+                state.say(
+                    "resume",
+                    f"resuming from step {resume.step}, where replicas still owed what their codec had not sent: that "
+                    "is lost, so the job ends with other bits than one that was never stopped, although error_memory "
+                    "is 'exact'. Nothing is owed at a checkpoint that checkpoint_every plans",
+                    "warning",
+                )
             if state.settings.replayed is not None:
                 state.settings.replayed.check(job)
             plan = make_plan(job.tensors, len(state.settings.ps))
