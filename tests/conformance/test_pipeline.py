@@ -350,6 +350,7 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         assert flush.held(stage, stages, microbatches) == min(microbatches, stages - stage)
 
 
+@pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(
     ("layers", "cuts"),
@@ -437,6 +438,7 @@ def alone(job: Job, whole: nn.Module, step: int, replica: int = 0) -> float:
     return replica_gradients(whole, computed, BatchSource(job), step, replica)[0]
 
 
+@pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(
     ("layers", "cuts", "codec"),

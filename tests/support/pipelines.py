@@ -1,4 +1,4 @@
-"""Workers of a pipeline in one process: a thread each, which take turns."""
+"""Workers of a pipeline in one process: a thread each, which take turns. And models that are traced once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import pytest
+from torch import nn
+
 from shardline.pipeline.hosts import Hosts, planned_hosts
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.runner import AtHome
+from shardline.pipeline.split import model as split
+from shardline.pipeline.split.trace import Inputs, Traced, trace
 
 T = TypeVar("T")
 PATIENCE_S = 20.0
@@ -51,3 +56,19 @@ def run_workers(hosts: Hosts, turn: threading.Condition, work: Callable[[int], T
 
     with ThreadPoolExecutor(len(numbers)) as pool:
         return list(pool.map(in_turn, numbers))
+
+
+_traced: dict[object, Traced] = {}
+
+
+def _trace_once(model: nn.Module, inputs: Inputs, cuts: Sequence[str]) -> Traced:
+    key = type(model), tuple(cuts), tuple(module.training for module in model.modules())
+    if key not in _traced:
+        _traced[key] = trace(model, inputs, cuts)
+    return _traced[key]
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace each class of models once for all tests, which takes seconds; for tests that run stages in one thread."""
+    monkeypatch.setattr(split, "trace", _trace_once)
