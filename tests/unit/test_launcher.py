@@ -189,7 +189,7 @@ def test_the_exception_that_ends_a_script_is_read_from_its_log(tmp_path: Path, s
         ({"overrides": (("codec", "typo:x=1"),)}, "codec 'typo' does not exist"),
         ({"overrides": (("steps", "many"),)}, "steps"),
         ({"overrides": (("batch_size", "0"),)}, "Job.batch_size is 0; give a whole number >= 1"),
-        ({"overrides": (("prefetch", "0"),)}, "Job.prefetch is 0; give a whole number >= 1"),
+        ({"overrides": (("prefetch", "0"),)}, "Job.prefetch is 0; give a whole number from 1 to 64"),
         ({"overrides": (("clip_norm", "-1"),)}, "Job.clip_norm is -1.0; give a finite number >= 0"),
         ({"overrides": (("nan_policy", "foo"),)}, "Job.nan_policy is 'foo'; it must be stop or skip"),
         ({"overrides": (("best_mode", "foo"),)}, "Job.best_mode is 'foo'; it must be max or min"),
