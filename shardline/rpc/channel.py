@@ -47,8 +47,9 @@ def end_call(call: Any) -> None:
 def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
     """Options of every channel: own connections, keepalive derived from the timeout, message limits, no retries."""
     keepalive_ms = int(max(1.0, timeouts.suspect_s) * 1000)
-    # Whoever could not be reached for a while is back before anybody is suspected.
-    backoff_ms = int(min(2.0, max(0.2, timeouts.suspect_s / 2)) * 1000)
+    # Whoever could not be reached for a while is back long before it could be taken for dead. An attempt may take as
+    # long, and TLS on a busy machine needs that.
+    backoff_ms = int(min(2.0, max(1.0, timeouts.suspect_s / 2)) * 1000)
     return (
         # Otherwise all channels of a process to one address share a TCP connection.
         ("grpc.use_local_subchannel_pool", 1),
