@@ -86,6 +86,23 @@ def test_a_write_through_data_that_lasts_is_found_whenever_it_begins(
         assert str(found.value).startswith(f"step {3 * EVERY - 1}: ")
 
 
+@pytest.mark.parametrize(("optimizer", "settings"), [("SGD", {"lr": 0.05, "momentum": 0.9}), ("AdamW", {"lr": 0.01})])
+def test_what_a_workers_own_optimizer_writes_is_not_taken_for_the_users(
+    optimizer: str, settings: dict[str, float]
+) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
+
+    job = make_job(wide, replicas=1, steps=3, apply="worker", optimizer=optimizer, optimizer_args=settings)()
+    # Some buckets are one tensor, and are written where that is.
+    with Cluster(job, ps=1, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = cluster.worker(0)
+        worker.run([0], job.steps)
+        expected = reference(job)
+        for name, value in named_values(worker.model).items():
+            assert torch.equal(value, expected.params[name]), name
+
+
 def test_parameters_that_the_loss_uses_and_the_model_has_not_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     data = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))

@@ -47,6 +47,9 @@ class TensorLayout(Protocol):
     def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
         """See ModelLayout."""
 
+    def mark_written(self, shard: int, bucket: int) -> None:
+        """See ModelLayout."""
+
     def settle(self) -> None:
         """See ModelLayout."""
 

@@ -131,7 +131,9 @@ class AppliedHere(LocalTraining):
             numbers = hyper.get(ground.plan.tensors[pieces[0].tensor].group)
             values = ground.model.whole(shard, number)
             if values is not None:
-                rule.apply(values, gradient, clock=step, present=present, hyper=numbers)
+                if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
+                    # Optimizers and kernels write to memory, past torch's counter of the tensor.
+                    ground.model.mark_written(shard, number)
                 continue
             values = ground.model.values(shard, number, device)
             if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
