@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import multiprocessing
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ import torch
 
 from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError, ShardlineError
+from shardline.host.awake import awake_s
 from shardline.host.forkserver import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from shardline.host.process import Termination
 from shardline.loading.packed import opened, pack
@@ -28,6 +31,10 @@ FOR_THE_WORKER = (signal.SIGTERM, signal.SIGINT)
 
 Request = tuple[int, Place]
 """(round, place). A loader doesn't read what an earlier round than the newest asked for."""
+FULL_S = 30.0
+"""Seconds that a batch may wait until workers have taken others."""
+AGAIN_S = 0.01
+"""Seconds until it is tried again."""
 _REQUEST = struct.Struct("<qqqq")
 _READ, _SKIPPED = b"r", b"s"
 
@@ -91,10 +98,10 @@ class Loader:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.sock.send(_REQUEST.pack(request[0], *request[1]))
 
-    def answer(self) -> tuple[Request, mmap.mmap | None] | None:
+    def answer(self) -> tuple[Request, memoryview | None] | None:
         """Take an answer that has come: a request, and the batch or error, packed; None if it was not read.
 
-        Without an answer, it has ended: None.
+        Without an answer, it has ended: None. Raises JobError if there are too many descriptors.
         """
         try:
             kind, fds, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_DONTWAIT)
@@ -102,9 +109,18 @@ class Loader:
             return None
         if not kind:
             return None
-        if kind == _READ and not fds:
-            raise JobError("a batch can't be taken from a loader: too many open files; raise the limit, ulimit -n")
-        return self.asked.popleft(), opened(fds[0]) if fds else None
+        if kind == _SKIPPED:
+            return self.asked.popleft(), None
+        reason: object = "too many open files"
+        try:
+            if fds:
+                return self.asked.popleft(), opened(fds[0])
+        except RuntimeError as error:
+            reason = error
+        raise JobError(
+            f"a batch can't be taken from loader {self.number}: {reason}; raise the limit, ulimit -n, or lower loaders "
+            "or prefetch"
+        )
 
     def hang_up(self) -> None:
         """Have it end, when it has read the samples of a batch, without waiting for it."""
@@ -149,9 +165,26 @@ def _be_a_loader(
                 continue
             fd = _read((place[0], place[1], place[2]), source)
             try:
-                socket.send_fds(sock, [_READ], [fd])
+                _give(sock, fd)
             finally:
                 os.close(fd)
+
+
+def _give(sock: socket.socket, fd: int) -> None:
+    """Send a batch, or after FULL_S its answer without it, which the worker tells."""
+    deadline_s = awake_s() + FULL_S
+    while True:
+        try:
+            socket.send_fds(sock, [_READ], [fd])
+            return
+        except OSError as error:
+            # A user may have as many descriptors on their way, in all processes, as one of them may have files open.
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+        if awake_s() > deadline_s:
+            sock.send(_READ)
+            return
+        time.sleep(AGAIN_S)
 
 
 def _read(place: Place, source: BatchSource) -> int:

@@ -7,7 +7,6 @@ length of that. Both ends are one program: the loader is a fork of the worker, a
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import struct
@@ -121,17 +120,21 @@ def _write(fd: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def opened(fd: int) -> mmap.mmap:
-    """The memory of a descriptor, which this closes. Raises OSError."""
+def opened(fd: int) -> memoryview:
+    """The memory of a descriptor, which this closes: a user may keep more batches than files may be open.
+
+    Raises RuntimeError if it can't be mapped.
+    """
     try:
-        return mmap.mmap(fd, os.fstat(fd).st_size)
+        nbytes = os.fstat(fd).st_size
+        # Other than an mmap of Python's, this keeps no descriptor.
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8).numpy().data
     finally:
         os.close(fd)
 
 
-def unpack(memory: mmap.mmap) -> Any:
+def unpack(view: memoryview) -> Any:
     """What was packed; its tensors and arrays keep the memory."""
-    view = memoryview(memory)
     end = len(view) - _LENGTH.size
     (length,) = _LENGTH.unpack(view[end:])
     pickled, places = pickle.loads(view[end - length : end])

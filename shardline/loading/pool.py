@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections import Counter
 from itertools import islice
@@ -40,7 +39,7 @@ class LoaderPool:
         self._most = loaders * prefetch
         self._upcoming = UpcomingBatches(accumulate)
         self._round = Round()
-        self._ready: dict[Place, mmap.mmap] = {}
+        self._ready: dict[Place, memoryview] = {}
         self._deaths: Counter[Place] = Counter()
         """Loaders that have ended, by the batch that they were reading."""
         self._loaders: list[Loader] = []

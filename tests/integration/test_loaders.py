@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 from shardline.data import BatchSource
 from shardline.errors import JobError, JobExitError, TaskLostError
 from shardline.job import Job
+from shardline.loading import loader as loader_of
 from shardline.loading import pool as pools
 from shardline.loading.pool import LoaderPool
 from tests.support.jobs import make_job
@@ -159,6 +161,41 @@ def test_a_batch_that_shared_memory_cannot_hold_is_refused_with_the_remedy() -> 
         ),
     ):
         loaders.batch((0, 0, 0))
+
+
+def test_batches_that_are_kept_keep_no_files_open() -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with pool(make_job(dataset=Noisy())) as loaders:
+        kept, before = [loaders.batch((0, 0, 0))], files()
+        kept += [loaders.batch((step, 0, 0)) for step in range(1, 20)]
+        assert len(kept) == 20
+        assert files() <= before
+
+
+@pytest.mark.parametrize("times", [3, 1_000_000])
+def test_a_batch_waits_while_too_many_files_are_on_their_way_and_is_refused_at_last(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    left, send = iter(range(times)), socket.send_fds
+
+    def full(sock: socket.socket, *arguments: Any) -> int:
+        if next(left, None) is not None:
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return send(sock, *arguments)
+
+    monkeypatch.setattr(socket, "send_fds", full)
+    monkeypatch.setattr(loader_of, "FULL_S", 30.0 if times == 3 else 0.0)
+    job = make_job(dataset=Noisy())
+    with pool(job, loaders=1) as loaders:
+        if times == 3:
+            assert flat(loaders.batch((0, 0, 0))) == flat(BatchSource(job).batch(0, 0, 0))
+            return
+        with pytest.raises(
+            JobError, match="can't be taken from loader 0: too many open files; raise the limit, ulimit"
+        ):
+            loaders.batch((0, 0, 0))
 
 
 def test_loaders_that_cannot_be_started_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
