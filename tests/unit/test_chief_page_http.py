@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -219,6 +220,37 @@ def test_a_connection_that_asks_nothing_is_closed(make: Make, monkeypatch: pytes
         with socket.create_connection((host, int(port)), timeout=10) as link:
             link.sendall(begun)
             assert link.recv(1) == b""
+
+
+def test_a_connection_that_goes_on_asking_is_kept(make: Make) -> None:
+    page = make()
+    host, _, port = page.address.rpartition(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=10)) as connection:
+        connection.connect()
+        link = connection.sock
+        for _ in range(4):
+            connection.request("GET", "/api/view")
+            assert connection.getresponse().read()
+            assert connection.sock is link
+            look(page)
+        for _ in range(2):
+            look(page)
+        assert link.recv(1) == b""
+
+
+def look(page: PageServer) -> None:
+    """Have the page check its connections."""
+    assert page._loop is not None
+    looked = threading.Event()
+
+    def act() -> None:
+        for connection in list(page._server.server_state.connections):
+            assert isinstance(connection, page_server._Patient)
+            connection._look()
+        looked.set()
+
+    page._loop.call_soon_threadsafe(act)
+    assert looked.wait(10.0)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ class _Patient(H11Protocol):
     """Ends idle connections, requests that don't end, and readers that take no data; uvicorn would wait for ever."""
 
     _idle = False
+    _last: object = None
+    """The newest request at the last check."""
     _taken = True
     """Since the last check there was room in the send buffer, if only briefly."""
 
@@ -159,9 +161,9 @@ class _Patient(H11Protocol):
         if not self.transport.is_closing():
             # A request whose body is still coming is not one that is worked on.
             idle = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-            if idle and self._idle:
+            if idle and self._idle and self._last is self.cycle:
                 self.transport.close()
-            self._idle = idle
+            self._idle, self._last = idle, self.cycle
         elif not self.flow.write_paused:
             return
         self.loop.call_later(IDLE_S, self._look)
