@@ -15,6 +15,7 @@ from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
+from shardline.rpc.limits import MAX_SENTENCE
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline_evaluator.scoring import Score, next_step, score
@@ -126,10 +127,21 @@ class Evaluator:
             self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
         if result.failure:
             log.error("step %d: %s", step, result.failure)
-        link = self._link
-        best = link.ask(lambda: link.client.report(link.identity, step, result.metrics, result.seconds, result.failure))
+        best = self._report(result)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         log.info("step %d: %s%s", step, shown or "not scored", " (best so far)" if best else "")
+
+    def _report(self, result: Score) -> bool:
+        """Report a score; returns whether it is the best so far. One that the chief refuses ends nothing."""
+        link, step, failure = self._link, result.step, result.failure[:MAX_SENTENCE]
+        try:
+            return link.ask(lambda: link.client.report(link.identity, step, result.metrics, result.seconds, failure))
+        except ProtocolError as error:
+            log.error("step %d: %s", step, error)
+            if failure:
+                return False
+            # The chief may be waiting for this one.
+            return self._report(Score(step=step, failure=str(error), seconds=result.seconds))
 
     def _fetch_and_score(self, step: int) -> Score | None:
         """None if a newer checkpoint replaced this one meanwhile."""

@@ -99,8 +99,7 @@ class NumberedPushes(ServerHalf):
                 applied = decision.outcome is not Outcome.SKIPPED
                 if applied:
                     lag = staleness(storage.version, push.base_version)
-                    with storage.lock:
-                        storage.tally.applied(lag)
+                self._tally(lag, applied=applied)
                 last = replace(last, last_seq=push.seq, outcome=decision.outcome, staleness=lag)
                 self.pushes[push.task] = last
                 totals = self._totals(gradients, hyper or {}) if applied else ()
@@ -218,9 +217,14 @@ class NumberedPushes(ServerHalf):
             if not whole:
                 return
             self.pushes[push.task] = push
-        if applied:
-            with self.storage.lock:
-                self.storage.tally.applied(push.staleness)
+        self._tally(push.staleness, applied=applied)
+
+    def _tally(self, lag: int, *, applied: bool) -> None:
+        with self.storage.lock:
+            if applied:
+                self.storage.tally.applied(lag)
+            else:
+                self.storage.tally.skipped_steps += 1
 
     def recorded(self, record: Record) -> Totals:
         """Each copied bucket's part of a recorded push; sets the bucket's hyper-parameters. Call with `order` held."""

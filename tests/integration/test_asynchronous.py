@@ -195,6 +195,7 @@ def test_a_nan_is_skipped_without_an_update_and_the_numbers_go_on() -> None:
             worker.trainer.contribute(0, {n: torch.full_like(v, amount) for n, v in worker.values.items()})
             worker.trainer.finish()
         assert [shard.version for shard in cluster.shards] == [2, 2]
+        assert [(shard.tally.pushes, shard.tally.skipped_steps) for shard in cluster.shards] == [(2, 1)] * 2
         assert float(cluster.state().params["b"]) == -3.0
 
 

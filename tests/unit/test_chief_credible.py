@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardline.core.orders import BarrierPlace, PassReport, StepReport
-from shardline.core.status import Traffic
+from shardline.core.status import ShardStatus, Traffic
 from shardline.errors import ProtocolError
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.reporter import Reporter
@@ -106,6 +106,13 @@ def test_scores_of_older_checkpoints_count_and_only_finite_ones_are_the_best() -
     assert cluster.bests == [0]
 
 
+def test_a_score_that_took_as_long_as_hundreds_of_checkpoints_counts() -> None:
+    cluster = with_evaluator()
+    for step in range(10, 5000, 10):
+        cluster.program.state.saves.committed(step, f"/out/step-{step}")
+    assert scored(cluster, 0, {"accuracy": 0.5})
+
+
 def test_scores_have_a_budget_by_checkpoint_by_length_and_by_names() -> None:
     cluster = with_evaluator()
     with pytest.raises(ProtocolError, match="the names of its metrics have 102400 characters"):
@@ -156,6 +163,23 @@ def test_a_worker_that_counts_its_own_steps_logs_about_as_many_as_servers_took(t
     assert (tasks.count("worker/0"), tasks.count("worker/1")) == (LINES_EACH + 2 * 10, 1)
     # Each value is a line of the summary.
     assert len(reporter.paces["worker/0"].whole()["staleness"]) == 1024
+
+
+def test_steps_of_a_worker_that_counts_its_own_are_logged_after_its_shards_went_back(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+    reporter.begin(replicas=1, joined=False, timeline=5, first_step=0)
+    reporter.report("worker/0", [report(step) for step in range(500)], 500)
+    reporter.begin(replicas=1, joined=False, timeline=6, first_step=100)
+    reporter.report("worker/0", [report(step) for step in range(500, 520)], 120)
+    assert [line["step"] for line in logged(tmp_path)] == list(range(520))
+
+
+def test_a_push_that_is_skipped_is_a_step_of_its_worker() -> None:
+    program = running(mode="async").program
+    state, heartbeats = program.state, program.heartbeats
+    state.work.leases = None  # as in a script, where workers choose their batches
+    state.progress.shards = {0: ShardStatus(shard=0, step_max=10, version=10, pushes=10, skipped_steps=300)}
+    assert heartbeats.reached == 310
 
 
 def test_a_sink_that_fails_costs_what_it_shows_and_not_the_run(

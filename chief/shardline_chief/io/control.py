@@ -250,6 +250,7 @@ class Control:
 
     def _tick(self, now_s: float) -> None:
         self.program.tick(now_s)
+        self._reporter.report("", (), self.program.heartbeats.reached)
         if self._telemetry.tick(now_s):
             self._show(now_s)
 
@@ -294,9 +295,8 @@ class Control:
 
         now_s: by the system's clock, as times of passes are.
         """
-        state, heartbeats = self.program.state, self.program.heartbeats
-        self._reporter.report(beat.task, heartbeats.reported(beat), heartbeats.reached)
-        job = state.job
+        job, heartbeats = self.program.state.job, self.program.heartbeats
+        self._reporter.report(beat.task, heartbeats.reported(beat), None)
         if beat.passes and job is not None and pipeline.of(job).staged and heartbeats.trains(beat):
             shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
             self._reporter.passes.begin(job.name, job.pipeline, **shape)

@@ -302,11 +302,17 @@ class Reporter:
         return found
 
     @for_people
-    def report(self, task: str, reports: Sequence[StepReport], reached: float = math.inf) -> None:
-        """Take in one task's finished steps. reached: the step that the servers are known to have reached."""
+    def report(self, task: str, reports: Sequence[StepReport], reached: float | None = math.inf) -> None:
+        """Take in one task's finished steps.
+
+        reached: the step that the servers are known to have reached; None: as was last told.
+        """
         if reports:
             self._held.add(task, reports)
-        self._reached = reached
+        elif reached is None:
+            return
+        if reached is not None:
+            self._reached = reached
         self._take_in()
 
     def _take_in(self) -> None:

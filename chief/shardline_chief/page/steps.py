@@ -57,8 +57,8 @@ class HeldReports:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[StepReport]] = {}
-        self._highest = 0.0
-        """Highest step that the servers have reached so far, in any timeline."""
+        self._highest = self._before = 0.0
+        """Highest step that the servers have reached so far, and before this timeline."""
         self._lines: Counter[str] = Counter()
         """Reports let through, by task."""
         self.dropped: Counter[str] = Counter()
@@ -74,6 +74,8 @@ class HeldReports:
 
     def due(self, reached: float, *, joined: bool) -> Iterator[tuple[str, list[StepReport]]]:
         """Remove and return the reports of steps up to OPEN_STEPS beyond the one that the servers have reached."""
+        # Shards that go back by themselves count less than workers that count their own steps, and go on.
+        reached += 0.0 if joined else self._before
         self._highest = max(self._highest, reached)
         for task, waiting in self._waiting.items():
             found = [report for report in waiting if report.step <= reached + OPEN_STEPS]
@@ -89,6 +91,7 @@ class HeldReports:
     def forget(self) -> None:
         """Drop those that still wait: their timeline is over."""
         self._waiting.clear()
+        self._before = self._highest
 
     def end(self) -> Counter[str]:
         """The run is over: how many reports of each task were dropped because no server had reached their steps."""

@@ -83,13 +83,17 @@ class Heartbeats:
 
     @property
     def reached(self) -> int:
-        """The highest step that a worker may have finished, as far as the servers have told; a batch with leases."""
+        """The highest step that a worker may have finished, as far as the servers have told; a batch with leases.
+
+        Looks at all shards: too much for each of many heartbeats.
+        """
         state = self.state
         if state.work.leases is not None:
             return state.work.leases.steps
-        # Workers that push for themselves count their own steps, one for each push.
+        # Workers that push for themselves count their own steps, one for each push, skipped or not.
         own = state.mode.by_stage or not state.mode.assigns_replicas
-        done = (max(shard.version, shard.pushes if own else 0) for shard in state.progress.shards.values())
+        shards = state.progress.shards.values()
+        done = (max(shard.version, shard.pushes + shard.skipped_steps if own else 0) for shard in shards)
         return max(state.progress.step_max, max(done, default=0))
 
     def reported(self, beat: Beat) -> tuple[StepReport, ...]:
