@@ -34,16 +34,17 @@ class AwakeTime:
         return now_s - self.away_s
 
 
-class _Watch:
+class AwakeWatch:
     """Reads the clock every TICK_S, on a thread of its own, so that long gaps are only those of a stopped process."""
 
     def __init__(self) -> None:
-        self._awake = AwakeTime(time.monotonic())
+        self.awake = AwakeTime(time.monotonic())
         self.forked()
 
     def forked(self) -> None:
         """In a new process, which has no such thread, and a lock that another thread may hold for ever."""
-        self._lock = threading.Lock()
+        # A signal's handler, or a finalizer, may ask while its own thread reads.
+        self._lock = threading.RLock()
         self._ticks = False
         self._never = threading.Event()
 
@@ -51,22 +52,29 @@ class _Watch:
         """The time now."""
         with self._lock:
             if not self._ticks:
-                self._ticks = True
-                threading.Thread(target=self._run, name="awake", daemon=True).start()
-            return self._awake.at(time.monotonic())
+                self._start()
+            return self.awake.at(time.monotonic())
 
     @property
     def away_s(self) -> float:
         """Seconds in which the process did not run, up to now."""
         self.read()
-        return self._awake.away_s
+        return self.awake.away_s
+
+    def _start(self) -> None:
+        self._ticks = True
+        try:
+            threading.Thread(target=self._run, name="awake", daemon=True).start()
+        except RuntimeError:
+            # There are too many threads, or the interpreter is ending: the next reading tries again.
+            self._ticks = False
 
     def _run(self) -> None:
         while not self._never.wait(TICK_S):
             self.read()
 
 
-_watch = _Watch()
+_watch = AwakeWatch()
 os.register_at_fork(after_in_child=_watch.forked)
 
 

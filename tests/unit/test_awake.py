@@ -14,7 +14,7 @@ import pytest
 
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
-from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, awake_s
+from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, AwakeWatch, awake_s
 from shardline.rpc import channel
 from shardline.rpc.channel import Peer
 from tests.support.sources import ROOT
@@ -86,6 +86,38 @@ def test_a_child_that_was_forked_has_a_clock_that_goes_on() -> None:
     assert child_s > parent_s + LONGEST_S
 
 
+def test_a_process_that_can_start_no_thread_has_the_time_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    watch = AwakeWatch()
+    first, second, third = watch.read(), watch.read(), watch.read()
+    assert first <= second <= third
+    assert [thread.name for thread in started] == ["awake"] * 2
+
+
+def test_a_signal_that_asks_for_the_time_while_its_thread_reads_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = AwakeWatch()
+
+    def interrupted(now_s: float) -> float:
+        monkeypatch.setattr(watch.awake, "at", read)
+        found.append(watch.read())
+        return read(now_s)
+
+    watch.read()
+    read, found = watch.awake.at, list[float]()
+    monkeypatch.setattr(watch.awake, "at", interrupted)
+    thread = threading.Thread(target=watch.read, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert found
+
+
 class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # of a package without types
     """A call whose deadline has passed."""
 
@@ -146,6 +178,16 @@ FIGURES = {
     "chief/shardline_chief/page/run_files.py",
     "evaluator/shardline_evaluator/scoring.py",
     "services/shardline_ps/shard/storage.py",
+    "shardline/client/api/in_flight.py",
+    "shardline/client/api/step_loop.py",
+    "shardline/client/api/step_reports.py",
+    "shardline/client/exchange/conversation.py",
+    "shardline/client/exchange/live.py",
+    "shardline/client/exchange/running.py",
+    "shardline/client/parcels/mailbox.py",
+    "shardline/client/step/retained_contribution.py",
+    "shardline/client/step/sink.py",
+    "shardline/client/step/trainer.py",
     "shardline/rpc/beat_facts.py",
     "shardline/rpc/client.py",
 }
@@ -153,7 +195,7 @@ FIGURES = {
 
 
 def test_whoever_judges_a_silence_uses_the_clock_for_that() -> None:
-    folders = ("chief", "services", "worker", "evaluator", "shardline/rpc")
+    folders = ("chief", "services", "worker", "evaluator", "shardline/rpc", "shardline/client")
     found = {
         path.relative_to(ROOT).as_posix()
         for folder in folders

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from shardline.client.api.in_flight import InFlight
@@ -18,6 +17,7 @@ from shardline.core.orders import LOST, REPEATED, Orders, Phase
 from shardline.core.settings import EXACT
 from shardline.core.timeouts import Timeouts
 from shardline.errors import RolledBackError, UnreachableError, UsageError
+from shardline.host.awake import awake_s
 from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
@@ -143,7 +143,7 @@ class StepFinder:
         """Begin a pass of the loop's body."""
         self._place.office.begin(self._trainer.job, self.begun, self._trainer.step, self.link.identity)
         self.link.set_step(number)
-        now_s = time.monotonic()
+        now_s = awake_s()
         if self.unstepped.begin(number, now_s):
             self.unstepped.waited_for(number, waiting_replicas(self._trainer, self.begun.replicas), now_s)
         return number
