@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardline_chief.io.targets import NAME, Targets, own_metrics, reachable
+from shardline_chief.io.targets import NAME, Targets, own_metrics, reachable, tell_left_out
 from shardline_chief.rules.state.membership import Life, Member
 
 
@@ -133,3 +133,21 @@ THERE = "ipv4:10.0.0.7:4711"
 )
 def test_metrics_are_where_their_task_joins_from(metrics: str, address: str, peer: str, found: str) -> None:
     assert asyncio.run(own_metrics(metrics, address, peer, {"10.0.0.1"})) == found
+
+
+@pytest.mark.parametrize(
+    ("told", "level", "words"),
+    [
+        ("127.0.0.1:9464", logging.INFO, "for its own machine only; --host"),
+        ("[::1]:9464", logging.INFO, "for its own machine only; --host"),
+        ("192.0.2.1:9464", logging.WARNING, "which may be another's"),
+        ("http://x", logging.WARNING, "which may be another's"),
+    ],
+)
+def test_that_metrics_are_left_out_is_a_warning_unless_nobody_was_to_see_them(
+    told: str, level: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="shardline_chief"):
+        tell_left_out("worker/0", THERE, told)
+    (said,) = caplog.records
+    assert said.levelno == level and words in said.getMessage()

@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from shardline.cluster import MAX_TASKS
+from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.errors import ProtocolError
 from shardline.rpc import limits
 from shardline.rpc.auth.rights import PACKAGE, RIGHTS
@@ -255,7 +257,7 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
         "has 5000 steps; the limit is 4096",
     ),
     "suspects": (lambda: beat_from_proto(beat(suspects=["a"] * 20_000)), "suspects: 20000 entries"),
-    "figures": (lambda: beat_from_proto(beat(figures={str(n): 0.0 for n in range(2000)})), "figures: 2000 entries"),
+    "figures": (lambda: beat_from_proto(beat(figures={str(n): 0.0 for n in range(6000)})), "figures: 6000 entries"),
     "failure": (
         lambda: beat_from_proto(beat(failure="x" * 20_000)),
         "failure has 20000 characters; the limit is 16384",
@@ -283,6 +285,11 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
         "tasks in the end of the images: 16385 entries",
     ),
 }
+
+
+def test_a_worker_may_tell_a_number_for_each_server_of_the_largest_cluster() -> None:
+    told = {f"{ACKNOWLEDGED}{shard}": 1.0 for shard in range(MAX_TASKS)}
+    assert beat_from_proto(beat(figures={LOST: 0.0, SINCE: 1.0, **told})).figures.keys() > told.keys()
 
 
 @pytest.mark.parametrize("case", ABSURD)

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.cluster import MAX_TASKS
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
-from shardline.host.printable import printable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
@@ -43,7 +43,7 @@ from shardline.rpc.report_queue import MAX_PASSES
 from shardline.rpc.slow_readers import write_within
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
-from shardline_chief.io.targets import own_metrics
+from shardline_chief.io.targets import own_metrics, tell_left_out
 from shardline_chief.rules.messages import Beat, Join
 
 log = logging.getLogger("shardline_chief.io.servicer")
@@ -132,11 +132,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         join = dataclasses.replace(join, secret=secret, metrics_address=metrics)
         answer = await asyncio.wrap_future(self._control.join(join))
         if answer.accepted and told and not metrics:
-            log.warning(
-                "%s joined from %s, and its metrics are to be at %s, which may be another's: they are left out of the "
-                "status and of prometheus-targets.json; give an address that it dials from, or one of the cluster spec",
-                *(answer.task, context.peer(), printable(told)),
-            )
+            tell_left_out(answer.task, context.peer(), told)
         return chief_pb2.JoinReply(
             accepted=answer.accepted,
             reason=answer.reason,
@@ -346,7 +342,8 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
     where = f"heartbeat of {message.task}"
     short(message.failure, f"{where}: failure", MAX_SENTENCE)
     at_most(len(message.suspects), MAX_MEMBERS, f"{where}: suspects")
-    at_most(len(message.figures), MAX_FIGURES, f"{where}: figures")
+    # Some for each server.
+    at_most(len(message.figures), MAX_FIGURES + MAX_TASKS, f"{where}: figures")
     at_most(len(message.passes), MAX_PASSES, f"{where}: passes")
     for word in (*message.suspects, *message.figures):
         short(word, f"{where}: a suspect or the name of a figure")

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ClusterSpecError
 from shardline.host import files
+from shardline.host.printable import printable
 from shardline.security import is_loopback
 from shardline_chief.rules.state.membership import Member
 
@@ -85,6 +86,21 @@ async def own_metrics(metrics_address: str, address: str, peer: str, known: Coll
         return ""
     here = port > 0 and (host in known or await _dials_from(host, _dialled_from(peer)))
     return metrics_address if here else ""
+
+
+def tell_left_out(task: str, peer: str, metrics_address: str) -> None:
+    """Log that own_metrics() has found an address that may be another's."""
+    left_out = "they are left out of the status and of prometheus-targets.json"
+    shown = printable(metrics_address)
+    if is_loopback(shown.rpartition(":")[0].strip("[]")):
+        # As by default: no reason to warn of each task of a cluster.
+        log.info("the metrics of %s at %s are for its own machine only; --host opens them: %s", task, shown, left_out)
+        return
+    log.warning(
+        "%s joined from %s, and its metrics are to be at %s, which may be another's: %s; give an address that it dials "
+        "from, or one of the cluster spec",
+        *(task, peer, shown, left_out),
+    )
 
 
 async def _dials_from(host: str, caller: str) -> bool:

@@ -44,7 +44,7 @@ def beat(state: State, said: Beat) -> Beat:
     _counts(where, "traffic", said.traffic)
     if said.barrier is not None:
         _counts(where, "barrier", said.barrier)
-    servers = {f"ps/{index}" for index in range(len(state.settings.ps))}
+    servers = {f"ps/{index}" for index in range(len(state.settings.ps))} if said.suspects else set()
     if unknown := sorted(set(said.suspects) - servers):
         raise ProtocolError(f"{where}: it can't reach {unknown[0]!r}, which is no parameter server of this cluster")
     # Where workers get none, their numbers of replicas mean nothing.
