@@ -296,14 +296,14 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
 
     reader = threading.Thread(target=look)
     # A shell that starts tests in the background has them ignore Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         reader.start()
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", printed)
             assert main(command) == 0
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, ignoring)
     reader.join(PATIENCE_S)
     assert [(view["phase"], view["step"], view["written"] is not None) for view in views] == [("ended", 100, True)]
     assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/\n", printed.getvalue())
