@@ -22,16 +22,20 @@ class AwakeTime:
     """Takes off a clock the time in which nobody read it. Pure; the clock is an argument."""
 
     def __init__(self, now_s: float) -> None:
-        self._last_s = now_s
-        self.away_s = 0.0
+        self.seen = now_s, 0.0
+        """The last reading of the clock, and `away_s` then; threads get both at once."""
+
+    @property
+    def away_s(self) -> float:
         """Seconds in which the process did not run."""
+        return self.seen[1]
 
     def at(self, now_s: float) -> float:
         """The time at a reading of the clock; never less than at the one before, and as fast as the clock at most."""
-        gap_s = now_s - self._last_s
-        self.away_s += max(0.0, gap_s - LONGEST_S)
-        self._last_s = now_s
-        return now_s - self.away_s
+        last_s, away_s = self.seen
+        away_s += max(0.0, now_s - last_s - LONGEST_S)
+        self.seen = now_s, away_s
+        return now_s - away_s
 
 
 class AwakeWatch:
@@ -50,6 +54,15 @@ class AwakeWatch:
 
     def read(self) -> float:
         """The time now."""
+        # Several times in each step: without the lock, if a tick was just now. The clock comes last, so that a pause
+        # before it shows.
+        last_s, away_s = self.awake.seen
+        now_s = time.monotonic()
+        if self._ticks and now_s - last_s < LONGEST_S / 2:
+            return now_s - away_s
+        return self._tick()
+
+    def _tick(self) -> float:
         with self._lock:
             if not self._ticks:
                 self._start()
@@ -71,7 +84,7 @@ class AwakeWatch:
 
     def _run(self) -> None:
         while not self._never.wait(TICK_S):
-            self.read()
+            self._tick()
 
 
 _watch = AwakeWatch()

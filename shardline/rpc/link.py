@@ -190,13 +190,16 @@ class ChiefLink:
 
         Raises what `question` and check() raise, but UnreachableError only after that time or the end of the job.
         """
-        deadline_s = awake_s() + self.timeouts.total_s
+        deadline_s: float | None = None
         while True:
             seen = self._orders
             try:
                 return question()
             except UnreachableError as error:
-                if self._orders.phase is Phase.ENDED or awake_s() >= deadline_s:
+                # From the first failure on: until then the chief was there, and a checkpoint may have taken long.
+                now_s = awake_s()
+                deadline_s = now_s + self.timeouts.total_s if deadline_s is None else deadline_s
+                if self._orders.phase is Phase.ENDED or now_s >= deadline_s:
                     raise
                 log.info("%s: asking again: %s", self.task, error)
                 self.wait(lambda orders: orders != seen, timeout_s=self.timeouts.heartbeat_s)  # noqa: B023 - used at once

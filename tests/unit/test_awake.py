@@ -16,7 +16,10 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, AwakeWatch, awake_s
 from shardline.rpc import channel
+from shardline.rpc import link as link_module
 from shardline.rpc.channel import Peer
+from shardline.rpc.joining import Applicant
+from shardline.rpc.link import ChiefLink
 from tests.support.sources import ROOT
 
 
@@ -109,7 +112,7 @@ def test_a_signal_that_asks_for_the_time_while_its_thread_reads_it_gets_it(monke
         found.append(watch.read())
         return read(now_s)
 
-    watch.read()
+    watch.awake.seen = watch.awake.seen[0] - 3600.0, 0.0
     read, found = watch.awake.at, list[float]()
     monkeypatch.setattr(watch.awake, "at", interrupted)
     thread = threading.Thread(target=watch.read, daemon=True)
@@ -170,6 +173,32 @@ def test_a_call_whose_deadline_passed_while_this_process_ran_has_failed(monkeypa
             peer.call(silent, object(), what="Status")
     finally:
         peer.close()
+
+
+def test_a_checkpoint_that_took_longer_than_the_timeout_is_asked_for_again_when_the_chief_goes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock_s, calls = 0.0, 0
+    monkeypatch.setattr(link_module, "awake_s", lambda: clock_s)
+    link = ChiefLink("127.0.0.1:1", Timeouts(total_s=9.0), Applicant(role="evaluator", index=0))
+    monkeypatch.setattr(link, "wait", lambda *args, **named: False)
+
+    def fetch() -> str:
+        nonlocal clock_s, calls
+        calls, clock_s = calls + 1, clock_s + (100.0 if not calls else 1.0)
+        if calls < 8 or unreachable:
+            raise UnreachableError("the chief went away")
+        return "parameters"
+
+    try:
+        unreachable = False
+        assert link.ask(fetch) == "parameters"
+        unreachable, calls, clock_s = True, 0, 0.0
+        with pytest.raises(UnreachableError):
+            link.ask(fetch)
+        assert clock_s == 109.0
+    finally:
+        link.close()
 
 
 FIGURES = {

@@ -72,6 +72,10 @@ def test_a_loss_that_is_not_finite_is_what_an_honest_worker_may_have() -> None:
     assert cluster.beat("worker/0", steps=(report(1, loss=NAN), report(2, loss=-INF)))
 
 
+def test_bytes_of_months_at_ten_gigabytes_a_second_are_what_an_honest_task_may_have_moved() -> None:
+    assert running().beat("worker/0", traffic=Traffic(push_raw_bytes=90 * 86400 * 10**10))
+
+
 # Scores
 
 

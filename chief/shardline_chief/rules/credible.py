@@ -21,6 +21,8 @@ from shardline_chief.rules.state.state import State
 
 MOST = 1 << 53
 """Most of anything that a task counts: JSON, and readers of logs that use floating point, are exact up to here."""
+MOST_BYTES = 1 << 62
+"""Most bytes that a task has moved: at 10 GB/s those of ten days are more than MOST."""
 MOST_SAMPLES = 1 << 32
 """Most samples of one step of one replica."""
 LAST_EXIT_CODE = 255
@@ -41,7 +43,7 @@ def beat(state: State, said: Beat) -> Beat:
     for name, value in said.figures.items():
         if not 0.0 <= value <= MOST:
             raise ProtocolError(f"{where}: figure {name!r} is {value}; it must be a number from 0 to {MOST}")
-    _counts(where, "traffic", said.traffic)
+    _counts(where, "traffic", said.traffic, MOST_BYTES)
     if said.barrier is not None:
         _counts(where, "barrier", said.barrier)
     servers = {f"ps/{index}" for index in range(len(state.settings.ps))} if said.suspects else set()
@@ -91,14 +93,14 @@ def _steps(where: str, steps: Iterable[StepReport], replicas: int) -> None:
             )
 
 
-def _counts(where: str, what: str, value: Any) -> None:
+def _counts(where: str, what: str, value: Any, most: int = MOST) -> None:
     """Check every integer of a dataclass value."""
     for field in dataclasses.fields(value):
         number = getattr(value, field.name)
         if isinstance(number, int):
-            _count(where, f"{what}: {field.name}", number)
+            _count(where, f"{what}: {field.name}", number, most)
 
 
-def _count(where: str, what: str, number: int) -> None:
-    if not 0 <= number <= MOST:
-        raise ProtocolError(f"{where}: {what} is {number}; it must be from 0 to {MOST}")
+def _count(where: str, what: str, number: int, most: int = MOST) -> None:
+    if not 0 <= number <= most:
+        raise ProtocolError(f"{where}: {what} is {number}; it must be from 0 to {most}")
