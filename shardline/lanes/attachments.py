@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -127,11 +127,11 @@ class Opening:
 
     attachment: Attachment
     port: int = 0
-    up_token: bytes = b""
-    down_token: bytes = b""
-    call_token: bytes = b""
+    up_token: bytes = field(default=b"", repr=False)
+    down_token: bytes = field(default=b"", repr=False)
+    call_token: bytes = field(default=b"", repr=False)
     socket: str = ""
-    token: bytes = b""
+    token: bytes = field(default=b"", repr=False)
 
 
 class LaneOffer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -45,11 +45,11 @@ class Opened:
 
     attachment: int
     port: int
-    up_token: bytes
-    down_token: bytes
-    call_token: bytes
+    up_token: bytes = field(repr=False)
+    down_token: bytes = field(repr=False)
+    call_token: bytes = field(repr=False)
     socket: str
-    token: bytes
+    token: bytes = field(repr=False)
 
 
 class NotAdmittedError(Exception):

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from shardline.errors import ProtocolError
@@ -42,7 +42,7 @@ def new_token() -> bytes:
 
 @dataclass(frozen=True)
 class _Granted(Generic[T]):
-    token: bytes
+    token: bytes = field(repr=False)
     bearer: T
     until_s: float
 

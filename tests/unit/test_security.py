@@ -20,6 +20,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from shardline.client.across.meeting import Meeting
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
 from shardline.rpc.channel import AioPeer, Peer, open_channel
@@ -345,6 +346,20 @@ def test_commands_and_heartbeats_bring_the_token(plain_with_token: RpcServer, fi
         next(beats)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     client.close()
+
+
+def test_no_class_shows_its_tokens_and_secrets() -> None:
+    root = Path(__file__).parents[2]
+    found = [
+        f"{path}: {line.strip()}"
+        for folder in ("shardline", "chief", "services", "worker", "evaluator")
+        for path in (root / folder).rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"    \w*(token|secret): bytes\b", line) and not line.endswith(",") and "repr=False" not in line
+    ]
+    assert not found
+    meeting = Meeting(key=b"known to one team", rank=0, ranks=2, about="", still_wanted=lambda missing: True)
+    assert "known" not in repr(meeting)
 
 
 def test_token_is_compared_whole_and_never_shown(files: Files) -> None:

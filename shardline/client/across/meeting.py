@@ -13,7 +13,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.client.overlap.watching import StepAgain
@@ -69,7 +69,7 @@ class Meeting:
     the wait.
     """
 
-    key: bytes
+    key: bytes = field(repr=False)
     rank: int
     ranks: int
     about: str
