@@ -20,7 +20,6 @@ import torch
 
 from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError, ShardlineError
-from shardline.host.awake import awake_s
 from shardline.host.forkserver import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from shardline.host.process import Termination
 from shardline.loading.packed import opened, pack
@@ -31,10 +30,10 @@ FOR_THE_WORKER = (signal.SIGTERM, signal.SIGINT)
 
 Request = tuple[int, Place]
 """(round, place). A loader doesn't read what an earlier round than the newest asked for."""
-FULL_S = 30.0
-"""Seconds that a batch may wait until workers have taken others."""
+TRIES = 3000
+"""How often a batch is sent until workers have taken others."""
 AGAIN_S = 0.01
-"""Seconds until it is tried again."""
+"""Seconds between two tries."""
 _REQUEST = struct.Struct("<qqqq")
 _READ, _SKIPPED = b"r", b"s"
 
@@ -171,9 +170,8 @@ def _be_a_loader(
 
 
 def _give(sock: socket.socket, fd: int) -> None:
-    """Send a batch, or after FULL_S its answer without it, which the worker tells."""
-    deadline_s = awake_s() + FULL_S
-    while True:
+    """Send a batch, or after many tries its answer without it, which the worker tells."""
+    for _ in range(TRIES):
         try:
             socket.send_fds(sock, [_READ], [fd])
             return
@@ -181,10 +179,8 @@ def _give(sock: socket.socket, fd: int) -> None:
             # A user may have as many descriptors on their way, in all processes, as one of them may have files open.
             if error.errno != errno.ETOOMANYREFS:
                 raise
-        if awake_s() > deadline_s:
-            sock.send(_READ)
-            return
         time.sleep(AGAIN_S)
+    sock.send(_READ)
 
 
 def _read(place: Place, source: BatchSource) -> int:
