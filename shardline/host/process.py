@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -98,7 +99,11 @@ def kept_from_children(sock: S) -> S:
 
 
 def _be_a_child() -> None:
-    """In a forked child: give up the task's sockets, and end at signals, as without its parent's handlers."""
+    """In a forked child: give up the task's sockets, and end at signals, as without its parent's handlers.
+
+    What is garbage in the parent ends there: a finalizer here, of a server of gRPC, say, would wait for its threads.
+    """
+    gc.freeze()
     for sock in list(_sockets):
         sock.close()
     for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):

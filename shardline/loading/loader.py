@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import mmap
 import multiprocessing
 import os
@@ -141,8 +140,6 @@ def _be_a_loader(
     number: int, sock: socket.socket, source: BatchSource, round_: Round, others: list[socket.socket], worker: int
 ) -> None:
     """Answer requests until the worker has gone."""
-    # What is garbage in the worker ends there: a server of gRPC, say, whose threads are missing here.
-    gc.freeze()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != worker:
         return

@@ -235,7 +235,8 @@ class Garbage:
         self.found[0] = 1 if os.getpid() == self.here else 2
 
 
-def test_a_loader_leaves_its_worker_s_garbage_alone() -> None:
+@pytest.mark.parametrize("child", ["a loader", "a DataLoader's worker"])
+def test_a_forked_child_leaves_its_parents_garbage_alone(child: str) -> None:
     class Collecting(Noisy):
         def __getitem__(self, index: int) -> Any:
             gc.collect()
@@ -245,8 +246,11 @@ def test_a_loader_leaves_its_worker_s_garbage_alone() -> None:
     gc.disable()
     try:
         Garbage(found)
-        with pool(make_job(dataset=Collecting()), loaders=1) as loaders:
-            loaders.batch((0, 0, 0))
+        if child == "a loader":
+            with pool(make_job(dataset=Collecting()), loaders=1) as loaders:
+                loaders.batch((0, 0, 0))
+        else:
+            assert list(DataLoader(Collecting(2), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
         assert found[0] == 0
     finally:
         gc.enable()
