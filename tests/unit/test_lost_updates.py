@@ -165,6 +165,19 @@ def test_the_next_chief_knows_what_was_acknowledged_when_a_server_was_lost_that_
     assert {task for task, _ in cluster.program.state.figures.lives} == {"worker/0", "worker/1"}
 
 
+def test_the_journal_has_what_a_life_told_once_it_is_gone_only_once() -> None:
+    cluster = mortal(mode="async", checkpoint_every=10)
+    train(cluster)
+    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    noted = [
+        line.fields for line in cluster.journal if line.kind in ("gone", "figures") and "ps" not in str(line.fields)
+    ]
+    assert [line["task"] for line in noted[:-1]] == ["worker/1"]
+    assert [task for task, *_ in noted[-1]["lives"]] == ["worker/0"]
+
+
 def next_chief(cluster: Mortal) -> None:
     assert cluster.next_chief().back == tuple(cluster.program.state.losses.back)
     hear_twice(cluster)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shardline.core.spec import JobSpec
 from shardline.core.status import Traffic
@@ -38,10 +38,9 @@ class JobFigures:
         self.lost_scores = ""
         """Why there is no evaluator any more; empty if none was lost."""
 
-    @property
-    def told(self) -> list[list[object]]:
-        """The counters of all lives, for the journal."""
-        return [[task, incarnation, dict(figures)] for (task, incarnation), figures in sorted(self.lives.items())]
+    def told(self, lives: Collection[tuple[str, int]]) -> list[list[object]]:
+        """The counters of these lives, for the journal."""
+        return [[*life, dict(figures)] for life, figures in sorted(self.lives.items()) if life in lives]
 
     def total(self, name: str) -> int:
         """Sum of a figure over all lives of all tasks."""

@@ -182,8 +182,9 @@ class State:
             # All shards have reached a checkpoint that is written.
             least = self.saves.checkpoint_step if self.mode.consistent_cuts else 0
             if self.mode.whole_pushes and self.figures.lives:
-                # A worker may be lost with the server, and this chief with both.
-                self.record("figures", lives=self.figures.told)
+                # A worker may be lost with the server, and this chief with both. Of those that are gone it is recorded.
+                living = {(member.task, member.incarnation) for member in self.tasks.members if member.living}
+                self.record("figures", lives=self.figures.told(living))
             self.losses.now = Loss(
                 first=task,
                 began_s=heard_s,
