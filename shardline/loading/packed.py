@@ -83,7 +83,7 @@ def _tensor(
     requires_grad: bool = False,
 ) -> torch.Tensor:
     """A tensor of its own in a storage, no view of another. offset: in elements."""
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride).requires_grad_(requires_grad)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
 def pack(value: Any) -> int:
@@ -126,9 +126,9 @@ def opened(fd: int) -> memoryview:
     Raises RuntimeError if it can't be mapped.
     """
     try:
-        nbytes = os.fstat(fd).st_size
+        path, nbytes = f"/proc/self/fd/{fd}", os.fstat(fd).st_size
         # Other than an mmap of Python's, this keeps no descriptor.
-        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8).numpy().data
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy().data
     finally:
         os.close(fd)
 

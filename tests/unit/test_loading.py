@@ -118,6 +118,14 @@ def test_a_batch_arrives_as_it_was(name: str) -> None:
     check_equal(unpack(opened(pack(BATCHES[name]))), BATCHES[name])
 
 
+def test_a_batch_stays_in_host_memory_whatever_the_default_device_is() -> None:
+    rows = torch.arange(6.0).reshape(2, 3)
+    with torch.device("meta"):
+        found = unpack(opened(pack([rows, rows[1]])))
+    assert found[0].device.type == "cpu"
+    assert torch.equal(found[0], rows) and torch.equal(found[1], rows[1])
+
+
 def test_tensors_that_share_memory_still_do_and_neither_side_writes_to_the_others() -> None:
     whole = torch.arange(100.0).reshape(10, 10)
     packed = pack({"rows": whole[2:4], "columns": whole.t()[1:], "again": whole[5], "array": np.zeros(3)})
