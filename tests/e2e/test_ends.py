@@ -135,10 +135,12 @@ def test_a_second_command_in_the_folder_of_a_run_changes_nothing_and_its_tasks_f
 
 
 def test_a_server_that_can_not_start_ends_the_run_long_before_the_deadline_of_joining(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.py", steps=10)
+    job, plugin = write_job(tmp_path / "job.py", steps=10), tmp_path / "plugin.py"
+    plugin.write_text('import sys\nif "ps" in sys.argv:\n    raise RuntimeError("not for servers")\n')
     start_s = time.monotonic()
-    finished = train(job, tmp_path / "run", "--ps", "1", "--workers", "1", "--ps-device", "cuda:7")
-    assert_refused(finished, 2, r"ps/0: --device cuda:7: .*; the job can't start without it")
+    arguments = train_command(job, tmp_path / "run", "--ps", "1", "--workers", "1", "--plugin", str(plugin))
+    finished = Command(*arguments, cold=True).finish()
+    assert_refused(finished, 2, r"ps/0: plugin .*, line 3: RuntimeError: not for servers; the job can't start without")
     assert time.monotonic() - start_s < 120
 
 
