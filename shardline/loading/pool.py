@@ -61,7 +61,13 @@ class LoaderPool:
         self._ask([place, *islice(self._upcoming.after(end), self._most)])
         while place not in self._ready:
             self._take_answers()
-        batch = unpack(self._ready.pop(place))
+        try:
+            batch = unpack(self._ready.pop(place))
+        except Exception as error:
+            raise JobError(
+                f"a batch can't be taken from a loader: it can't be unpickled: {type(error).__name__}: {error}; have "
+                "collate return tensors and plain values, or use loaders=0"
+            ) from error
         if isinstance(batch, ShardlineError):
             raise batch
         return batch

@@ -149,6 +149,22 @@ def test_a_batch_that_cannot_be_pickled_is_refused_by_its_class() -> None:
         loaders.batch((0, 0, 0))
 
 
+class Odd(Exception):
+    """An object that can be pickled, but not read again."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+
+
+def test_a_batch_that_cannot_be_unpickled_is_refused_with_the_remedy() -> None:
+    job = make_job(dataset=Noisy(), collate=lambda samples: Odd("text", 3))
+    with (
+        pool(job) as loaders,
+        pytest.raises(JobError, match=r"it can't be unpickled: TypeError: .*'number'.*or use loaders=0"),
+    ):
+        loaders.batch((0, 0, 0))
+
+
 def test_a_batch_that_shared_memory_cannot_hold_is_refused_with_the_remedy() -> None:
     def collate(samples: list[Any]) -> torch.Tensor:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
