@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from shardline.core.timeouts import Timeouts
 from tests.chaos import figures
 from tests.chaos.figures import CASES, Case, kills_of, measure, spread
 from tests.chaos.play import Happened, Played
@@ -34,6 +35,7 @@ def _played(folder: Path, case: Case, told: list[str], kills: list[float], marks
         folder,
         tuple(BEGAN_S + mark for mark in marks),
         {},
+        Timeouts(),
     )
 
 
