@@ -110,13 +110,6 @@ def test_scores_of_older_checkpoints_count_and_only_finite_ones_are_the_best() -
     assert cluster.bests == [0]
 
 
-def test_a_score_that_took_as_long_as_hundreds_of_checkpoints_counts() -> None:
-    cluster = with_evaluator()
-    for step in range(10, 5000, 10):
-        cluster.program.state.saves.committed(step, f"/out/step-{step}")
-    assert scored(cluster, 0, {"accuracy": 0.5})
-
-
 def test_scores_have_a_budget_by_checkpoint_by_length_and_by_names() -> None:
     cluster = with_evaluator()
     with pytest.raises(ProtocolError, match="the names of its metrics have 102400 characters"):

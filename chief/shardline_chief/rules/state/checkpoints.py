@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardline_chief.rules.actions import Resume
 from shardline_chief.rules.state.cuts import CutLedger
 
-KEPT = 10_000
-"""Newest checkpoints whose scores are taken: many are written while a slow evaluator scores one."""
+KEPT = 100
+"""Newest checkpoints whose scores are taken."""
 
 
 class Checkpoints:
