@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
-import mmap
 import multiprocessing
 import os
 import signal
@@ -37,27 +37,12 @@ _REQUEST = struct.Struct("<qqqq")
 _READ, _SKIPPED = b"r", b"s"
 
 
-class Round:
-    """A number that the worker counts up and its loaders see."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8)
-
-    @property
-    def newest(self) -> int:
-        """The number."""
-        return int.from_bytes(self._memory[:8], "little")
-
-    def advance(self) -> None:
-        """Begin the next round."""
-        self._memory[:8] = (self.newest + 1).to_bytes(8, "little")
-
-
 class Loader:
     """A loader, as its worker sees it."""
 
-    def __init__(self, number: int, source: BatchSource, round_: Round, others: Iterable[Loader]) -> None:
-        """Fork it. source: what it reads from. others: loaders whose sockets it is not to keep.
+    def __init__(self, number: int, source: BatchSource, newest: ctypes.c_int64, others: Iterable[Loader]) -> None:
+        """Fork it. source: what it reads from. newest: round, in memory that it shares. others: loaders whose sockets
+        it is not to keep.
 
         Raises OSError.
         """
@@ -68,7 +53,7 @@ class Loader:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = multiprocessing.get_context("fork").Process(
             target=_be_a_loader,
-            args=(number, theirs, source, round_, [self.sock, *(other.sock for other in others)], os.getpid()),
+            args=(number, theirs, source, newest, [self.sock, *(other.sock for other in others)], os.getpid()),
             daemon=True,
         )
         # Until the loader leaves them to its worker, see _be_a_loader().
@@ -137,7 +122,12 @@ class Loader:
 
 
 def _be_a_loader(
-    number: int, sock: socket.socket, source: BatchSource, round_: Round, others: list[socket.socket], worker: int
+    number: int,
+    sock: socket.socket,
+    source: BatchSource,
+    newest: ctypes.c_int64,
+    others: list[socket.socket],
+    worker: int,
 ) -> None:
     """Answer requests until the worker has gone."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -156,7 +146,7 @@ def _be_a_loader(
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while data := sock.recv(_REQUEST.size):
             wanted, *place = _REQUEST.unpack(data)
-            if wanted < round_.newest:
+            if wanted < newest.value:
                 sock.send(_SKIPPED)
                 continue
             fd = _read((place[0], place[1], place[2]), source)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import time
 from collections import Counter
 from itertools import islice
@@ -10,7 +12,7 @@ from multiprocessing.connection import wait
 
 from shardline.data import Batch, BatchSource
 from shardline.errors import JobError, ShardlineError, TaskLostError
-from shardline.loading.loader import Loader, Round
+from shardline.loading.loader import Loader
 from shardline.loading.packed import unpack
 from shardline.loading.upcoming import Place, UpcomingBatches
 
@@ -38,7 +40,8 @@ class LoaderPool:
         self._who = who
         self._most = loaders * prefetch
         self._upcoming = UpcomingBatches(accumulate)
-        self._round = Round()
+        self._round = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
+        """The newest round: memory that the loaders see too."""
         self._ready: dict[Place, memoryview] = {}
         self._deaths: Counter[Place] = Counter()
         """Loaders that have ended, by the batch that they were reading."""
@@ -83,15 +86,15 @@ class LoaderPool:
         asked = {place for loader in self._loaders for place in self._still_wanted(loader)}
         if not (asked | self._ready.keys()).issubset(wanted):
             # Other places than guessed: after a rollback, or with other replicas.
-            self._round.advance()
+            self._round.value += 1
             self._ready = {place: batch for place, batch in self._ready.items() if place in wanted}
             asked = set()
         for place in wanted:
             if place not in self._ready and place not in asked:
-                min(self._loaders, key=lambda loader: len(loader.asked)).ask((self._round.newest, place))
+                min(self._loaders, key=lambda loader: len(loader.asked)).ask((self._round.value, place))
 
     def _still_wanted(self, loader: Loader) -> list[Place]:
-        return [place for round_, place in loader.asked if round_ == self._round.newest]
+        return [place for round_, place in loader.asked if round_ == self._round.value]
 
     def _take_answers(self) -> None:
         """Wait until a loader has answered or ended."""
@@ -102,7 +105,7 @@ class LoaderPool:
                 self._replace(loader)
                 continue
             (round_, place), batch = answer
-            if round_ == self._round.newest and batch is not None:
+            if round_ == self._round.value and batch is not None:
                 self._ready[place] = batch
 
     def _replace(self, loader: Loader) -> None:
@@ -111,7 +114,7 @@ class LoaderPool:
         what = f"loader {loader.number} of {self._who} (process {loader.pid}) {how}"
         wanted = self._still_wanted(loader)
         self._loaders.remove(loader)
-        if wanted and loader.asked[0] == (self._round.newest, wanted[0]):
+        if wanted and loader.asked[0] == (self._round.value, wanted[0]):
             self._deaths[wanted[0]] += 1
             what += " while it read step {}, replica {}, microbatch {}".format(*wanted[0])
             if self._deaths[wanted[0]] >= MAX_DEATHS:
@@ -122,7 +125,7 @@ class LoaderPool:
         log.warning("%s; starting another", what)
         new = self._start(loader.number)
         for place in wanted:
-            new.ask((self._round.newest, place))
+            new.ask((self._round.value, place))
 
     def _start(self, number: int) -> Loader:
         """Add a loader."""
