@@ -21,7 +21,7 @@ from typing import Any
 
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ForbiddenError, ProtocolError, UnreachableError, UsageError
-from shardline.rpc.auth.proof import CallerProof, check_caller, mac
+from shardline.rpc.auth.proof import check_caller, mac, prove
 
 log = logging.getLogger("shardline.bench")
 
@@ -86,10 +86,8 @@ class LinkClient:
     def _prove(self, sock: socket.socket) -> None:
         if not self._token:
             return
-        proof = CallerProof(sock, _key(self._token))
         try:
-            proof.begin()
-            proof.finish(STALL_S)
+            prove(sock, _key(self._token), STALL_S)
             sock.settimeout(STALL_S)
         except (OSError, ForbiddenError) as error:
             raise self._stranger(error) from error

@@ -22,7 +22,7 @@ from shardline.host import segments
 from shardline.host.awake import awake_s
 from shardline.host.process import kept_from_children
 from shardline.host.segments import SegmentError
-from shardline.rpc.auth.proof import CallerProof, check_caller, mac, receive
+from shardline.rpc.auth.proof import check_caller, mac, prove, receive
 
 LOOK_S = 0.2
 """Seconds between two looks whether the meeting is still wanted."""
@@ -144,14 +144,11 @@ class Meeting:
 
     def _ask(self, connection: socket.socket) -> dict[str, Any]:
         """Rank 0's answer. Raises OSError, SegmentError or ForbiddenError where there is none."""
-        caller = CallerProof(connection, self.key)
         connection.settimeout(LOOK_S)
         connection.connect(name_of(self.key))
         segments.check_user(connection)
-        caller.begin()
         # Connections queue while rank 0 is not at the meeting.
-        self._await(connection, [0])
-        caller.finish(PROOF_S)
+        prove(connection, self.key, PROOF_S, lambda: self._await(connection, [0]))
         tell(connection, {"rank": self.rank, "about": self.about})
         self._await(connection, [])
         return hear(connection, awake_s() + PROOF_S)

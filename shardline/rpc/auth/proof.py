@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+from collections.abc import Callable
 
 from shardline.errors import ForbiddenError
 from shardline.host.awake import awake_s
@@ -27,25 +28,19 @@ def mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
 
 
-class CallerProof:
-    """The side that has connected. Raises OSError where the connection breaks or a deadline passes."""
+def prove(sock: socket.socket, key: bytes, timeout_s: float, wait: Callable[[], object] = lambda: None) -> None:
+    """Prove the key to a process that listens, once it has. wait: until it answers, before timeout_s begins.
 
-    def __init__(self, sock: socket.socket, key: bytes) -> None:
-        self._sock = sock
-        self._key = key
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-
-    def begin(self) -> None:
-        """Send the nonce. The listener may take its time until it answers."""
-        self._sock.sendall(self._nonce)
-
-    def finish(self, timeout_s: float) -> None:
-        """Check the listener's proof, then send the caller's. Raises ForbiddenError if the listener lacks the key."""
-        answer = receive(self._sock, NONCE_BYTES + PROOF_BYTES, awake_s() + timeout_s)
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, mac(self._key, b"listener", self._nonce, theirs)):
-            raise ForbiddenError("the process that listens there lacks the secret")
-        self._sock.sendall(mac(self._key, b"caller", self._nonce, theirs))
+    Raises ForbiddenError if it lacks the key, OSError if the connection breaks or it takes too long.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(nonce)
+    wait()
+    answer = receive(sock, NONCE_BYTES + PROOF_BYTES, awake_s() + timeout_s)
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, mac(key, b"listener", nonce, theirs)):
+        raise ForbiddenError("the process that listens there lacks the secret")
+    sock.sendall(mac(key, b"caller", nonce, theirs))
 
 
 def check_caller(sock: socket.socket, key: bytes, timeout_s: float) -> None:
