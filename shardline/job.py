@@ -37,7 +37,7 @@ from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
-from shardline.core.settings import JobSettings
+from shardline.core.settings import JobSettings, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.data import Batch, DataOrder, seed_everything
@@ -158,7 +158,7 @@ class Job(JobSettings):
             made = self.dataset()
         if _is_factory(made):
             raise JobError(
-                f"dataset() returned {_short(made)}, which is not a data set: it needs len() and [index], or iter()"
+                f"dataset() returned {short(made)}, which is not a data set: it needs len() and [index], or iter()"
             )
         _check_dataset(made, "dataset()", one_shot=True)
         return made
@@ -219,7 +219,7 @@ class Job(JobSettings):
         with calling("model()"):
             model = self.model()
         if not isinstance(model, nn.Module):
-            raise JobError(f"model() returned {_short(model)}; it must return a torch.nn.Module")
+            raise JobError(f"model() returned {short(model)}; it must return a torch.nn.Module")
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -315,7 +315,7 @@ class Job(JobSettings):
                 module.training = mode
         if not isinstance(found, Mapping) or not found:
             raise JobError(
-                f'evaluate(model) returned {_short(found)}; it must return a dict such as {{"accuracy": 0.97}}'
+                f'evaluate(model) returned {short(found)}; it must return a dict such as {{"accuracy": 0.97}}'
             )
         try:
             scores = {unicode(str(name)): float(value) for name, value in found.items()}
@@ -327,7 +327,7 @@ class Job(JobSettings):
         if len(longest) > MAX_METRIC_NAME:
             raise JobError(
                 f"evaluate(model) returned a metric whose name has {len(longest)} characters, "
-                f"{_short(longest)}; the limit is {MAX_METRIC_NAME}"
+                f"{short(longest)}; the limit is {MAX_METRIC_NAME}"
             )
         if self.best_metric and self.best_metric not in scores:
             raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
@@ -346,12 +346,7 @@ def lowest_is_best(metric: str) -> bool:
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
-        raise JobError(f"Job.{name} is {_short(value)}; {remedy}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise JobError(f"Job.{name} is {short(value)}; {remedy}")
 
 
 def _is_map_style(data: object) -> bool:
@@ -381,7 +376,7 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
     _require(hasattr(type(data), "__iter__"), where, data, "give an object with len() and [index], or with iter()")
     if _is_one_shot(data) and not one_shot:
         raise JobError(
-            f"Job.{where} is {_short(data)}, which can be read only once; give a function that returns it, or an "
+            f"Job.{where} is {short(data)}, which can be read only once; give a function that returns it, or an "
             "object whose __iter__ starts from the beginning each time"
         )
 
@@ -399,7 +394,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
     _check_path(path)
     job = getattr(_run_job_file(path), "job", None)
     if not isinstance(job, Job):
-        raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
+        raise JobError(f"{path}: `job` is {short(job)}; it must be a shardline.Job(...)")
     changes: dict[str, Any] = {"workers": job.workers or workers}
     if not job.name:
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
+from shardline.cli.partition.report import plain_bytes, plain_time
 from shardline.cluster import parse_address, read_spec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
@@ -323,12 +324,12 @@ def report(job: Job, setup: Setup, result: Result) -> list[str]:
     lines = [
         f"{setup.workers} workers, {setup.servers} ps, {how}{job.consistency}, {job.cadence}, {codecs.of(job)}: "
         f"{result.steps:,} steps in {result.seconds:,.1f} s of virtual time",
-        f"  time per step   {_time(step['mean'])} in the mean, {_time(step['median'])} median, "
-        f"95 % below {_time(step['p95'])}",
+        f"  time per step   {plain_time(step['mean'])} in the mean, {plain_time(step['median'])} median, "
+        f"95 % below {plain_time(step['p95'])}",
         f"  throughput      {result.steps_per_s:,.2f} steps/s, {passes * samples:,.0f} samples/s{unused}",
         f"  staleness       {staleness['mean']:.2f} updates in the mean, {staleness['max']} at most",
-        f"  bytes per step  {_bytes(bytes_per_step['push'])} pushed, {_bytes(bytes_per_step['pull'])} pulled"
-        + (f", {_bytes(bytes_per_step['parcels'])} between stages" if result.stages else ""),
+        f"  bytes per step  {plain_bytes(bytes_per_step['push'])} pushed, {plain_bytes(bytes_per_step['pull'])} pulled"
+        + (f", {plain_bytes(bytes_per_step['parcels'])} between stages" if result.stages else ""),
         f"  computing       {100 * result.computing:.0f} % of the workers' time",
     ]
     for one in result.stages:
@@ -341,14 +342,3 @@ def report(job: Job, setup: Setup, result: Result) -> list[str]:
         loss = found["loss"]
         lines.append(f"  loss            {loss['first']:.4g} in the first tenth, {loss['last']:.4g} in the last")
     return lines
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
-
-
-def _bytes(count: float) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"

@@ -25,8 +25,6 @@ REFUSE, UNSAVED = "refuse", "unsaved"
 Setting = bool | int | float | str
 """Types of a setting."""
 MAX_WHOLE = 2**63
-DECLARED = "lowest"
-"""A key in the metadata of every setting's field."""
 
 
 def setting(
@@ -137,7 +135,7 @@ def kind_of(name: str) -> type:
 def check(holder: Settings, where: str = "Job") -> None:
     """Raise JobError naming a setting with an invalid value."""
     for item in dataclasses.fields(holder):
-        if DECLARED in item.metadata:
+        if item.metadata:
             _check_value(item, getattr(holder, item.name), where)
 
 
@@ -149,7 +147,7 @@ def check_field(name: str, value: Setting) -> None:
 def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
     kind, choices = kind_of(item.name), item.metadata["choices"]
     lowest, highest = item.metadata["lowest"], item.metadata["highest"]
-    said = f"{where}.{item.name} is {_short(value)}"
+    said = f"{where}.{item.name} is {short(value)}"
     if kind in (int, float) and lowest is not None:
         # A bool is an int in Python.
         number = isinstance(value, int | kind) and not isinstance(value, bool)
@@ -177,6 +175,7 @@ def read(name: str, text: str, kind: type) -> Setting:
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

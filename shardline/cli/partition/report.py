@@ -25,7 +25,7 @@ def report(job: Job, costs: Costs, choice: Comparison, present: Rated | None = N
     seconds = costs.total("seconds", 0, costs.count)
     lines = [
         f"{cluster.workers} workers, {cluster.servers} ps; a step is {costs.microbatches} microbatches of "
-        f"{profile.samples} samples, each {_time(seconds)} of computing (measured: {profile.measured})"
+        f"{profile.samples} samples, each {plain_time(seconds)} of computing (measured: {profile.measured})"
     ]
     if costs.microbatches < cluster.workers:
         lines.append(
@@ -63,8 +63,8 @@ def table(costs: Costs, option: Rated) -> list[str]:
             str(number),
             f"{layers[first].name} to {layers[end - 1].name}" if end - first > 1 else layers[first].name,
             ", ".join(map(str, stage.workers)),
-            _time(costs.compute_s(first, end, copies)),
-            _time(costs.link_s(first, end, copies)),
+            plain_time(costs.compute_s(first, end, copies)),
+            plain_time(costs.link_s(first, end, copies)),
             plain_bytes(costs.total("trained", first, end) + costs.total("fixed", first, end)),
             plain_bytes(costs.handed[end - 1][0]) if end < costs.count else "-",
             plain_bytes(costs.activations.held_bytes(first, end)),
@@ -80,7 +80,7 @@ def table(costs: Costs, option: Rated) -> list[str]:
 def _summary(name: str, option: Rated) -> str:
     found = option.forecast
     limit = LIMITS[found.limit]
-    pause = f" ({_time(found.waits_s)} after the passes)" if found.waits_s else ""
+    pause = f" ({plain_time(found.waits_s)} after the passes)" if found.waits_s else ""
     room = "" if option.fits else f"; needs {plain_bytes(max(found.memory_bytes))} per worker, more than there is"
     parts = f"{plain_bytes(found.parameter_bytes)} parameters, {plain_bytes(found.parcel_bytes)} activations"
     return (
@@ -160,7 +160,8 @@ def figures(costs: Costs, choice: Comparison, present: Rated | None = None) -> d
     }
 
 
-def _time(seconds: float) -> str:
+def plain_time(seconds: float) -> str:
+    """Such as 41.7 ms."""
     return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -132,7 +132,7 @@ class ModelWatch:
         digest, kinds = self._layout.digest, self._layout.plan.tensors
         if not self._constant:
             self._constant = {n: digest(n) for n in self._numbers if kinds[n].kind is TensorKind.FROZEN}
-        chosen = self._numbers if self._closely else self._visited
+        chosen = self._numbers if _is_closely(self._passes) else self._visited
         self._digests = {number: self._arrived(number) for number in chosen if number not in self._constant}
 
     def _arrived(self, number: int) -> int:
@@ -152,10 +152,6 @@ class ModelWatch:
     def waits(self) -> bool:
         """True if the next values have to arrive before the user's code runs."""
         return self._layout is not None and (_is_closely(self._passes + 1) or bool(self._visited))
-
-    @property
-    def _closely(self) -> bool:
-        return _is_closely(self._passes)
 
     def resumed(self, *, one_step: bool) -> None:
         """The user's code has loaded values that were saved at this step. one_step: all servers are at one step."""
@@ -219,8 +215,8 @@ class ModelWatch:
         Returns those that may not be.
         """
         suspects = self._counted.intersection(layout.written()) | set(self._numbers).intersection(moved)
-        known = {**self._digests}
-        known |= self._constant if self._closely else {n: self._constant[n] for n in suspects & self._constant.keys()}
+        constant, closely = self._constant, _is_closely(self._passes)
+        known = self._digests | (constant if closely else {n: constant[n] for n in suspects & constant.keys()})
         self._refuse(layout, when, [number for number, before in known.items() if layout.digest(number) != before])
         self._doubtful |= suspects - known.keys()
         self._visited |= suspects - self._constant.keys()
