@@ -123,6 +123,8 @@ def unwritable(out: Path, error: OSError) -> UsageError:
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if error.filename and os.path.islink(error.filename) and not os.path.exists(error.filename):
         what = f"{error.filename} is a link to {os.readlink(error.filename)}, which does not exist"
+    if isinstance(error, NotADirectoryError):
+        what = next((f"{path} is a file" for path in Path(error.filename).parents if path.is_file()), what)
     return UsageError(
         f"--out {out} can't be written: {what}; choose a folder that you can write to, on a disk with free space"
     )
