@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
 import torch
@@ -19,7 +20,7 @@ from shardline.core.status import PsStatus
 from shardline.core.tensor_bytes import tensor_from_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError, UnreachableError
-from shardline.host.awake import away_s
+from shardline.host.awake import awake_s, away_s
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
 from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
@@ -42,6 +43,8 @@ from shardline.rpc.v1 import (
 )
 from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
+
+T = TypeVar("T")
 
 
 class PsControl:
@@ -149,7 +152,17 @@ class PsControl:
         mode).
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
-        timeout_s = self._timeouts.total_s * 10 + patience_s
+        return self._streamed(
+            lambda left_s: self._read_cut(request, ImageAssembler(max_bytes=max_bytes), sequences, pace, left_s),
+            patience_s,
+        )
+
+    def _streamed(self, call: Callable[[float], Iterable[T]], patience_s: float = 0.0) -> Iterator[T]:
+        """What a call that is not retried yields; made again if it failed while this process was stopped.
+
+        call: is given the seconds that are left for it. All of them together last ten times --timeout, and patience_s.
+        """
+        deadline_s = awake_s() + self._timeouts.total_s * 10 + patience_s
         came = 0
         while True:
             # A stream is not retried, but connecting is, and may take several attempts on a busy machine: the last
@@ -157,15 +170,14 @@ class PsControl:
             self.status()
             away = away_s()
             try:
-                images = self._read_cut(request, ImageAssembler(max_bytes=max_bytes), sequences, pace, timeout_s)
-                for image in itertools.islice(images, came, None):
+                for item in itertools.islice(call(max(0.1, deadline_s - awake_s())), came, None):
                     came += 1
-                    yield image
+                    yield item
                 return
             except UnreachableError:
-                if away_s() == away:
+                # Whoever was stopped heard nobody; the server has the cut until it is released.
+                if away_s() == away or awake_s() >= deadline_s:
                     raise
-                # This process was stopped, and the server had nobody to send to; it has the cut until it is released.
 
     def _read_cut(
         self,
@@ -211,19 +223,16 @@ class PsControl:
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
         """Replace one shard by these images. sequences: each worker's last push that they include."""
-        while True:
-            # Connecting is retried, as in get_cut().
-            self.status()
-            away = away_s()
-            try:
-                return self._restore(timeline, shard, images(), sequences or {})
-            except UnreachableError:
-                if away_s() == away:
-                    raise
+        list(self._streamed(lambda left_s: [self._restore(timeline, shard, images(), sequences or {}, left_s)]))
 
     def _restore(
-        self, timeline: int, shard: int, images: Iterable[BucketImage], sequences: Mapping[str, WorkerSequence]
-    ) -> None:
+        self,
+        timeline: int,
+        shard: int,
+        images: Iterable[BucketImage],
+        sequences: Mapping[str, WorkerSequence],
+        timeout_s: float,
+    ) -> parameter_server_pb2.RestoreReply:
         """One call of restore()."""
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
@@ -250,7 +259,7 @@ class PsControl:
                 raise
 
         try:
-            self._stub.Restore(guarded(), timeout=self._timeouts.total_s * 10)
+            return self._stub.Restore(guarded(), timeout=timeout_s)
         except grpc.RpcError as error:
             if failure:
                 raise failure[0] from error

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -15,11 +17,13 @@ import pytest
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.host.awake import LONGEST_S, TICK_S, AwakeTime, AwakeWatch, awake_s
-from shardline.rpc import channel
+from shardline.rpc import channel, client
 from shardline.rpc import link as link_module
 from shardline.rpc.channel import Peer
+from shardline.rpc.client import PsControl
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
+from shardline.rpc.v1 import parameter_server_pb2_grpc
 from tests.support.sources import ROOT
 
 
@@ -176,6 +180,29 @@ def test_a_call_whose_deadline_passed_while_this_process_ran_has_failed(monkeypa
             peer.call(silent, object(), what="Status")
     finally:
         peer.close()
+
+
+def test_a_restore_is_not_repeated_for_ever_though_each_was_interrupted_by_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadlines = list[float]()
+
+    def stopped_half_of_the_time(frames: object, timeout: float) -> NoReturn:
+        deadlines.append(timeout)
+        raise Failed
+
+    monkeypatch.setattr(client, "awake_s", lambda: sum(deadlines) / 2)
+    monkeypatch.setattr(client, "away_s", lambda: sum(deadlines) / 2)
+    stub = SimpleNamespace(Restore=stopped_half_of_the_time)
+    monkeypatch.setattr(parameter_server_pb2_grpc, "ParameterServerStub", lambda channel: stub)
+    monkeypatch.setattr(PsControl, "status", lambda self: None)
+    control = PsControl("ps/0", "127.0.0.1:1", Timeouts(total_s=9.0), term=1, chief_uuid="")
+    try:
+        with pytest.raises(UnreachableError, match="did not answer Restore"):
+            control.restore(1, 0, tuple)
+    finally:
+        control.close()
+    assert deadlines[:3] == [90.0, 45.0, 22.5]
 
 
 def test_a_checkpoint_that_took_longer_than_the_timeout_is_asked_for_again_when_the_chief_goes_away(
