@@ -40,7 +40,6 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_t
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
 from shardline.rpc.report_queue import MAX_PASSES
-from shardline.rpc.slow_readers import write_within
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.io.targets import own_metrics, tell_left_out
@@ -275,7 +274,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             self.sending -= 1
 
     async def _send_cut(self, step: int, context: Any) -> None:
-        checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+        checkpoint, reader_s = await asyncio.to_thread(self._store.open, step, verify=False), self._timeouts.dead_s
+        # If the metadata were sent with the first message, gRPC could not end the call in mid-write.
         await context.send_initial_metadata(())
         first = True
         for spec in checkpoint.tensors:
@@ -283,7 +283,13 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
                 if first:
                     frame.step = step
                     first = False
-                await write_within(context, frame, self._timeouts.dead_s)
+                try:
+                    async with asyncio.timeout(reader_s):
+                        await context.write(frame)
+                except TimeoutError:
+                    raise UnreachableError(
+                        f"the call was ended: its caller read nothing of the answer for {reader_s:g} s"
+                    ) from None
 
 
 async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:

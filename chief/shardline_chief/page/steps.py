@@ -6,7 +6,8 @@ they get there, so that it can neither push out the steps before it nor stretch 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from shardline.core.orders import StepReport
@@ -56,21 +57,19 @@ class HeldReports:
     """Reports that wait until the servers have reached their steps, or until training is known to run."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[StepReport]] = {}
+        self._waiting: dict[str, list[StepReport]] = {}
         self._highest = self._before = 0.0
         """Highest step that the servers have reached so far, and before this timeline."""
         self._lines: Counter[str] = Counter()
         """Reports let through, by task."""
-        self.dropped: Counter[str] = Counter()
-        """Reports that no server confirmed, or beyond what a task can have done, by task."""
+        self._dropped: Counter[str] = Counter()
+        """Reports beyond what a task can have done, by task."""
 
     def add(self, task: str, reports: Iterable[StepReport]) -> None:
         """Hold reports of a task."""
-        waiting = self._waiting.setdefault(task, deque())
-        waiting.extend(reports)
-        while len(waiting) > HELD_EACH:
-            waiting.popleft()
-            self.dropped[task] += 1
+        waiting = [*self._waiting.get(task, ()), *reports]
+        self._waiting[task] = waiting[-HELD_EACH:]
+        self._dropped[task] += len(waiting[:-HELD_EACH])
 
     def due(self, reached: float, *, joined: bool) -> Iterator[tuple[str, list[StepReport]]]:
         """Remove and return the reports of steps up to OPEN_STEPS beyond the one that the servers have reached."""
@@ -81,12 +80,12 @@ class HeldReports:
             found = [report for report in waiting if report.step <= reached + OPEN_STEPS]
             if not found:
                 continue
-            self._waiting[task] = deque(report for report in waiting if report.step > reached + OPEN_STEPS)
-            most = len(found) if joined else max(0, 2 * self._highest + LINES_EACH - self._lines[task])
-            room = int(min(most, len(found)))
-            self.dropped[task] += len(found[room:])
-            self._lines[task] += len(found[:room])
-            yield task, found[:room]
+            self._waiting[task] = [report for report in waiting if report.step > reached + OPEN_STEPS]
+            room = math.inf if joined else max(0.0, 2 * self._highest + LINES_EACH - self._lines[task])
+            taken = found[: int(min(len(found), room))]
+            self._lines[task] += len(taken)
+            self._dropped[task] += len(found) - len(taken)
+            yield task, taken
 
     def forget(self) -> None:
         """Drop those that still wait: their timeline is over."""
@@ -95,6 +94,4 @@ class HeldReports:
 
     def end(self) -> Counter[str]:
         """The run is over: how many reports of each task were dropped because no server had reached their steps."""
-        waiting = Counter({task: len(reports) for task, reports in self._waiting.items()})
-        self.forget()
-        return waiting + self.dropped
+        return self._dropped + Counter({task: len(reports) for task, reports in self._waiting.items()})

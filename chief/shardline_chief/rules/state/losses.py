@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.core.image import WorkerSequence
@@ -38,11 +38,13 @@ class WentBack:
 
     def kept(self, task: str, incarnation: int, shard: int, number: int) -> int:
         """How many of a life's first `number` pushes a shard still has."""
-        known = self.sequences[shard].get(task) if shard in self.sequences else None
-        if shard not in self.sequences or (known is not None and known.incarnation > incarnation):
-            # It did not go back, or the checkpoint has a push of a later life, which comes after all of this one.
+        if shard not in self.sequences:
             return number
-        return min(number, known.last_seq) if known is not None and known.incarnation == incarnation else 0
+        known = self.sequences[shard].get(task)
+        if known is None or known.incarnation < incarnation:
+            return 0
+        # A push of a later life comes after all of this one.
+        return number if known.incarnation > incarnation else min(number, known.last_seq)
 
 
 @dataclass(kw_only=True)
@@ -93,13 +95,9 @@ class Losses:
     def _of(self, task: str, incarnation: int, figures: Mapping[str, float]) -> int:
         lost, since = int(figures.get(LOST, 0.0)), figures.get(SINCE, 0.0)
         later = [one for one in self.back if one.timeline > since > 0]
-        for shard in _shards(later):
+        for shard in {shard for one in later for shard in one.sequences}:
             before = number = int(figures.get(f"{ACKNOWLEDGED}{shard}", 0.0))
             for one in later:
                 number = one.kept(task, incarnation, shard, number)
             lost += before - number
         return lost
-
-
-def _shards(back: Iterable[WentBack]) -> set[int]:
-    return {shard for one in back for shard in one.sequences}
