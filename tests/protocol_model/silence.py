@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -64,24 +65,12 @@ class _Task(_Process):
 
 
 @dataclass
-class SilenceCounts:
-    deaths: int = 0
-    of_all: int = 0
-    """Pauses of everybody."""
-    of_judge: int = 0
-
-    def add(self, other: SilenceCounts) -> None:
-        self.deaths += other.deaths
-        self.of_all += other.of_all
-        self.of_judge += other.of_judge
-
-
-@dataclass
 class SilenceModel:
     """The cluster. run() plays one schedule and checks the promises on the way."""
 
     setup: SilenceSetup
-    counts: SilenceCounts = field(default_factory=SilenceCounts)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Pauses by who was stopped, and "deaths"."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.setup.seed)
@@ -100,7 +89,7 @@ class SilenceModel:
         """Beats on their way: when they come, and whose they are."""
         self.pauses, self.kills = self.setup.pauses, self.setup.kills
 
-    def run(self) -> SilenceCounts:
+    def run(self) -> Counter[str]:
         now_s, quiet_s = 0.0, 0.0
         # Long enough after the last event for every silence to be noticed.
         while self.pauses or self.kills or quiet_s < self.timeouts.dead_s + self.slack_s:
@@ -128,8 +117,7 @@ class SilenceModel:
             return
         self.pauses -= 1
         kind = self.random.choice(["all", "judge", "tasks"])
-        self.counts.of_all += kind == "all"
-        self.counts.of_judge += kind == "judge"
+        self.counts[kind] += 1
         chosen = {"all": everybody, "judge": [self.judge], "tasks": everybody[1:]}[kind]
         seconds = self.random.choice([0.2, 0.5, 1.1, 1.5, 3.0, 40.0]) * self.timeouts.dead_s
         for one in chosen:
@@ -162,7 +150,7 @@ class SilenceModel:
     def _died(self, name: str, sentence: str) -> None:
         task = self.tasks[name]
         task.dead = True
-        self.counts.deaths += 1
+        self.counts["deaths"] += 1
         require(
             task.unheard_s >= self.timeouts.dead_s - self.slack_s,
             f"{sentence}, but in all the time that the judge ran it was not there for {task.unheard_s:.1f} s only",

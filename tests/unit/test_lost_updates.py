@@ -105,8 +105,8 @@ def tell(cluster: Cluster, task: str, told: Mapping[str, float]) -> None:
     cluster.settle()
 
 
-def train(cluster: Cluster) -> int:
-    """Both workers have 12 pushes in the checkpoint, and 20 acknowledged; returns the timeline."""
+def train(cluster: Cluster) -> None:
+    """Both workers have 12 pushes in the checkpoint, and 20 acknowledged."""
     for task in ("worker/0", "worker/1"):
         assert cluster.program.lease(task, cluster.lives[task], (), cluster.now_s).count
     for ps in cluster.ps:
@@ -116,7 +116,6 @@ def train(cluster: Cluster) -> int:
     timeline = cluster.program.state.layout.timeline
     for task in ("worker/0", "worker/1"):
         tell(cluster, task, figures(0, timeline, 20, 20))
-    return timeline
 
 
 def lost(cluster: Cluster) -> int:
@@ -124,16 +123,25 @@ def lost(cluster: Cluster) -> int:
     return state.losses.updates(state.figures.lives)
 
 
-def test_the_updates_of_a_worker_that_dies_with_its_server_are_counted_too() -> None:
-    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10))
-    cluster.start()
+def lose_both(cluster: Cluster) -> None:
+    """A server, and a worker with it."""
     train(cluster)
     cluster.kill_ps(1)
     cluster.tick(T / 3 + 2, silent=("worker/1",))
+
+
+def ps_returns(cluster: Cluster) -> None:
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
     assert lost(cluster) == 16
+
+
+def test_the_updates_of_a_worker_that_dies_with_its_server_are_counted_too() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10))
+    cluster.start()
+    lose_both(cluster)
+    ps_returns(cluster)
     # The one that lives has more to say: two more were acknowledged after its last heartbeat.
     tell(cluster, "worker/0", figures(10, cluster.program.state.layout.timeline, 22, 12))
     assert lost(cluster) == 18
@@ -141,13 +149,8 @@ def test_the_updates_of_a_worker_that_dies_with_its_server_are_counted_too() -> 
 
 def test_the_next_chief_knows_what_a_worker_lost_that_died_before_the_last_one() -> None:
     cluster = mortal(mode="async", checkpoint_every=10)
-    train(cluster)
-    cluster.kill_ps(1)
-    cluster.tick(T / 3 + 2, silent=("worker/1",))
-    cluster.restart_ps(1)
-    cluster.tick()
-    assert phase(cluster) is Phase.RUNNING
-    assert lost(cluster) == 16
+    lose_both(cluster)
+    ps_returns(cluster)
     del cluster.lives["worker/1"]
     next_chief(cluster)
     assert lost(cluster) == 16
@@ -157,9 +160,7 @@ def test_the_next_chief_knows_what_was_acknowledged_when_a_server_was_lost_that_
     None
 ):
     cluster = mortal(mode="async", checkpoint_every=10)
-    train(cluster)
-    cluster.kill_ps(1)
-    cluster.tick(T / 3 + 2, silent=("worker/1",))
+    lose_both(cluster)
     del cluster.lives["worker/1"]
     next_chief(cluster)
     assert {task for task, _ in cluster.program.state.figures.lives} == {"worker/0", "worker/1"}
