@@ -9,10 +9,10 @@ from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.layout import ModelLayout
 from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
-from shardline.client.step.layout import ModelLayout
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.client.step.sending import AtOnce, Sending

@@ -12,7 +12,7 @@ import torch
 
 from shardline.client.exchange.outcomes import Interrupted, ShardTask
 from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.step.layout import ModelLayout, same_bits
+from shardline.client.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
 from shardline.consistency.server import Observers, Push

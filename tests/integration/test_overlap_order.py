@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardline.client.exchange.priority import pull_order
+from shardline.client.layout import homes
 from shardline.client.overlap import as_computed
-from shardline.client.step.layout import homes
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import Lane

@@ -17,7 +17,7 @@ from shardline.cadence import Held, Outgoing, Told
 from shardline.client.applied.ground import ServerStates
 from shardline.client.applied.here import AppliedHere
 from shardline.client.exchange.outcomes import Restart
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.core.exchange import Sender
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity

@@ -13,7 +13,7 @@ from shardline import consistency, pipeline
 from shardline.cadence import Outgoing, Told
 from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.outcomes import Restart
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.core.exchange import Sender, Standing
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome

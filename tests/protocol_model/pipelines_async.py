@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardline import consistency, pipeline
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.consistency.by_stage import ByStage
 from shardline.consistency.server import StepWanted
 from shardline.consistency.worker.base import WorkerHalf

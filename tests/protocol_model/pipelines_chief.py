@@ -23,8 +23,8 @@ import torch
 from shardline import pipeline
 from shardline.cadence import Held
 from shardline.client.applied.here import AppliedHere
+from shardline.client.layout import ModelLayout
 from shardline.client.parcels.mailbox import Mailbox
-from shardline.client.step.layout import ModelLayout
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, Phase
 from shardline.core.placement import Post

@@ -16,7 +16,7 @@ from shardline.client.exchange.live import ReadyPayloads
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
 from shardline.client.exchange.running import Running
 from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
 from shardline.core.exchange import Ack, BucketPayload, Contribution, Exchanged, Sender, Sink, Standing, Want

@@ -272,6 +272,7 @@ def test_role_folders_are_no_packages() -> None:
 CLIENT = (
     "room",
     "exchange",
+    "layout",
     "watch",
     "applied",
     "step",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardline.client.exchange.arrivals import Key
+from shardline.client.layout import ModelLayout
 from shardline.client.step.in_place import InPlace, place
-from shardline.client.step.layout import ModelLayout
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.host import window

@@ -21,13 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shardline.client.api.in_flight import InFlight
 from shardline.client.exchange.outcomes import Restart
+from shardline.client.layout import homes, keys_of
 from shardline.client.overlap.early_push import why_not_early
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.overlap.reach import Reach, tables_of
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.step.expected import Expected as Expectation
-from shardline.client.step.layout import homes, keys_of
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors, named_values

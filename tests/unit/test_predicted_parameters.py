@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline.client.applied.ground import Ground, ServerStates
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.core.exchange import Sender
 from shardline.core.plan import make_plan
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline.client.exchange.arrivals import Arrivals
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
 from shardline.core.exchange import Arrival

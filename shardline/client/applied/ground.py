@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from shardline.client.exchange.arrivals import Key
+from shardline.client.layout import ModelLayout
 from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
@@ -19,9 +21,6 @@ from shardline.update import BucketRule, bucket_rule
 
 log = logging.getLogger("shardline.client")
 
-Key = tuple[int, int]
-"""(shard, bucket)."""
-
 
 class Exchanges(Protocol):
     """The part of Exchange that is used here."""
@@ -31,27 +30,6 @@ class Exchanges(Protocol):
 
     def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
         """See Exchange.bring_state."""
-
-
-class TensorLayout(Protocol):
-    """A worker's tensors in the plan's layout: the part of ModelLayout that is used here."""
-
-    tensors: list[torch.Tensor]
-
-    def values(self, shard: int, bucket: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """See ModelLayout."""
-
-    def whole(self, shard: int, bucket: int) -> torch.Tensor | None:
-        """See ModelLayout."""
-
-    def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
-        """See ModelLayout."""
-
-    def mark_written(self, shard: int, bucket: int) -> None:
-        """See ModelLayout."""
-
-    def settle(self) -> None:
-        """See ModelLayout."""
 
 
 class ServerStates:
@@ -91,8 +69,8 @@ class Ground:
     """What the optimizer works on under one plan."""
 
     plan: Plan
-    model: TensorLayout
-    pulled: TensorLayout
+    model: ModelLayout
+    pulled: ModelLayout
     """Mean gradients, as the servers publish them; the parameters of a step that the servers were restored to."""
     states: ServerStates
     rules: dict[Key, BucketRule]

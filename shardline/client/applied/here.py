@@ -18,8 +18,10 @@ import torch
 from shardline import pipeline as pipelines
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
 from shardline.cadence.base import UNTOLD, Hyper
-from shardline.client.applied.ground import Ground, Key, ServerStates, TensorLayout
+from shardline.client.applied.ground import Ground, ServerStates
+from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.outcomes import Restart
+from shardline.client.layout import ModelLayout
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan
 from shardline.core.reduce import is_finite
@@ -60,7 +62,7 @@ class AppliedHere(LocalTraining):
         self._meanwhile: dict[Key, torch.Tensor] | None = None
         """Set while the step before is repeated: the parameters of `_step`."""
 
-    def meet(self, plan: Plan, model: TensorLayout, pulled: TensorLayout, states: ServerStates) -> None:
+    def meet(self, plan: Plan, model: ModelLayout, pulled: ModelLayout, states: ServerStates) -> None:
         """Work with the servers of another timeline, or of another plan: the state of that is taken from them."""
         before = self._ground
         if before is not None and before.plan.plan_id == plan.plan_id:

@@ -12,8 +12,8 @@ from shardline import codecs, consistency
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
+from shardline.client.layout import homes
 from shardline.client.step.expected import Expected
-from shardline.client.step.layout import homes
 from shardline.client.step.open_step import PushTools
 from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover

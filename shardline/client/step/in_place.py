@@ -23,7 +23,7 @@ from torch import nn
 
 from shardline import codecs, pipeline
 from shardline.client.exchange.arrivals import Key
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec

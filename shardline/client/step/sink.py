@@ -10,7 +10,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.device import HostPath
-from shardline.client.step.layout import ModelLayout
+from shardline.client.layout import ModelLayout
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, Coding, JobCoding

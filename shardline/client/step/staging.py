@@ -11,7 +11,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.step.layout import copy_each
+from shardline.client.layout import copy_each
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding

@@ -11,7 +11,7 @@ from shardline.client.exchange.arrivals import Arrivals, Key
 from shardline.client.exchange.device import ON_HOST, host_path
 from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.running import Running
-from shardline.client.step.layout import ModelLayout, homes, keys_of
+from shardline.client.layout import ModelLayout, homes, keys_of
 from shardline.client.step.residence import Residence
 from shardline.client.step.sink import BucketSink
 from shardline.codecs.coding import JobCoding

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardline.client.exchange.outcomes import Interrupted, Restart, Stopped
-from shardline.core.plan import Plan
+from shardline.client.layout import ModelLayout
 from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import same_bits
 from shardline.errors import JobError, UnreachableError
@@ -30,32 +30,6 @@ log = logging.getLogger("shardline.client")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 EVERY = 64
 """Values are compared by digest in the first two steps and then in one of so many: half a percent of the time."""
-
-
-class Tensors(Protocol):
-    """Tensors of a worker in the plan's layout: the part of ModelLayout that is used here."""
-
-    plan: Plan
-    tensors: list[torch.Tensor]
-    buffers: list[int]
-
-    def written(self) -> list[int]:
-        """List tensors that others have written to, by number, as far as torch counts it."""
-
-    def recount(self) -> None:
-        """Forget what others have written."""
-
-    def digest(self, number: int) -> int:
-        """Return a digest of a tensor's value."""
-
-    def moved(self) -> list[int]:
-        """List tensors whose memory is not the one that the layout knows."""
-
-    def mapped(self, number: int) -> torch.Tensor:
-        """Return a tensor in the memory that the layout knows."""
-
-    def follow(self) -> None:
-        """Use the memory that every tensor has now."""
 
 
 class ModelWatch:
@@ -84,7 +58,7 @@ class ModelWatch:
             # The groups of a job file have no frozen parameters, even if its author would train them later.
             if name in values and not values[name].requires_grad and (not script or id(values[name]) in grouped)
         }
-        self._layout: Tensors | None = None
+        self._layout: ModelLayout | None = None
         self._numbers: list[int] = []
         """Parameters, by number in the plan."""
         self._counted: set[int] = set()
@@ -102,7 +76,7 @@ class ModelWatch:
         self._passes = 0
         """How often values have arrived, or will have."""
 
-    def meet(self, layout: Tensors | None) -> None:
+    def meet(self, layout: ModelLayout | None) -> None:
         """Look at the memory and the values of these tensors, the model's own, from now on.
 
         None: whatever their values are, they are not the servers' (see WorkerMethods.copies).
@@ -190,7 +164,7 @@ class ModelWatch:
             return ()
         return self._compare(self._layout, when, self._follow(self._layout, when))
 
-    def _follow(self, layout: Tensors, when: str) -> list[int]:
+    def _follow(self, layout: ModelLayout, when: str) -> list[int]:
         """Follow tensors that were given other memory; returns their numbers."""
         moved = [number for number in layout.moved() if not self._divided or number in self._numbers]
         specs = layout.plan.tensors
@@ -209,7 +183,7 @@ class ModelWatch:
             layout.follow()
         return moved
 
-    def _compare(self, layout: Tensors, when: str, moved: Collection[int]) -> Sequence[int]:
+    def _compare(self, layout: ModelLayout, when: str, moved: Collection[int]) -> Sequence[int]:
         """Refuse parameters whose values are known not to be those of the step. moved: have other memory than before.
 
         Returns those that may not be.
@@ -254,7 +228,7 @@ class ModelWatch:
                     layout.tensors[number].copy_(kept[number])
         self._refuse(layout, when, [n for n in numbers if not same_bits(layout.tensors[n], kept[n])])
 
-    def _refuse(self, layout: Tensors, when: str, numbers: Sequence[int]) -> None:
+    def _refuse(self, layout: ModelLayout, when: str, numbers: Sequence[int]) -> None:
         if numbers:
             raise JobError(
                 f"{when}: {_named(layout, numbers)} in this process, but the values of parameters are the servers', "
@@ -267,7 +241,7 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
-def _named(layout: Tensors, numbers: Sequence[int]) -> str:
+def _named(layout: ModelLayout, numbers: Sequence[int]) -> str:
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return f"{layout.plan.tensors[numbers[0]].name!r}{more} {'were' if more else 'was'} written to"
 
