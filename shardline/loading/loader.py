@@ -13,14 +13,13 @@ import struct
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
 from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError, ShardlineError
 from shardline.host.forkserver import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
-from shardline.host.process import Termination
+from shardline.host.process import Termination, kept_from_children
 from shardline.loading.packed import opened, pack
 from shardline.loading.upcoming import Place
 
@@ -40,9 +39,8 @@ _READ, _SKIPPED = b"r", b"s"
 class Loader:
     """A loader, as its worker sees it."""
 
-    def __init__(self, number: int, source: BatchSource, newest: ctypes.c_int64, others: Iterable[Loader]) -> None:
-        """Fork it. source: what it reads from. newest: round, in memory that it shares. others: loaders whose sockets
-        it is not to keep.
+    def __init__(self, number: int, source: BatchSource, newest: ctypes.c_int64) -> None:
+        """Fork it. source: what it reads from. newest: round, in memory that it shares.
 
         Raises OSError.
         """
@@ -50,10 +48,11 @@ class Loader:
         self.asked: deque[Request] = deque()
         """What it has not answered; it is reading the first."""
         # Whole messages, so that a loader that is killed leaves no half of one.
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock = kept_from_children(ours)
         self._process = multiprocessing.get_context("fork").Process(
             target=_be_a_loader,
-            args=(number, theirs, source, newest, [self.sock, *(other.sock for other in others)], os.getpid()),
+            args=(number, theirs, source, newest, os.getpid()),
             daemon=True,
         )
         # Until the loader leaves them to its worker, see _be_a_loader().
@@ -121,20 +120,11 @@ class Loader:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _be_a_loader(
-    number: int,
-    sock: socket.socket,
-    source: BatchSource,
-    newest: ctypes.c_int64,
-    others: list[socket.socket],
-    worker: int,
-) -> None:
+def _be_a_loader(number: int, sock: socket.socket, source: BatchSource, newest: ctypes.c_int64, worker: int) -> None:
     """Answer requests until the worker has gone."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != worker:
         return
-    for other in others:
-        other.close()
     prctl(PR_SET_NAME, f"loader {number}".encode())
     # A signal for the whole group is for the worker to answer, which needs batches until it has.
     Termination().install()

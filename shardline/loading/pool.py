@@ -130,7 +130,7 @@ class LoaderPool:
     def _start(self, number: int) -> Loader:
         """Add a loader."""
         try:
-            loader = Loader(number, self._source, self._round, self._loaders)
+            loader = Loader(number, self._source, self._round)
         except OSError as error:
             self.close()
             raise JobError(f"{self._who} can't start loader {number}: {error.strerror}; lower loaders") from error
