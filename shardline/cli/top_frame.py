@@ -263,8 +263,8 @@ def _stages(view: ClusterView, width: int) -> Iterable[Text]:
         yield _one_line(f"{told}, on {', '.join(map(printable, stage.tasks))}")
 
 
-def _one_line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
+def _one_line(text: str) -> Text:
+    return Text(text, overflow="ellipsis", no_wrap=True)
 
 
 def _progress(view: ClusterView, width: int, glyphs: Glyphs) -> Text:

@@ -191,13 +191,13 @@ def _chunk_head(field: int, chunk: ChunkView, padding: bytes) -> bytes:
     return _head(field, len(inner) + size) + inner
 
 
-def write_push(frame: PushFrameView, *, outer: int = 1) -> bytes:
-    """A PushPullRequest (outer field 1) or PushRequest with this frame; copies the payload once."""
+def write_push(frame: PushFrameView) -> bytes:
+    """A PushPullRequest or PushRequest with this frame; copies the payload once."""
     before = _part(1, frame.header) + _part(2, frame.bucket)
     after = _part(4, frame.bucket_commit) + _part(5, frame.commit)
     if frame.refs:
         after += b"".join(_part(6, ref) for ref in frame.refs)
-    return _join(outer, before, frame.chunk, after)
+    return _join(1, before, frame.chunk, after)
 
 
 def write_pull(frame: PullFrameView, *, outer: int) -> bytes:
