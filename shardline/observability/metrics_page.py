@@ -113,9 +113,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = CONNECTIONS
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self._room = threading.BoundedSemaphore(CONNECTIONS)
         self._since: dict[Any, float] = {}
-        """When each connection began."""
+        """When each open connection began."""
         super().__init__(*arguments, **settings)
 
     def server_bind(self) -> None:
@@ -127,25 +126,21 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        if len(self._since) >= CONNECTIONS:
             self.shutdown_request(request)
             return
         self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._ended(request)
+            del self._since[request]
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._ended(request)
-
-    def _ended(self, request: Any) -> None:
-        del self._since[request]
-        self._room.release()
+            del self._since[request]
 
     def service_actions(self) -> None:
         """Close connections that have taken too long; called at least every half second."""

@@ -1,7 +1,7 @@
 """What a task may say of itself: a message that contradicts what the chief knows is refused before any rule sees it.
 
-Pure: each function is given the state and a message, and returns the message or raises ProtocolError, which names the
-task, the field and what was expected. Lengths and numbers of items are limited before, where messages become values
+Pure: each function is given the state and a message, and may raise ProtocolError, which names the task, the field and
+what was expected. Lengths and numbers of items are limited before, where messages become values
 (io/servicer.py). A number that an honest task may send, such as the loss of a model that diverges, is no reason to
 refuse its message. Steps that no server has reached wait in page/steps.py.
 """
@@ -34,7 +34,7 @@ SCORE_BYTES = 64 << 10
 """Characters of all names of metrics in one score, and with them its lines in the journal and in the logs."""
 
 
-def beat(state: State, said: Beat) -> Beat:
+def beat(state: State, said: Beat) -> None:
     """A heartbeat of a living task."""
     where = f"heartbeat of {said.task}"
     _count(where, "step", said.step)
@@ -60,7 +60,6 @@ def beat(state: State, said: Beat) -> Beat:
     if said.ps is not None:
         for shard in said.ps.shards:
             _counts(where, f"shard {shard.shard}", shard)
-    return said
 
 
 def score(state: State, task: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -101,7 +101,7 @@ class Program:
         """
         if self.state.tasks.members.current(beat.task, beat.incarnation):
             try:
-                beat = credible.beat(self.state, beat)
+                credible.beat(self.state, beat)
             except ProtocolError as error:
                 self.heartbeats.refused(beat.task, error)
                 raise
