@@ -29,6 +29,7 @@ from shardline.core.reduce import (
     tree_sum,
 )
 from shardline.core.spec import DTYPES, TensorSpec
+from shardline.host.process import torch_threads
 
 REPLICAS = st.integers(1, 40)
 
@@ -177,10 +178,8 @@ def test_square_sums_have_the_same_bits_wherever_a_tensor_is_cut_or_lies_and_on_
     exact = math.fsum(abs(value) ** 2 for value in flat.to(torch.complex128).tolist())
     assert math.isclose(sum(value for _, value in expected), exact, rel_tol=1e-12)
 
-    threads = torch.get_num_threads()
-    try:
-        for number_of_threads in (1, 2, 3):
-            torch.set_num_threads(number_of_threads)
+    for number_of_threads in (1, 2, 3):
+        with torch_threads(number_of_threads):
             for quanta, shift in ((1, 0), (2, 1), (3, 5)):
                 found: list[tuple[int, float]] = []
                 for piece in cuts(tensor, quanta * quantum_rows(tensor)):
@@ -189,8 +188,6 @@ def test_square_sums_have_the_same_bits_wherever_a_tensor_is_cut_or_lies_and_on_
                     there = room[shift:].copy_(flat[start : start + piece.elements])
                     found += square_sums(there, tensor, piece)
                 assert found == expected
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_square_sums_leave_the_gradient_as_it_is() -> None:

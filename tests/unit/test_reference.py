@@ -123,8 +123,6 @@ def test_one_replica_without_clipping_is_the_loop_that_anybody_would_write() -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + (0.1 - 1.0) * min(step / 12, 1.0))
     source = BatchSource(job)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for step in range(12):
         batch = source.batch(step, 0, 0)
         seed_everything(derive(job.seed, step, 0, 0))
@@ -132,7 +130,6 @@ def test_one_replica_without_clipping_is_the_loop_that_anybody_would_write() -> 
         mse(model, batch).backward()
         optimizer.step()
         scheduler.step()
-    torch.set_num_threads(threads)
     result = reference(job)
     assert params_sha256(dict(model.named_parameters())) == result.sha256
     assert all(torch.equal(value, result.buffers[name]) for name, value in model.named_buffers())
@@ -147,15 +144,12 @@ def test_asynchronous_training_by_one_worker_clips_as_torch_does() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     source = BatchSource(job)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     norms = []
     for number in range(12):
         optimizer.zero_grad()
         mse(model, source.batch(number, 0, 0)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
         optimizer.step()
-    torch.set_num_threads(threads)
     assert max(norms) > 0.2
     assert params_sha256(dict(model.named_parameters())) == reference(job).sha256
 
