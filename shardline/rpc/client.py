@@ -234,32 +234,28 @@ class PsControl:
         timeout_s: float,
     ) -> parameter_server_pb2.RestoreReply:
         """One call of restore()."""
-
-        def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
-            yield parameter_server_pb2.RestoreFrame(
-                head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
-            )
-            count = 0
-            for image in images:
-                count += 1
-                for header, chunk in image_parts(image):
-                    yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
-            end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences))
-            yield parameter_server_pb2.RestoreFrame(end=end)
-
-        start_s = time.monotonic()
         failure: list[Exception] = []
 
-        def guarded() -> Iterator[parameter_server_pb2.RestoreFrame]:
+        def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             # gRPC reports an exception in the request iterator as CANCELLED; keep the cause.
             try:
-                yield from frames()
+                yield parameter_server_pb2.RestoreFrame(
+                    head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
+                )
+                count = 0
+                for image in images:
+                    count += 1
+                    for header, chunk in image_parts(image):
+                        yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
+                end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences))
+                yield parameter_server_pb2.RestoreFrame(end=end)
             except Exception as error:
                 failure.append(error)
                 raise
 
+        start_s = time.monotonic()
         try:
-            return self._stub.Restore(guarded(), timeout=timeout_s)
+            return self._stub.Restore(frames(), timeout=timeout_s)
         except grpc.RpcError as error:
             if failure:
                 raise failure[0] from error
