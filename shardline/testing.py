@@ -33,7 +33,7 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import Owners, named_values
-from shardline.pipeline.alone import CodedModel, Delayed
+from shardline.pipeline.alone import CodedModel, Delayed, copies
 from shardline.pipeline.schedules.gaps import Gaps
 from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
@@ -135,7 +135,7 @@ class _Run:
     def step(self) -> float:
         """One step; returns the mean loss over its replicas."""
         replicas = sorted(self.choices[self.at]) if self.choices else range(self.spec.replicas)
-        before = _copies(self.buffers)
+        before = copies(self.buffers)
         after = before
         contributions: list[Gradients] = []
         losses = []
@@ -146,7 +146,7 @@ class _Run:
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
             if replica == replicas[0]:
-                after = _copies(self.buffers)
+                after = copies(self.buffers)
         bad = _non_finite(replicas, contributions, losses)
         if bad and self.spec.consistency.nan_policy == "stop":
             raise NonFiniteError(f"{bad} in step {self.at}")
@@ -194,7 +194,7 @@ class _Run:
         found = []
         for number in range(steps):
             twin.step({name: torch.zeros_like(value) for name, value in self.trained.items()}, self.at + number)
-            found.append({**_copies(self.params), **twin.parameters()})
+            found.append({**copies(self.params), **twin.parameters()})
         return found
 
     def _combine(self, contributions: list[Gradients]) -> Gradients:
@@ -229,8 +229,8 @@ class _Run:
         return ReferenceResult(
             step=self.at,
             version=self.version,
-            params={**_copies(self.params), **self.stepper.parameters()},
-            buffers=_copies(self.buffers),
+            params={**copies(self.params), **self.stepper.parameters()},
+            buffers=copies(self.buffers),
             optimizer=self.stepper.state(),
             losses=losses,
             skipped=tuple(self.skipped),
@@ -259,7 +259,7 @@ class _Stepper:
 
     def parameters(self) -> Values:
         """Copies of the trained parameters."""
-        return _copies(self.trained)
+        return copies(self.trained)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Copies of the optimizer's state by name."""
@@ -305,7 +305,7 @@ class _RuleStepper:
 
     def parameters(self) -> Values:
         """Copies of the trained parameters, which differ from the worker's if the rule looks ahead."""
-        found = _copies(self.trained)
+        found = copies(self.trained)
         for number, flat in enumerate(self.values):
             self._write(number, flat, found)
         return found
@@ -346,10 +346,6 @@ class _RuleStepper:
 
 def _copy(item: Any) -> Any:
     return item.detach().clone() if isinstance(item, torch.Tensor) else item
-
-
-def _copies(values: Mapping[str, torch.Tensor]) -> Values:
-    return {name: value.detach().clone() for name, value in values.items()}
 
 
 def _assign(values: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:

@@ -150,7 +150,7 @@ class Delayed:
         """
         model, count = self._model, self._job.accumulate
         if step not in self._history:
-            self._history[step] = _copies(dict(model.named_parameters()))
+            self._history[step] = copies(dict(model.named_parameters()))
             if self._gaps is not None and step > self._first:
                 self._gaps.moved(step - 1, self._history[step - 1], self._history[step])
         if self._predict is not None and step not in self._predicted:
@@ -159,20 +159,20 @@ class Delayed:
         self._history = {version: values for version, values in self._history.items() if version >= oldest}
         self._predicted = {version: found for version, found in self._predicted.items() if version >= oldest}
         buffers = dict(model.named_buffers())
-        _assign(buffers, self._buffers.setdefault(replica, _copies(buffers)))
+        _assign(buffers, self._buffers.setdefault(replica, copies(buffers)))
         model.zero_grad(set_to_none=True)
         total = 0.0
         parts: dict[int, list[_Part]] = {stage: [] for stage in range(model.num_stages)}
         self._staged.begin(step, replica)
         for microbatch in range(count):
-            self._number, before = self._layout.number(step * count + microbatch, replica), _copies(buffers)
+            self._number, before = self._layout.number(step * count + microbatch, replica), copies(buffers)
             self._enter()
             batch = self._source.batch(step, replica, microbatch)
             seed_everything(derive(self._job.seed, step, replica, microbatch))
             with calling(f"loss(model, batch), in step {step} of replica {replica},"):
                 loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
             check_loss(loss)
-            after = _copies(buffers)
+            after = copies(buffers)
             self._enter(back=True)
             # What is repeated finds the buffers as they were, and changes nothing in them.
             _assign(buffers, before)
@@ -187,7 +187,7 @@ class Delayed:
             self._begin_parts(parts, ended=True)
             for own in parts.values():
                 self._mitigate(self._gaps, step, own)
-        self._buffers[replica] = _copies(buffers)
+        self._buffers[replica] = copies(buffers)
         return total / count
 
     def _begin_parts(self, parts: Mapping[int, list[_Part]], *, ended: bool = False) -> None:
@@ -240,7 +240,8 @@ class Delayed:
             _assign({name: parameter}, self._predicted[version][late - 1] if ahead else self._history[version])
 
 
-def _copies(values: Mapping[str, torch.Tensor]) -> Values:
+def copies(values: Mapping[str, torch.Tensor]) -> Values:
+    """Tensors of their own, without a graph, by the same names."""
     return {name: value.detach().clone() for name, value in values.items()}
 
 
