@@ -77,20 +77,13 @@ class LinkClient:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(STALL_S)
         try:
-            self._prove(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    def _prove(self, sock: socket.socket) -> None:
-        if not self._token:
-            return
-        try:
-            prove(sock, _key(self._token), STALL_S)
-            sock.settimeout(STALL_S)
+            if self._token:
+                prove(sock, _key(self._token), STALL_S)
+                sock.settimeout(STALL_S)
         except (OSError, ForbiddenError) as error:
+            sock.close()
             raise self._stranger(error) from error
+        return sock
 
     def _stranger(self, error: Exception) -> ProtocolError:
         return ProtocolError(
