@@ -136,10 +136,6 @@ class LaunchOptions:
 
                 check_device(name, flag)
 
-    def imports(self) -> list[str]:
-        """Modules that tasks will import, besides Shardline and torch."""
-        return [] if self.script else installed_imports(self.job)
-
     def runs_script(self, task: str) -> bool:
         """Return whether a task's process runs the user's script."""
         return self.script and parse_task(task)[0] == "worker"
@@ -319,7 +315,8 @@ class LocalCluster:
     def start(self) -> None:
         """Start all tasks and read the chief's address. Raises LaunchError if the chief ends first."""
         with self._undisturbed():
-            self._starter.begin(common_environment(os.environ), self.options.imports())
+            modules = [] if self.options.script else installed_imports(self.options.job)
+            self._starter.begin(common_environment(os.environ), modules)
         self.options.check_tasks()
         self.lock = RunLock.take(self.options.out / "chief")
         try:
@@ -536,7 +533,11 @@ class LocalCluster:
 
     def wait_all(self, *, timeout_s: float) -> tuple[str, ...]:
         """Wait until every process has ended by itself; returns the tasks still running after timeout_s."""
-        self._wait_all(awake_s() + timeout_s)
+        deadline_s = awake_s() + timeout_s
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
+            child.ends_by(deadline_s)
         return self.running()
 
     # Ending
@@ -578,11 +579,10 @@ class LocalCluster:
             for task in self.running():
                 self._signal(task, signal.SIGTERM, group=False)
         if grace_s > 0:
-            self._wait_all(awake_s() + grace_s)
+            self.wait_all(timeout_s=grace_s)
         for task in self.running():
             self._signal(task, signal.SIGKILL, group=True)
-        self._wait_all(awake_s() + 10.0)
-        left = self.running()
+        left = self.wait_all(timeout_s=10.0)
         with self._lock:
             self._starter.close()
             if self._chief_port is not None:
@@ -595,12 +595,6 @@ class LocalCluster:
             self._life_read = self._life_write = -1
         if left:
             raise InternalError(f"{', '.join(left)} can't be killed; pids {[self.pid(task) for task in left]}")
-
-    def _wait_all(self, deadline_s: float) -> None:
-        with self._lock:
-            children = list(self._children.values())
-        for child in children:
-            child.ends_by(deadline_s)
 
 
 def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
