@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
@@ -241,26 +241,15 @@ def import_all(modules: Sequence[str] = ()) -> None:
         importlib.import_module(name)
     for role in importlib.metadata.entry_points(group=ENTRY_POINTS):
         role.load()
-    with _without_torch_threads():
+    # Imports torch, as the roles do.
+    from shardline.host.process import torch_threads
+
+    # Other threads of torch's would be missing in a fork, which would wait for them.
+    with torch_threads(1):
         for name in modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     _check_forkable()
-
-
-@contextlib.contextmanager
-def _without_torch_threads() -> Iterator[None]:
-    """Have torch compute on this thread: its other threads would be missing in a fork, which would wait for them."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _check_forkable() -> None:
