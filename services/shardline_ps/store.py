@@ -469,19 +469,15 @@ class ParameterStore:
 
     @property
     def timeline(self) -> int:
-        """See Backend."""
         return self.authority.timeline
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        """See Authority.admit()."""
         return self.authority.admit(job=job, timeline=timeline, plan_id=plan_id, who=who, init=init)
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
-        """See Authority.fenced()."""
         return self.authority.fenced(task, incarnation)
 
     def signal(self, shard: int, bucket: int) -> Signal | None:
-        """See Backend."""
         return self.signals.get((shard, bucket))
 
     def filled(self) -> None:
@@ -489,7 +485,6 @@ class ParameterStore:
         self.heap_trimmer.give_back()
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """See Backend."""
         self.on_pulled(task, codec, lane, raw_bytes, wire_bytes, seconds)
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:

@@ -32,11 +32,9 @@ class EASGD(LocalCadence):
 
     @property
     def keeps_copies(self) -> bool:
-        """See Cadence.keeps_copies."""
         return True
 
     def local(self, held: Held) -> LocalTraining:
-        """See Cadence.local."""
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
         return ElasticCopies(self, held, held.inner, self.pull / held.replicas)
 

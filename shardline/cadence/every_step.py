@@ -11,14 +11,11 @@ from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing
 class SendEverything(LocalTraining):
     """No state and no changes: the model contains the pulled values, and its gradients are sent."""
 
-    def began(self, step: int) -> None:
-        """See LocalTraining.began."""
+    def began(self, step: int) -> None: ...
 
-    def enter(self, replica: int, tick: int) -> None:
-        """See LocalTraining.enter."""
+    def enter(self, replica: int, tick: int) -> None: ...
 
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
-        """See LocalTraining.take."""
         return outgoing
 
 
@@ -30,9 +27,7 @@ class EveryStep(Cadence):
 
     @property
     def streams(self) -> bool:
-        """See Cadence.streams."""
         return True
 
     def local(self, held: Held) -> LocalTraining:
-        """See Cadence.local."""
         return SendEverything()

@@ -24,21 +24,17 @@ class LocalCadence(Cadence):
 
     @property
     def ticks(self) -> int:
-        """See Cadence.ticks."""
         return self.every
 
     @property
     def sends_deltas(self) -> bool:
-        """See Cadence.sends_deltas."""
         return True
 
     @property
     def copies(self) -> bool:
-        """See Cadence.copies."""
         return True
 
     def local(self, held: Held) -> LocalTraining:
-        """See Cadence.local."""
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
         return LocalCopies(self, held, held.inner)
 
@@ -64,7 +60,6 @@ class LocalCopies(LocalTraining):
         """A pass of this round has begun."""
 
     def began(self, step: int) -> None:
-        """See LocalTraining.began."""
         self._copies.clear()
         self._moved.clear()
         self._samples.clear()
@@ -73,13 +68,11 @@ class LocalCopies(LocalTraining):
         self._inner.began(step)
 
     def arrived(self, step: int, told: Told = UNTOLD) -> None:
-        """See LocalTraining.arrived."""
         self._inner.arrived(step)
         if not self._entered:
             self._load(self._held.pulled, [spec.name for spec in self._held.specs])
 
     def enter(self, replica: int, tick: int) -> None:
-        """See LocalTraining.enter."""
         self._entered = True
         self._load(self._copies.get(replica) or self.start(replica), [*self._params, *self._buffers])
 
@@ -88,7 +81,6 @@ class LocalCopies(LocalTraining):
         return self._held.pulled
 
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
-        """See LocalTraining.take."""
         last = tick + 1 == self._ticks
         gradients = {name: outgoing.values[name] for name in self._params if name in outgoing.values}
         self._inner.update(replica, gradients, outgoing.hyper, last=last)
@@ -162,14 +154,12 @@ class KeptCopies(LocalCopies):
         """By round, then by replica: of the open round, of the next, and of the one before while its exchange runs."""
 
     def began(self, step: int) -> None:
-        """See LocalTraining.began."""
         self._kept = {at: kept for at, kept in self._kept.items() if step in self._kept and at <= step + 1}
         self._kept.setdefault(step, {})
         self._step = step
         super().began(step)
 
     def arrived(self, step: int, told: Told = UNTOLD) -> None:
-        """See LocalTraining.arrived."""
         self._kept = {at: kept for at, kept in self._kept.items() if at >= step}
         super().arrived(step, told)
 

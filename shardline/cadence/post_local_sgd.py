@@ -26,15 +26,12 @@ class PostLocalSGD(LocalCadence):
 
     @property
     def uniform(self) -> bool:
-        """See Cadence.uniform."""
         return not self.start or self.every == 1
 
     def ticks_in(self, step: int) -> int:
-        """See Cadence.ticks_in."""
         return 1 if step < self.start else self.every
 
     def ticks_before(self, step: int) -> int:
-        """See Cadence.ticks_before."""
         return min(step, self.start) + max(0, step - self.start) * self.every
 
     @property

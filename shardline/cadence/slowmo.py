@@ -33,11 +33,9 @@ class SlowMo(LocalCadence):
 
     @property
     def outer_rule(self) -> Mapping[str, Argument]:
-        """See Cadence.outer_rule."""
         return {"lr": float(self.outer_lr), "momentum": float(self.outer_momentum)}
 
     def local(self, held: Held) -> LocalTraining:
-        """See Cadence.local."""
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
         return SlowCopies(self, held, held.inner)
 

@@ -49,7 +49,6 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def ticks(self) -> int:
-        """See Cadence.ticks."""
         return self.every // self.fragments
 
     @property
@@ -83,7 +82,6 @@ class StreamingDiLoCo(DiLoCo):
         return tuple(found)
 
     def local(self, held: Held) -> LocalTraining:
-        """See Cadence.local."""
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
         return FragmentCopies(self, held, held.inner)
 
@@ -103,7 +101,6 @@ class FragmentCopies(KeptCopies):
         """Replicas that have not taken over yet what the last exchange returned."""
 
     def began(self, step: int) -> None:
-        """See LocalTraining.began."""
         self._apart.clear()
         super().began(step)
 
@@ -138,12 +135,10 @@ class FragmentCopies(KeptCopies):
                 now[name].copy_(pulled[name])
 
     def due(self, replica: int) -> list[str]:
-        """See LocalCopies.due."""
         due = self._moved[replica] & self._fragment(self._step)
         return [name for name in self._params if name in due]
 
     def finish(self, replica: int, sent: Outgoing, now: Values) -> Outgoing:
-        """See LocalCopies.finish."""
         self.keep(replica, Kept(now, frozenset(self._moved[replica])))
         return sent
 

@@ -268,7 +268,6 @@ class StoredTensors:
         return self.index[tensor.name].get((what, state), ())
 
     def read_slice(self, name: str, first_row: int, rows: int, what: str = VALUE) -> torch.Tensor:
-        """See Checkpoint.read_slice."""
         spec = self.spec(name)
         if not 0 <= first_row <= first_row + rows <= spec.rows:
             raise CheckpointError(
@@ -286,12 +285,10 @@ class StoredTensors:
         return entries[0].read()
 
     def states(self, name: str) -> list[str]:
-        """See Checkpoint.states."""
         tensor = self.spec(name).name
         return sorted(state for what, state in self.index[tensor] if what == STATE)
 
     def scalars(self, name: str) -> dict[str, float]:
-        """See Checkpoint.scalars."""
         tensor = self.spec(name).name
         return {
             state: float(entries[0].read()) for (what, state), entries in self.index[tensor].items() if what == SCALAR

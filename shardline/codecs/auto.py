@@ -25,7 +25,6 @@ class Auto(Raw):
 
     @property
     def undecided(self) -> bool:
-        """See Codec.undecided."""
         return True
 
 

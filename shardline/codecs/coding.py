@@ -35,7 +35,6 @@ class BucketCoding:
     encoder: Encoder
     decoder: Decoder
     usual_bytes: int
-    """See Codec.usual_bytes."""
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:

@@ -77,11 +77,9 @@ class Delta(Codec):
         return 0 if self.inner.exact else self.refresh
 
     def takes(self, tensor: TensorSpec) -> bool:
-        """See Codec.takes."""
         return self.inner.takes(tensor)
 
     def wants_whole(self, shape: Sequence[int]) -> bool:
-        """See Codec.wants_whole."""
         return self.inner.wants_whole(shape)
 
     def max_bytes(self, layout: Layout) -> int:

@@ -69,7 +69,6 @@ class Lossy(PartCodec):
         return super().takes(tensor) and is_large(tensor)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """See PartCodec."""
         # Numbers beyond the range of float32, which scales have, are as good as infinite.
         return self.write(values, part, turn) if is_finite(values.float()) else NOT_FINITE
 

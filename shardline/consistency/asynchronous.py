@@ -30,11 +30,9 @@ class Asynchronous(Consistency):
     in_stages: bool = False
 
     def staged(self) -> Consistency:
-        """See Consistency."""
         return Asynchronous(in_stages=True)
 
     def plain(self) -> Consistency:
-        """See Consistency."""
         return Asynchronous()
 
     def under(self, spec: ConsistencySpec) -> Consistency:
@@ -46,7 +44,6 @@ class Asynchronous(Consistency):
         return 1
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return AsynchronousPushes(storage, terms)
 
 

@@ -54,15 +54,12 @@ class ByStage(Consistency):
     slack: int = -1
 
     def needed(self, replicas: int) -> int:
-        """See Consistency."""
         return 1
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
-        """See Consistency."""
         return StageSteps(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return StageUpdates(storage, terms, self.slack)
 
 
@@ -99,12 +96,10 @@ class StageUpdates(ReplicaSteps):
         return found
 
     def ready(self, bucket: BucketView) -> bool:
-        """See ReplicaSteps."""
         return True
 
     @property
     def divisor(self) -> int:
-        """See ReplicaSteps."""
         return 1
 
     def complete(self, bucket: BucketView) -> None:
@@ -176,7 +171,6 @@ class StageUpdates(ReplicaSteps):
             self._note_begin()
 
     def abandon(self) -> None:
-        """See ServerHalf."""
         self._begin(0)
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
@@ -225,7 +219,6 @@ class StageUpdates(ReplicaSteps):
                 bucket.counted[replica] = max(bucket.counted[replica], push.last_seq)
 
     def replay(self, record: Record, *, whole: bool) -> None:
-        """See ServerHalf."""
         assert record.push is not None
         replica, steps = replica_of(record.push.task), record.push.last_seq
         for part in record.parts:

@@ -45,7 +45,6 @@ class Eager(Consistency):
         return Voted() if spec.clip_norm > 0.0 or spec.nan_policy == "skip" else self
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return EagerSteps(storage, terms)
 
 

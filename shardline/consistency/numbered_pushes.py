@@ -83,7 +83,6 @@ class NumberedPushes(ServerHalf):
         guard: Guard = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> tuple[Decision, int]:
-        """See ServerHalf."""
         storage = self.storage
         self._check(gradients, hyper)
         # A codec may have turned finite values into infinities.
@@ -165,7 +164,6 @@ class NumberedPushes(ServerHalf):
         return min(bucket.step for bucket in self.storage.buckets)
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
-        """See ServerHalf."""
         with self.storage.order:
             known = self.pushes.get(task)
         return known.last_seq if known is not None and incarnation in (0, known.incarnation) else 0
@@ -180,7 +178,6 @@ class NumberedPushes(ServerHalf):
     # Timelines
 
     def sequences(self) -> dict[str, WorkerSequence]:
-        """See ServerHalf."""
         return {task: WorkerSequence(push.incarnation, push.last_seq) for task, push in self.pushes.items()}
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
@@ -196,11 +193,9 @@ class NumberedPushes(ServerHalf):
     # Standby
 
     def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
-        """See ServerHalf."""
         return tuple(self.pushes.values()), None
 
     def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
-        """See ServerHalf."""
         with self.storage.order:
             self.pushes = {push.task: push for push in pushes}
 

@@ -120,7 +120,6 @@ class ReplicaSteps(ServerHalf):
         nonfinite: Collection[str] = (),
         guard: Guard = lambda: None,
     ) -> Decision:
-        """See ServerHalf."""
         storage, to = self.storage, self.storage.buckets[bucket]
         bound = check_gradient(
             gradient,
@@ -183,7 +182,6 @@ class ReplicaSteps(ServerHalf):
     # Queries
 
     def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
-        """See ServerHalf."""
         if want.step is None:
             return Outcome.SERVED
         if want.at_least:
@@ -191,7 +189,6 @@ class ReplicaSteps(ServerHalf):
         return serve_pull(want.step, bucket_step=bucket.step, oldest=bucket.oldest)
 
     def progress(self, replica: int) -> int:
-        """See ServerHalf."""
         found = []
         for bucket in self.storage.buckets:
             with bucket.lock:
@@ -199,7 +196,6 @@ class ReplicaSteps(ServerHalf):
         return min(found)
 
     def waiting_for(self) -> list[int]:
-        """See ServerHalf."""
         lowest = min(bucket.step for bucket in self.storage.buckets)
         missing: set[int] = set()
         for bucket in self.storage.buckets:

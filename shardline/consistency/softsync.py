@@ -45,7 +45,6 @@ class SoftSync(Consistency):
         return 1
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return SoftSyncPushes(storage, terms, self.n)
 
 
@@ -121,7 +120,6 @@ class SoftSyncPushes(NumberedPushes):
         self._members = len(tasks)
 
     def abandon(self) -> None:
-        """See ServerHalf."""
         with self.storage.order:
             self.storage.hold(-sum(total.held_bytes for total in self._sums.values()))
             self._summed, self._sums = 0, {}
@@ -135,7 +133,6 @@ class SoftSyncPushes(NumberedPushes):
             self._apply(self.storage.record(nothing))
 
     def replay(self, record: Record, *, whole: bool) -> None:
-        """See ServerHalf."""
         if record.push is not None:
             super().replay(record, whole=whole)
             return

@@ -94,15 +94,12 @@ class Spares(Consistency):
         check_spares(self.spares, self.quorum)
 
     def needed(self, replicas: int) -> int:
-        """See Consistency."""
         return needed(replicas, self.spares, self.quorum)
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
-        """See Consistency."""
         return SpareContributions(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return SpareSteps(storage, terms, self.needed(terms.contributors))
 
 
@@ -141,20 +138,17 @@ class SpareSteps(VotedSteps):
 
     @property
     def divisor(self) -> int:
-        """See ReplicaSteps."""
         return self._count
 
     # Contributions
 
     def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
-        """See ReplicaSteps."""
         if block.count != 1:
             return Decision(Outcome.REFUSED, f"replicas {block} were pushed as one; with spares each is pushed alone")
         counts = super().admit(bucket, step, block)
         return admit_spare(counts, step, block.first, bucket_step=bucket.step, choice=self.known.of(step))
 
     def ready(self, bucket: BucketView) -> bool:
-        """See ReplicaSteps."""
         choice = self.known.of(bucket.step)
         return choice is not None and not choice & ~bucket.contributions.mask
 
@@ -180,7 +174,6 @@ class SpareSteps(VotedSteps):
         nonfinite: Collection[str] = (),
         guard: Guard = lambda: None,
     ) -> Decision:
-        """See ServerHalf."""
         decision = super().contribute(bucket, step, block, gradient, hyper=hyper, nonfinite=nonfinite, guard=guard)
         if decision.outcome is self.outcome:
             self._look(step)
@@ -234,18 +227,15 @@ class SpareSteps(VotedSteps):
         return bucket.contributions.take_of(chosen[:1] if bucket.spec.kind is TensorKind.BUFFER else chosen)
 
     def decided(self, staged: Staged, verdict: Applied) -> None:
-        """See ServerHalf."""
         super().decided(staged, self._with_choice(verdict))
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
-        """See ServerHalf."""
         self.apply(staged, self._with_choice(Applied(step=staged.step, scale=scale, skip=skip)))
 
     def _with_choice(self, verdict: Applied) -> Applied:
         return replace(verdict, choice=self.known.of(verdict.step) or 0)
 
     def close(self, staged: Staged, verdict: Applied) -> None:
-        """See VotedSteps."""
         super().close(staged, verdict)
         with self.storage.lock:
             if staged.epoch == self._epoch:
@@ -260,7 +250,6 @@ class SpareSteps(VotedSteps):
     # Queries
 
     def progress(self, replica: int) -> int:
-        """See ServerHalf."""
         found = []
         for bucket in self.storage.buckets:
             with bucket.lock:
@@ -284,7 +273,6 @@ class SpareSteps(VotedSteps):
             self.known.begin_held(self.storage.buckets[0].step)
 
     def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
-        """See ServerHalf."""
         super().recall(pushes, verdict)
         with self.storage.lock:
             if verdict is not None:
@@ -292,7 +280,6 @@ class SpareSteps(VotedSteps):
             self.known.copied_held(self.storage.buckets[0].step)
 
     def replay(self, record: Record, *, whole: bool) -> None:
-        """See ServerHalf."""
         super().replay(record, whole=whole)
         if record.verdict is not None:
             with self.storage.lock:

@@ -55,19 +55,15 @@ class SSP(Consistency):
         return PacedByStage(self.slack) if self.in_stages else self
 
     def staged(self) -> Consistency:
-        """See Consistency."""
         return SSP(self.slack, in_stages=True)
 
     def plain(self) -> Consistency:
-        """See Consistency."""
         return SSP(self.slack)
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
-        """See Consistency."""
         return PacedPushes(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return PacedByTheSlowest(storage, terms, self.slack)
 
 
@@ -165,7 +161,6 @@ class PacedByTheSlowest(AsynchronousPushes):
         """Guarded by the storage's lock, but for `held`."""
 
     def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
-        """See NumberedPushes."""
         decision = super().admit(push, last, skip=skip)
         if decision.outcome not in COUNTED:
             return decision
@@ -174,12 +169,10 @@ class PacedByTheSlowest(AsynchronousPushes):
         return Decision(Outcome.REFUSED, refused) if refused else decision
 
     def counted(self, push: Push) -> None:
-        """See NumberedPushes."""
         with self.storage.lock:
             self._clocks.pushed(push.task, push.incarnation, push.clock)
 
     def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
-        """See ServerHalf."""
         with self.storage.lock:
             if begins:
                 self._clocks.begin(task, incarnation)
@@ -198,14 +191,12 @@ class PacedByTheSlowest(AsynchronousPushes):
         return self._clocks.least
 
     def slowest(self) -> list[str]:
-        """See ServerHalf."""
         with self.storage.lock:
             return self._clocks.slowest()
 
     # Timelines
 
     def members_changed(self, tasks: Collection[str]) -> None:
-        """See ServerHalf."""
         with self.storage.lock:
             self._clocks.admit(tasks)
 

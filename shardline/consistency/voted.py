@@ -33,7 +33,6 @@ class Voted(Consistency):
     bit_exact: ClassVar[bool] = True
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """See Consistency."""
         return VotedSteps(storage, terms)
 
 
@@ -120,18 +119,15 @@ class VotedSteps(ReplicaSteps):
         return bucket.contributions.take()
 
     def waits_for(self, staged: Staged) -> bool:
-        """See ServerHalf."""
         return self._staged is staged
 
     def decided(self, staged: Staged, verdict: Applied) -> None:
-        """See ServerHalf."""
         with self.storage.lock:
             # Not if the shard went back meanwhile: then other steps follow.
             if self.waits_for(staged):
                 self.last_verdict = verdict
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
-        """See ServerHalf."""
         self.apply(staged, Applied(step=staged.step, scale=scale, skip=skip))
 
     def apply(self, staged: Staged, verdict: Applied) -> None:
@@ -193,13 +189,10 @@ class _StagedUpdate:
     verdict: Applied
 
     def total_of(self, bucket: BucketView) -> Partial | None:
-        """See ShardUpdate."""
         return self.staged.totals[bucket.number] if self.steps.open_for(bucket, self.staged) else None
 
     def applied(self, bucket: BucketView) -> None:
-        """See ShardUpdate."""
         self.steps.let_go(self.staged, bucket.number)
 
     def closed(self) -> None:
-        """See ShardUpdate."""
         self.steps.close(self.staged, self.verdict)

@@ -224,7 +224,6 @@ class Standing:
     version: int
     last_seq: int
     wants_state: bool = False
-    """See End.wants_state."""
 
 
 class Sink(Protocol):

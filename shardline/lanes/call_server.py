@@ -299,8 +299,7 @@ class CallServer:
         if not self._reading:
             self.read_on()
 
-    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
-        """See ReplyWriter."""
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None: ...
 
     async def write(self, message: bytes) -> None:
         """Add a reply; waits while too much is unsent."""

@@ -87,7 +87,6 @@ class ShardCalls:
         self._cancelled = False
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """See Lane.progress."""
         self._arm()
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
@@ -95,7 +94,6 @@ class ShardCalls:
     def state(
         self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
     ) -> Sequence[BucketImage] | None:
-        """See Lane.state."""
         self._arm()
         images: list[BucketImage] = []
         # Values and at most a handful of states, each as large as the largest bucket in float64.
@@ -125,7 +123,6 @@ class ShardCalls:
         raise ProtocolError(f"{self._peer}: GetState of step {step} ended early")
 
     def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
-        """See Lane.bring_state."""
         self._arm()
         frames = state_frames(sender, self._shard, images)
         return outcome_from_proto(self._ask(self._stub.PutState, frames, "PutState", timeout_s).outcome)

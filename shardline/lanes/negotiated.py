@@ -126,17 +126,14 @@ class NegotiatedLane:
         return self._left[0].allocate(bucket, nbytes)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """See Lane.progress."""
         return self.current.progress(sender, replicas, timeout_s=timeout_s)
 
     def state(
         self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
     ) -> Sequence[BucketImage] | None:
-        """See Lane.state."""
         return self.current.state(sender, step, buckets, timeout_s=timeout_s)
 
     def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
-        """See Lane.bring_state."""
         return self.current.bring_state(sender, images, timeout_s=timeout_s)
 
     def cancel(self) -> None:

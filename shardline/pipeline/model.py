@@ -57,11 +57,9 @@ class Pipeline(nn.Sequential, StagedModel):
             self.cut(cuts)
 
     def in_layers(self) -> nn.Sequential:
-        """See StagedModel.in_layers()."""
         return self
 
     def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
-        """See StagedModel.begin_with()."""
         self.cut(layers)
         self.profile = profile
 
@@ -112,7 +110,6 @@ class Pipeline(nn.Sequential, StagedModel):
         return len(self.cuts) + 1
 
     def span(self, stage: int) -> range:
-        """See StagedModel.span()."""
         ends = (0, *self.cuts, len(self))
         return range(ends[stage], ends[stage + 1])
 

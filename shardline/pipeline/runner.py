@@ -121,11 +121,9 @@ class AtHome:
         """Those that were computed, in order."""
 
     def send(self, parcel: Parcel) -> None:
-        """See Parcels.send."""
         self._here[parcel.key] = parcel
 
     def here(self, key: ParcelKey) -> bool:
-        """See Parcels.here."""
         return key in self._here
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
@@ -133,11 +131,9 @@ class AtHome:
         raise JobError(f"no stage computes {keys[0]}")
 
     def take(self, key: ParcelKey) -> Parcel:
-        """See Parcels.take."""
         return self._here.pop(key)
 
     def passed(self, report: PassReport) -> None:
-        """See Parcels.passed."""
         self.passes.append(report)
 
     def clear(self) -> None:

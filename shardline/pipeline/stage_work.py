@@ -107,7 +107,6 @@ class _Given:
     encoded: tuple[bool, ...] = ()
     """Which inputs came encoded, so that their gradients are, too."""
     places: tuple[int, ...] = ()
-    """See Parcel."""
     random_state: bytes = b""
     sender: str = ""
     """The worker that the inputs came from."""

@@ -109,7 +109,6 @@ def code_and_details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 
 def from_code(code: grpc.StatusCode, details: str, *, peer: str, what: str, waited_s: float) -> ShardlineError:
-    """See from_status()."""
     details = printable(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return UnreachableError(

@@ -126,7 +126,6 @@ class WorkerGradients:
         """Step or batch of what was computed: random codecs draw by it."""
 
     def pulled(self, values: Mapping[Place, torch.Tensor]) -> None:
-        """See workers.Gradients."""
         for (server, number), found in values.items():
             spec = self._shared.plan.shards[server].buckets[number]
             write(
@@ -137,7 +136,6 @@ class WorkerGradients:
             )
 
     def compute(self, step: int, replicas: Sequence[int]) -> float:
-        """See workers.Gradients."""
         begins = self._computed = next(self._shared.batches) if self._leases else step
         self._local.began(step)
         self._local.arrived(step)
@@ -172,7 +170,6 @@ class WorkerGradients:
         return loss
 
     def contribution(self, place: Place, replica: int) -> Gradient:
-        """See workers.Gradients."""
         plan, outgoing = self._shared.plan, self._outgoing[replica]
         spec = plan.shards[place[0]].buckets[place[1]]
         values = {**outgoing.values, **outgoing.buffers}
@@ -183,7 +180,6 @@ class WorkerGradients:
         return Gradient(_coded(self._shared.coding.push, place, flat_bucket(plan, spec, values), turn), present)
 
     def hyper(self, replica: int) -> Hyper:
-        """See workers.Gradients."""
         return self._outgoing[replica].hyper
 
 

@@ -51,7 +51,6 @@ class _Counting(AtHome):
         self.sent: dict[tuple[int, bool], float] = {}
 
     def send(self, parcel: Parcel) -> None:
-        """See Parcels.send."""
         key = parcel.key
         self.sent[key.stage if key.back else key.stage - 1, key.back] = float(parcel.nbytes)
         super().send(parcel)

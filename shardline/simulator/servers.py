@@ -74,7 +74,6 @@ class Counts(Contributions):
         borrowed: bool = False,
         bound: float = math.inf,
     ) -> None:
-        """See Contributions."""
         self.counted.update(range(block.first, block.end))
         self.mask |= ((1 << block.count) - 1) << block.first
 
@@ -87,7 +86,6 @@ class Counts(Contributions):
         return self.take()
 
     def clear(self) -> None:
-        """See Contributions."""
         self.counted.clear()
         self.mask = 0
 
@@ -116,7 +114,6 @@ class VirtualBucket:
         self._published = published
 
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
-        """See BucketView."""
         self._before = self.values
         if not skip and self.values is not None and total.values is not None and any(total.present):
             self.values = self._updated(self.values, total, scale, context)
@@ -157,8 +154,6 @@ class VirtualBucket:
 
 
 class VirtualStorage:
-    """See shardline.consistency.server.Storage."""
-
     def __init__(self, number: int, buckets: Sequence[VirtualBucket], observers: Observers) -> None:
         self.number = number
         self.lock = threading.Lock()
@@ -170,12 +165,10 @@ class VirtualStorage:
 
     @property
     def buckets(self) -> Sequence[BucketView]:
-        """See Storage."""
         return self._buckets
 
     @property
     def version(self) -> int:
-        """See Storage."""
         return min(bucket.version for bucket in self._buckets)
 
     def hold(self, difference: int) -> None:
@@ -185,11 +178,9 @@ class VirtualStorage:
         """See Storage. Workers of a simulation send none."""
 
     def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
-        """See Storage."""
         bucket.apply(total, context=context)
 
     def apply_together(self, update: ShardUpdate) -> None:
-        """See Storage."""
         with self.order:
             verdict = update.verdict
             for bucket in self._buckets:
@@ -211,7 +202,6 @@ class VirtualStorage:
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
     ) -> None:
-        """See Storage."""
         with bucket.lock:
             bucket.apply(total, scale=scale, context=context)
 
@@ -222,7 +212,6 @@ class PulledBucket(NamedTuple):
     server: int
     bucket: int
     sizes: Sequence[float]
-    """See BucketPlan.pull_bytes."""
     version: int
     values: torch.Tensor | None
 

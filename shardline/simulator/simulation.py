@@ -249,11 +249,9 @@ class Simulation:
         return self._mode.needed(self.setup.job.replicas) * self._cadence.ticks_before(len(self.tally.step_ends_s))
 
     def draws_in(self, step: int) -> int:
-        """See VirtualJob."""
         return 1 if self._cadence.uniform else self._cadence.ticks_in(step)
 
     def ahead_in(self, step: int) -> float:
-        """See VirtualJob."""
         return self._cadence.overlap / self._cadence.ticks_in(step)
 
     def _published(self, step: int) -> None:

@@ -41,7 +41,6 @@ class Gamma:
             raise UsageError(f"the coefficient of variation is {self.cv}; give a number from 0 to 10")
 
     def draw(self, generator: np.random.Generator, count: int) -> Numbers:
-        """See Times."""
         if not self.cv:
             return np.full(count, self.mean_s)
         shape = 1.0 / self.cv**2
@@ -65,11 +64,9 @@ class Measured:
 
     @property
     def mean_s(self) -> float:
-        """See Times."""
         return float(np.quantile(self.values, np.linspace(0.0, 1.0, 4097)[:-1] ** self.largest_of).mean())
 
     def draw(self, generator: np.random.Generator, count: int) -> Numbers:
-        """See Times."""
         return np.quantile(self.values, generator.random(count) ** self.largest_of)
 
 

@@ -56,16 +56,14 @@ class VirtualJob(Protocol):
         """What is counted."""
 
     @property
-    def whole_pushes(self) -> bool:
-        """See Consistency.whole_pushes."""
+    def whole_pushes(self) -> bool: ...
 
     @property
     def overlap(self) -> bool:
         """Gradients leave during the backward pass, and the forward pass waits layer by layer."""
 
     @property
-    def exchange_s(self) -> float:
-        """See Setup.exchange_s."""
+    def exchange_s(self) -> float: ...
 
     def draws_in(self, step: int) -> int:
         """Number of compute times that one replica's part of a step takes."""

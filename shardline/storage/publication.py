@@ -49,19 +49,16 @@ class PlainPublication:
         self._areas: dict[int, torch.Tensor] = {}
 
     def tensor(self, which: int, bucket: int) -> torch.Tensor:
-        """See Publication."""
         if which not in self._areas:
             # A frozen bucket's place in area 1 stays untouched, so the system gives it no memory.
             self._areas[which] = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
         return view_of(self._areas[which], self._spec.buckets[bucket], self._offsets[bucket])
 
     def offset(self, bucket: int) -> int:
-        """See Publication."""
         return self._offsets[bucket]
 
     @property
     def nbytes(self) -> int:
-        """See Publication."""
         return self._offsets[-1]
 
 

@@ -17,19 +17,15 @@ class Direct(Route):
         self._servers = servers
 
     def hops(self) -> Mapping[int, Hop]:
-        """See Route.hops."""
         return self._servers
 
     def offer(self, step: int, replica: int, outgoing: Outgoing) -> Outgoing | None:
-        """See Route.offer."""
         return outgoing
 
     def collect(self, step: int) -> Mapping[int, Outgoing]:
-        """See Route.collect."""
         return {}
 
-    def close(self) -> None:
-        """See Route.close."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,7 @@ class Flat(Topology):
 
     @property
     def streams(self) -> bool:
-        """See Topology.streams."""
         return True
 
     def route(self, around: Surroundings) -> Route:
-        """See Topology.route."""
         return Direct(around.servers)

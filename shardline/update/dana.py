@@ -55,12 +55,10 @@ class DANA(MomentumRule):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """See UpdateRule."""
         return frozenset({Need.WORKER, Need.PULLS} if self.kind == "dc" else {Need.WORKER})
 
     @property
     def looks_ahead(self) -> bool:
-        """See UpdateRule."""
         return self.kind != "slim"
 
     def states(
@@ -75,7 +73,6 @@ class DANA(MomentumRule):
         return found
 
     def make(self, site: Site) -> BucketRule:
-        """See UpdateRule."""
         if self.kind == "slim":
             return DANASlimBucket(self, site)
         return DANAZeroBucket(self, site) if self.kind == "zero" else DANADCBucket(self, site)
@@ -85,7 +82,6 @@ class DANASlimBucket(MomentumBucketRule):
     """The momenta of one bucket whose values are the point ahead."""
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         self.step(run, run.gradient, arguments, nesterov=True)
 
 
@@ -93,7 +89,6 @@ class DANAZeroBucket(LookAheadBucketRule):
     """The momenta of one bucket, and their sum."""
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         self.push(run, run.gradient, arguments)
 
     def push(self, run: Run, gradient: Tensor, arguments: Mapping[str, Any]) -> None:
@@ -104,7 +99,6 @@ class DANAZeroBucket(LookAheadBucketRule):
         total.add_(own)
 
     def ahead(self, run: Run, rate: float, momentum: float) -> tuple[float, Tensor]:
-        """See LookAheadBucketRule."""
         return rate * momentum, run.state("momentum_sum")
 
     def left(self, worker: str) -> None:
@@ -122,7 +116,6 @@ class DANADCBucket(RemembersPulls, DANAZeroBucket):
         self._strength = rule.strength
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         since = moved(run)
         gradient = run.gradient if since is None else compensated(run.gradient, since, self._strength)
         self.push(run, gradient, arguments)

@@ -63,7 +63,6 @@ class DCASGD(WrappingRule):
         require_sgd(self, spec, off=("maximize",))
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See UpdateRule."""
         super().check_tensors(spec, tensors)
         require_real(self, tensors)
 
@@ -75,7 +74,6 @@ class DCASGD(WrappingRule):
         return found
 
     def make(self, site: Site) -> DCASGDBucket:
-        """See UpdateRule."""
         return DCASGDBucket(self, site)
 
 
@@ -89,7 +87,6 @@ class DCASGDBucket(RemembersPulls, WrappingBucketRule):
         self._decay = rule.decay
 
     def changed(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
-        """See WrappingBucketRule."""
         strength: float | Tensor = self._strength
         if self._adaptive:
             mean = run.state("mean_square")

@@ -60,7 +60,6 @@ class ElementwiseRule(UpdateRule):
     """Base of residents with an ElementwiseBucketRule: real floating-point tensors, cut anywhere."""
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See UpdateRule."""
         for tensor in tensors:
             if tensor.kind is not TensorKind.PARAM:
                 continue
@@ -236,7 +235,6 @@ class ElementwiseBucketRule(BucketRule):
         """Change run.values and the run's states in place. arguments: the group's, with this push's learning rate."""
 
     def carry_out(self, update: Update) -> None:
-        """See BucketRule."""
         values, context = update.values, update.context
         if update.source is not None:
             values.copy_(update.source)
@@ -258,7 +256,6 @@ class ElementwiseBucketRule(BucketRule):
 
     @property
     def workers(self) -> frozenset[str]:
-        """See BucketRule."""
         return self.kept.workers()
 
     def left(self, worker: str) -> None:
@@ -266,7 +263,6 @@ class ElementwiseBucketRule(BucketRule):
         self.kept.drop(worker)
 
     def export(self) -> RuleState:
-        """See BucketRule."""
         if any(self._begun):
             self.kept.complete()
         return RuleState(*self.kept.export(self._padding.cpu()), tuple(self._begun))
@@ -274,7 +270,6 @@ class ElementwiseBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """See BucketRule."""
         begun = list(initialized) or [False] * len(self.site.bucket.slices)
         given = without_values(tensors)
         self.check_state(given, scalars, begun)
@@ -283,5 +278,4 @@ class ElementwiseBucketRule(BucketRule):
 
     @property
     def nbytes(self) -> int:
-        """See BucketRule."""
         return self.kept.nbytes

@@ -37,7 +37,6 @@ class GapAware(WrappingRule):
             raise JobError(f"decay of {self.name} is {self.decay}; it must be at least 0 and below 1")
 
     def check(self, spec: RuleSpec) -> None:
-        """See UpdateRule."""
         if spec.name == "Rprop":
             raise JobError(
                 f"update rule {self} divides gradients, but {spec.name} takes only their signs; use another optimizer, "
@@ -45,7 +44,6 @@ class GapAware(WrappingRule):
             )
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See UpdateRule."""
         super().check_tensors(spec, tensors)
         require_real(self, tensors)
 
@@ -60,7 +58,6 @@ class GapAware(WrappingRule):
         }
 
     def make(self, site: Site) -> GapAwareBucket:
-        """See UpdateRule."""
         return GapAwareBucket(self, site)
 
 
@@ -88,7 +85,6 @@ class GapAwareBucket(RemembersPulls, WrappingBucketRule):
                 run.set_number("largest_rate", max(run.number("largest_rate"), rate))
 
     def changed(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
-        """See WrappingBucketRule."""
         steps, since = run.number("steps"), moved(run)
         if since is None or not steps:
             return run.gradient

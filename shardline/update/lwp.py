@@ -45,7 +45,6 @@ class LWP(MomentumRule):
         }
 
     def make(self, site: Site) -> LWPBucket:
-        """See UpdateRule."""
         return LWPBucket(self, site, self.lag)
 
 
@@ -57,11 +56,9 @@ class LWPBucket(LookAheadBucketRule):
         self._lag = lag
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         self.step(run, run.gradient, arguments)
         run.set_number("pushed", 1.0)
 
     def ahead(self, run: Run, rate: float, momentum: float) -> tuple[float, Tensor]:
-        """See LookAheadBucketRule."""
         lag = self._lag or max(0, run.workers_with("pushed") - 1)
         return lag * rate, run.state("momentum_buffer")

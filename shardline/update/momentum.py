@@ -64,7 +64,6 @@ class MomentumBucketRule(ElementwiseBucketRule):
             )
 
     def arguments(self, clock: int, hyper: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """See BucketRule."""
         if hyper:
             self.check_hyper(hyper)
         return super().arguments(clock, hyper)
@@ -101,7 +100,6 @@ class LookAheadBucketRule(MomentumBucketRule):
         run.set_number("momentum", arguments["momentum"])
 
     def answer(self, values: Tensor, worker: str) -> Tensor:
-        """See BucketRule."""
         if not self.begun:
             return values
         found = torch.empty_like(values)

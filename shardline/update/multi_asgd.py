@@ -33,7 +33,6 @@ class MultiASGD(MomentumRule):
         return {"momentum_buffer": StateSpec(dtype=dtype, device=device, per_worker=True)}
 
     def make(self, site: Site) -> MultiASGDBucket:
-        """See UpdateRule."""
         return MultiASGDBucket(self, site)
 
 
@@ -41,5 +40,4 @@ class MultiASGDBucket(MomentumBucketRule):
     """The momenta of one bucket."""
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         self.step(run, run.gradient, arguments)

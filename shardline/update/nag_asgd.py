@@ -34,7 +34,6 @@ class NAGASGD(MomentumRule):
         return {"momentum_buffer": StateSpec(dtype=dtype, device=device), **rate_states(device)}
 
     def make(self, site: Site) -> NAGASGDBucket:
-        """See UpdateRule."""
         return NAGASGDBucket(self, site)
 
 
@@ -42,9 +41,7 @@ class NAGASGDBucket(LookAheadBucketRule):
     """The momentum of one bucket."""
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         self.step(run, run.gradient, arguments)
 
     def ahead(self, run: Run, rate: float, momentum: float) -> tuple[float, Tensor]:
-        """See LookAheadBucketRule."""
         return rate * momentum, run.state("momentum_buffer")

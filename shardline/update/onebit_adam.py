@@ -70,7 +70,6 @@ class OneBitAdamRule(ElementwiseRule):
         return {"exp_avg": tensor, "exp_avg_sq": tensor, "step": number, "seen": number}
 
     def make(self, site: Site) -> OneBitAdamBucket:
-        """See UpdateRule."""
         return OneBitAdamBucket(self, site)
 
 

@@ -23,7 +23,6 @@ class RemembersPulls:
     kept: States
 
     def sent(self, worker: str, values: Tensor) -> None:
-        """See BucketRule."""
         self.kept.tensor("sent", worker).copy_(values)
         numbers = self.kept.numbers("was_sent", worker)
         numbers[:] = [1.0] * len(numbers)

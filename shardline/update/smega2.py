@@ -42,7 +42,6 @@ class SMEGA2(MomentumRule):
         }
 
     def make(self, site: Site) -> SMEGA2Bucket:
-        """See UpdateRule."""
         return SMEGA2Bucket(self, site)
 
 
@@ -50,7 +49,6 @@ class SMEGA2Bucket(LookAheadBucketRule):
     """The momentum and the open round of one bucket."""
 
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """See ElementwiseBucketRule."""
         momentum, gradient = arguments["momentum"], run.gradient
         if arguments["weight_decay"]:
             gradient = gradient.add(run.values, alpha=arguments["weight_decay"])

@@ -30,7 +30,6 @@ class StalenessAware(WrappingRule):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.LAG})
 
     def check(self, spec: RuleSpec) -> None:
-        """See UpdateRule."""
         if spec.name in _REFUSED:
             raise JobError(
                 f"update rule {self} divides the learning rate of a late push, which does not divide the step of "
@@ -42,7 +41,6 @@ class StalenessAware(WrappingRule):
         return 1.0 / max(1, staleness) if spec.name == "SGD" else None
 
     def make(self, site: Site) -> BucketRule:
-        """See UpdateRule."""
         return StalenessAwareBucket(self, site)
 
 
@@ -50,6 +48,5 @@ class StalenessAwareBucket(TorchBucketRule):
     """The optimizer of one bucket."""
 
     def carry_out(self, update: Update) -> None:
-        """See BucketRule."""
         rate = update.arguments["lr"] / max(1, update.context.staleness)
         super().carry_out(replace(update, arguments={**update.arguments, "lr": rate}))

@@ -42,11 +42,9 @@ class WrappingRule(UpdateRule):
     """Base of residents with a WrappingBucketRule; they run with any optimizer."""
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See UpdateRule."""
         _TORCH.check_tensors(spec, tensors)
 
     def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
-        """See UpdateRule."""
         return _TORCH.wants_whole(spec, shape)
 
     def own_states(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, StateSpec]:
@@ -56,7 +54,6 @@ class WrappingRule(UpdateRule):
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
     ) -> Mapping[str, StateSpec]:
-        """See UpdateRule."""
         return {**_TORCH.states(spec, group, dtype, device), **self.own_states(dtype, device)}
 
     def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
@@ -82,7 +79,6 @@ class WrappingBucketRule(BucketRule):
         """
 
     def carry_out(self, update: Update) -> None:
-        """See BucketRule."""
         with torch.no_grad():
             gradient = self._changed(update)
         self.inner.carry_out(replace(update, gradient=gradient))
@@ -107,15 +103,12 @@ class WrappingBucketRule(BucketRule):
 
     @property
     def workers(self) -> frozenset[str]:
-        """See BucketRule."""
         return self.kept.workers()
 
     def left(self, worker: str) -> None:
-        """See BucketRule."""
         self.kept.drop(worker)
 
     def export(self) -> RuleState:
-        """See BucketRule."""
         inner = self.inner.export()
         if any(inner.initialized):
             self.kept.complete()
@@ -125,7 +118,6 @@ class WrappingBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """See BucketRule."""
         begun = list(initialized) or [False] * len(self.site.bucket.slices)
         given = without_values(tensors)
         self.check_state(given, scalars, begun)
@@ -138,5 +130,4 @@ class WrappingBucketRule(BucketRule):
 
     @property
     def nbytes(self) -> int:
-        """See BucketRule."""
         return self.inner.nbytes + self.kept.nbytes

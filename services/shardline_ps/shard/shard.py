@@ -66,7 +66,6 @@ class Shard:
 
     @property
     def position(self) -> tuple[int, int]:
-        """See HostedShard."""
         step, version = self.buckets[0].step, self.buckets[0].version
         for bucket in self.buckets:
             step = bucket.step if bucket.step < step else step
@@ -115,11 +114,9 @@ class Shard:
 
     @property
     def counts_inline(self) -> bool:
-        """See HostedShard."""
         return self.on_host and not self.consistency.waits_for_verdict and self.log is None
 
     def serve(self, bucket: int, want: StepWanted) -> Outcome:
-        """See HostedShard."""
         return self.mode.serve(self.buckets[bucket], want)
 
     async def answerable(self) -> None:

@@ -97,7 +97,6 @@ class ShardStorage:
 
     @property
     def version(self) -> int:
-        """See Storage."""
         return min([bucket.version for bucket in self.buckets])
 
     @property
@@ -106,11 +105,9 @@ class ShardStorage:
         return sum(bucket.nbytes for bucket in self.buckets) + self.waiting.value + self.cuts.held_bytes
 
     def hold(self, difference: int) -> None:
-        """See Storage."""
         self.waiting.add(difference)
 
     def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
-        """See Storage."""
         rule = self.buckets[bucket.number].rule
         if hyper and rule is not None and (numbers := hyper.get(bucket.group)):
             rule.check_hyper(numbers)
@@ -118,7 +115,6 @@ class ShardStorage:
     # Updates
 
     def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
-        """See Storage."""
         to, made = self.buckets[bucket.number], WaitingUpdate()
         log, number = self.log, None
         if log is not None:
@@ -147,7 +143,6 @@ class ShardStorage:
         self._published(bucket)
 
     def apply_together(self, update: ShardUpdate) -> None:
-        """See Storage."""
         with self.order:
             if self.log is not None and self._hold_together(self.log, update):
                 return
@@ -222,7 +217,6 @@ class ShardStorage:
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
     ) -> None:
-        """See Storage."""
         to = self.buckets[bucket.number]
         with to.lock:
             to.publish(self._compute(to, total, scale=scale, context=context))

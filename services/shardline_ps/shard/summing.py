@@ -31,12 +31,10 @@ class SummingBucket(Bucket):
 
     @property
     def has_state(self) -> bool:
-        """See Bucket."""
         return self.step == self.oldest
 
     @property
     def closed_hyper(self) -> Mapping[str, float]:
-        """See Bucket."""
         return self._closed_hyper
 
     def update(
@@ -63,7 +61,6 @@ class SummingBucket(Bucket):
         return True
 
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
-        """See Bucket."""
         super().restore(image, rule, previous=previous)
         self._closed_hyper = {}
         self._bare = False

@@ -73,23 +73,19 @@ class ReusingSink:
     arrived: int = 0
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """See core.exchange.Sink."""
         held = self.memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
             held = self.memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
         return memory_of(held)
 
     def done(self, arrival: Arrival) -> None:
-        """See core.exchange.Sink."""
         self.arrived += arrival.payload_bytes
 
     def whole(self, arrival: Arrival, payload: Buffer) -> None:
-        """See core.exchange.Sink."""
         copy_bytes(self.buffer(arrival), payload)
         self.done(arrival)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """See core.exchange.Sink."""
         self.buffer(arrival)[:] = memory
         self.done(arrival)
 

@@ -89,7 +89,6 @@ class StepLoop:
     # The loop
 
     def steps(self, total: int | None) -> Iterator[int]:
-        """See Session.steps."""
         self.finder.iterating = True
         self.place.wake()
         self.own_loop.knows_the_step()
@@ -144,7 +143,6 @@ class StepLoop:
             raise error
 
     def watch(self, replica: int, *, ask_loss: bool) -> Watch:
-        """See Session.watch."""
         owned = sorted(self.finder.todo) if self.assigns_replicas else [0]
         return self.in_flight.watch(replica, owned, ask_loss=ask_loss)
 
@@ -176,7 +174,6 @@ class StepLoop:
         hyper: Hyper | None,
         keep: bool,
     ) -> None:
-        """See Session.contribute."""
         trainer = self.trainer
         mark = trainer.half.mark()
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)

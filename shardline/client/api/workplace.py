@@ -56,19 +56,15 @@ class SessionObserver(Observer):
         self._still_ordered = still_ordered
 
     def still_ordered(self) -> bool:
-        """See Observer."""
         return self._still_ordered()
 
     def retried(self, shard: int) -> None:
-        """See Observer."""
         self._metrics.counter("shardline_rpc_retries_total", peer=self._hops[shard].task).inc()
 
     def silent(self, shards: frozenset[int]) -> None:
-        """See Observer."""
         self._link.suspect({self._hops[shard].task for shard in shards}, self._timeline)
 
     def not_finite(self, name: str) -> None:
-        """See Observer."""
         self._metrics.counter("shardline_nonfinite_total", what=name).inc()
 
 

@@ -25,11 +25,11 @@ log = logging.getLogger("shardline.client")
 class Exchanges(Protocol):
     """The part of Exchange that is used here."""
 
-    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
-        """See Exchange.state."""
+    def state(
+        self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()
+    ) -> Sequence[BucketImage] | None: ...
 
-    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
-        """See Exchange.bring_state."""
+    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome: ...
 
 
 class ServerStates:
@@ -96,7 +96,6 @@ class Ground:
         return bucket_rule(job.rule, job.schedule, bucket, self.plan.tensors, device)
 
     def take(self, step: int) -> list[BucketImage] | None:
-        """See ServerStates.take."""
         buckets: dict[int, list[int]] = {}
         for shard, at in self.rules:
             buckets.setdefault(shard, []).append(at)

@@ -262,7 +262,6 @@ class AppliedHere(LocalTraining):
     # Passes
 
     def enter(self, replica: int, tick: int) -> None:
-        """See LocalTraining.enter."""
         self._show(TensorKind.BUFFER)
 
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:

@@ -194,7 +194,6 @@ class Conversation:
         return False
 
     def progress(self, sender: Sender, replicas: Sequence[int]) -> Standing:
-        """See Exchange.progress."""
         start_s, pause_s = awake_s(), FIRST_PAUSE_S
         while True:
             if self._interrupted.is_set():
@@ -222,7 +221,6 @@ class Conversation:
             raise Restart(f"shard {self._shard}: {error.outcome.name.lower()}: {error}") from error
 
     def bring_state(self, sender: Sender, images: Sequence[BucketImage]) -> Outcome:
-        """See Lane.bring_state."""
         timeout_s = self._deadline_s(()) + sum(image.nbytes for image in images) / SLOWEST_BYTES_PER_S
         return self._lane.bring_state(sender, images, timeout_s=timeout_s)
 

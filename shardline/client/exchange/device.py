@@ -166,11 +166,9 @@ class OnHost:
 
     unjoined = False
 
-    def fence(self) -> None:
-        """See HostPath."""
+    def fence(self) -> None: ...
 
-    def join(self, keys: Iterable[Key]) -> None:
-        """See HostPath."""
+    def join(self, keys: Iterable[Key]) -> None: ...
 
 
 ON_HOST = OnHost()

@@ -57,7 +57,6 @@ class ShardOutcome:
     ended_s: float
     wants_state: bool = False
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """See core.exchange.End."""
 
     def parts(self, computed_s: float) -> Parts:
         """Time for push, barrier wait and pull, counted from computed_s, when the gradients were complete."""

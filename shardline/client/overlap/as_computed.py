@@ -54,20 +54,16 @@ class AsComputed:
 
     @property
     def early(self) -> bool:
-        """See Sending."""
         return self._push is not None
 
     @property
     def begun(self) -> bool:
-        """See Sending."""
         return self._push is not None and self._push.begun
 
     def ranks(self, shard: int) -> Sequence[int]:
-        """See Sending."""
         return self._ranks[shard]
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        """See Sending."""
         at_once = not self._applied_by_bucket or not hold
         return pull_order(self._ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
 
@@ -109,7 +105,6 @@ class AsComputed:
         begin(self._push.block, self._push.payloads)
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
-        """See Sending."""
         push, expected = self._push, self._expected
         assert push is not None and expected is not None
         self._hooks.ignore()
@@ -128,26 +123,22 @@ class AsComputed:
             raise
 
     def not_stepped(self, step: int) -> Exception:
-        """See Sending."""
         assert self._push is not None
         error = self._push.error or not_stepped(step)
         self._push.fail(error)
         return error
 
     def disarm(self) -> None:
-        """See Sending."""
         if not self.begun:
             self.end_step()
 
     def end_step(self) -> None:
-        """See Sending."""
         self._hooks.ignore()
         if self._push is not None:
             self._push.drop()
         self._push = self._expected = None
 
     def learn(self) -> None:
-        """See Sending."""
         if self._count is not None and not self._once:
             self._once = self._count.once
             plan = self._tools.plan
@@ -156,5 +147,4 @@ class AsComputed:
             self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}
 
     def detach(self) -> None:
-        """See Sending."""
         self._hooks.close()

@@ -53,7 +53,6 @@ class Mailbox:
         self._posts: tuple[Post, ...] = ()
         self._stages = 1
         self.neighbours: Mapping[tuple[int, int], Post] = {}
-        """See shardline.pipeline.neighbours()."""
         self._timeline = self._posting = 0
         self._step = 0
         self._interrupted = self._closed = False
@@ -95,7 +94,6 @@ class Mailbox:
     # See shardline.lanes.parcels.Inbox
 
     def check_sender(self, who: Identity) -> None:
-        """See Inbox."""
         post = next((p for p in self._posts if (p.task, p.incarnation) == (who.task, who.incarnation)), None)
         if post is None:
             raise UnreachableError(f"{self._task} knows no stage of {who.task}, incarnation {who.incarnation:#x} (yet)")
@@ -107,7 +105,6 @@ class Mailbox:
             )
 
     def awaits(self, parcel: ParcelReader, *, wait_s: float) -> bool:
-        """See Inbox."""
         end_s = awake_s() + wait_s
         with self._changed:
             while True:
@@ -148,7 +145,6 @@ class Mailbox:
             )
 
     def deliver(self, who: Identity, timeline: int, parcel: Parcel) -> bool:
-        """See Inbox."""
         life = (who.task, who.incarnation)
         with self._changed:
             if timeline < self._timeline or (timeline == self._timeline and parcel.key.step < self._step):

@@ -100,7 +100,6 @@ class PostOffice:
         return self._all_stages.get(replica, ())
 
     def arm(self) -> None:
-        """See Mailbox.arm()."""
         self.mailbox.arm()
 
     def interrupt(self) -> None:
@@ -121,7 +120,6 @@ class PostOffice:
         self.mailbox.wait(keys)
 
     def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
-        """See shardline.pipeline.stream.StageExchange."""
         return self.mailbox.comes_first(keys, self._settled)
 
     def _refused(self, what: str, error: Exception) -> None:
@@ -146,7 +144,6 @@ class PostOffice:
         return dict(self._all_stages)
 
     def staleness(self, stage: int, steps: int) -> None:
-        """See shardline.pipeline.stream.StageExchange."""
         self._metrics.gauge("shardline_stage_staleness_steps", stage=str(stage)).set(steps)
 
     # See shardline.pipeline.stage_work.Parcels

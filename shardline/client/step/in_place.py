@@ -333,26 +333,22 @@ class InPlace:
         return [self._plan.tensors[number].name for number, region in self._regions.items() if region.shard in showing]
 
     def with_neighbours(self, keys: Iterable[Key]) -> list[Key]:
-        """See Residence."""
         found: dict[Key, None] = {}
         for key in keys:
             found.update(dict.fromkeys(self._near.get(key, (key,))))
         return list(found)
 
     def begin(self) -> None:
-        """See Residence."""
         with self._lock:
             self.pending = False
             for shard in self._shards.values():
                 shard.begin()
 
     def pulling(self) -> None:
-        """See Residence."""
         for shard in self._shards.values():
             shard.window.forget()
 
     def take(self, key: Key, memory: memoryview) -> bool:
-        """See Residence."""
         shard = self._shards.get(key[0])
         if shard is None:
             return False
@@ -390,13 +386,11 @@ class InPlace:
         self.take(key, published.area(step & 1)[start:end])
 
     def loaded(self, key: Key) -> None:
-        """See Residence."""
         if key in self._near:
             with self._lock:
                 self._shards[key[0]].mixed = self.pending = True
 
     def show(self) -> None:
-        """See Residence."""
         if not self.pending:
             return
         with self._lock:
@@ -407,7 +401,6 @@ class InPlace:
             self._layout.mark_written(*key)
 
     def settle(self) -> None:
-        """See Residence."""
         self.show()
         with self._lock:
             for number, shard in self._shards.items():
@@ -441,7 +434,6 @@ class InPlace:
         return tensor_from_bytes(mapped.slot(region.start, region.nbytes), spec.dtype).view(spec.shape)
 
     def release(self) -> None:
-        """See Residence."""
         with self._lock:
             self._over = True
             for shard in self._shards.values():

@@ -32,7 +32,6 @@ class PushTools:
     plan: Plan
     staging: GradientStaging
     interrupted: Callable[[], Exception | None]
-    """See LivePayloads."""
     credit_bytes: int = 0
     """See SendQueue; 0 = derived from the buckets."""
     gpu: HostPath | None = None

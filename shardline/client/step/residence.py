@@ -69,37 +69,27 @@ class Private:
     pending = False
 
     def with_neighbours(self, keys: Iterable[Key]) -> Sequence[Key]:
-        """See Residence."""
         return list(keys)
 
-    def begin(self) -> None:
-        """See Residence."""
+    def begin(self) -> None: ...
 
-    def pulling(self) -> None:
-        """See Residence."""
+    def pulling(self) -> None: ...
 
     def take(self, key: Key, memory: memoryview) -> bool:
-        """See Residence."""
         return False
 
-    def stands(self, key: Key, step: int) -> None:
-        """See Residence."""
+    def stands(self, key: Key, step: int) -> None: ...
 
-    def loaded(self, key: Key) -> None:
-        """See Residence."""
+    def loaded(self, key: Key) -> None: ...
 
-    def show(self) -> None:
-        """See Residence."""
+    def show(self) -> None: ...
 
-    def settle(self) -> None:
-        """See Residence."""
+    def settle(self) -> None: ...
 
     def gradient(self, number: int) -> torch.Tensor | None:
-        """See Residence."""
         return None
 
-    def release(self) -> None:
-        """See Residence."""
+    def release(self) -> None: ...
 
 
 PRIVATE = Private()

@@ -83,32 +83,23 @@ class AtOnce:
         self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
 
     def ranks(self, shard: int) -> Sequence[int]:
-        """See Sending."""
         return self._ranks[shard]
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        """See Sending."""
         return []
 
-    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """See Sending."""
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None: ...
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
-        """See Sending."""
         raise AssertionError("nothing is sent early")
 
     def not_stepped(self, step: int) -> Exception:
-        """See Sending."""
         raise AssertionError("nothing is sent early")
 
-    def disarm(self) -> None:
-        """See Sending."""
+    def disarm(self) -> None: ...
 
-    def end_step(self) -> None:
-        """See Sending."""
+    def end_step(self) -> None: ...
 
-    def learn(self) -> None:
-        """See Sending."""
+    def learn(self) -> None: ...
 
-    def detach(self) -> None:
-        """See Sending."""
+    def detach(self) -> None: ...

@@ -79,7 +79,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """See WorkerHalf.step."""
         return self.half.step
 
     def gradient_view(self, name: str) -> torch.Tensor | None:

@@ -56,7 +56,6 @@ class Int8(Quantizer):
         return num_blocks(part.elements, self.block)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """See PartCodec."""
         found = None if self.stochastic else codecs.int8_encode(values, self.block)
         if found is None:
             return super().encode_part(values, part, turn)

@@ -48,7 +48,6 @@ class _Signs(Quantizer):
         """The scales, from the number of negatives, their sum, and that of the others."""
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """See PartCodec."""
         found = codecs.signs(values)
         if found is None:
             return super().encode_part(values, part, turn)
@@ -105,7 +104,6 @@ class OneBit(_Signs):
         return 2
 
     def means(self, elements: int, negative: int, below: float, above: float) -> tuple[float, ...]:
-        """See _Signs."""
         return below / max(1, negative), above / max(1, elements - negative)
 
     def pair(self, scales: Sequence[float], part: Part) -> tuple[float, float]:
@@ -134,7 +132,6 @@ class EFSign(_Signs):
         return 1
 
     def means(self, elements: int, negative: int, below: float, above: float) -> tuple[float, ...]:
-        """See _Signs."""
         return ((above - below) / elements,)
 
     def pair(self, scales: Sequence[float], part: Part) -> tuple[float, float]:

@@ -36,7 +36,6 @@ class SignVote(PartCodec):
 
     @property
     def votes(self) -> bool:
-        """See Codec.votes."""
         return True
 
     def combined(self, mean: torch.Tensor) -> torch.Tensor:
@@ -52,7 +51,6 @@ class SignVote(PartCodec):
         return max(packed_bytes(part.elements, BITS), len(NOT_FINITE) + 1)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """See PartCodec."""
         if not is_finite(values):
             return NOT_FINITE
         negative = values.numpy() < 0.0

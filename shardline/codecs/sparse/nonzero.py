@@ -34,7 +34,6 @@ class Sparse(PartCodec):
         return data if len(data) < part.elements * part.dtype.itemsize else bytes(tensor_bytes(values))
 
     def decode_part(self, payload: Buffer, part: Part) -> torch.Tensor:
-        """See PartCodec."""
         if len(payload) == part.elements * part.dtype.itemsize:
             return tensor_from_bytes(bytearray(payload), part.tensor.dtype)
         return read_entries(memoryview(payload), part.elements, part)

@@ -22,7 +22,6 @@ class OwnPushes(WorkerHalf):
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """See WorkerHalf.figures."""
         timeline, lost, acknowledged = self._known
         numbers = {f"{ACKNOWLEDGED}{shard}": float(number) for shard, number in dict(acknowledged).items()}
         return {LOST: float(lost), SINCE: float(timeline), **numbers}
@@ -37,7 +36,6 @@ class OwnPushes(WorkerHalf):
         return ()
 
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
-        """See WorkerHalf.located."""
         found = {shard: standing.last_seq for shard, standing in standings.items()}
         self.lost += sum(max(0, number - found.get(shard, 0)) for shard, number in self.acknowledged.items())
         self.acknowledged = found
@@ -46,21 +44,17 @@ class OwnPushes(WorkerHalf):
         return set(owned)
 
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
-        """See WorkerHalf.awaited."""
         return {(0, shard): standing.last_seq + 1 for shard, standing in standings.items()}
 
     @property
     def exact(self) -> int | None:
-        """See WorkerHalf.exact."""
         return None
 
     @property
     def tree_replicas(self) -> int:
-        """See WorkerHalf.tree_replicas."""
         return 1
 
     def slot(self, replica: int) -> int:
-        """See WorkerHalf.slot."""
         return 0
 
     def brings_buffers(self, replica: int) -> bool:
@@ -68,20 +62,16 @@ class OwnPushes(WorkerHalf):
         return True
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
-        """See WorkerHalf.blocks."""
         return (Block(0, 1),)
 
     def stamp(self, shard: int) -> Stamp:
-        """See WorkerHalf.stamp."""
         return Stamp(seq=self.acknowledged.get(shard, 0) + 1, base=self.base.get(shard, 0))
 
     @property
     def target(self) -> int | None:
-        """See WorkerHalf.target."""
         return None
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        """See WorkerHalf.closed."""
         for shard in shards:
             self.acknowledged[shard] = self.acknowledged.get(shard, 0) + 1
         self.base, self.step = dict(base), step
@@ -94,7 +84,6 @@ class OwnPushes(WorkerHalf):
         return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
 
     def counted(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.counted."""
         return all(self.acknowledged.get(shard, 0) > number for shard, number in mark.acknowledged.items())
 
     def resume(self, mark: ComputedAt) -> None:
@@ -104,6 +93,5 @@ class OwnPushes(WorkerHalf):
         self.base = dict(mark.base)
 
     def accept(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.accept."""
         self.step += 1
         return False

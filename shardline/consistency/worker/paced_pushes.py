@@ -42,15 +42,12 @@ class PacedPushes(OwnPushes):
         self._clock = max(self._clock, *(standing.replicas[0] for standing in standings.values()))
 
     def stamp(self, shard: int) -> Stamp:
-        """See WorkerHalf.stamp."""
         return replace(super().stamp(shard), clock=self._clock + 1)
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        """See WorkerHalf.closed."""
         self._clock += 1
         return super().closed(step, shards, base, dropped=dropped)
 
     def accept(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.accept."""
         self._clock += 1
         return super().accept(mark)

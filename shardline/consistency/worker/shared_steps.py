@@ -14,15 +14,12 @@ class SharedSteps(WorkerHalf):
 
     @property
     def job_step(self) -> int:
-        """See WorkerHalf.job_step."""
         return self.step
 
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
-        """See WorkerHalf.asks_for."""
         return owned
 
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
-        """See WorkerHalf.located."""
         steps = self._steps(standings, owned)
         self.step = min(steps.values())
         return {replica for replica, step in steps.items() if step == self.step}
@@ -38,37 +35,29 @@ class SharedSteps(WorkerHalf):
 
     @property
     def exact(self) -> int | None:
-        """See WorkerHalf.exact."""
         return self.step
 
     @property
     def tree_replicas(self) -> int:
-        """See WorkerHalf.tree_replicas."""
         return self.job.replicas
 
     def slot(self, replica: int) -> int:
-        """See WorkerHalf.slot."""
         return replica
 
     def brings_buffers(self, replica: int) -> bool:
-        """See WorkerHalf.brings_buffers."""
         return replica == 0
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
-        """See WorkerHalf.blocks."""
         return cover(owned, self.job.replicas)
 
     def stamp(self, shard: int) -> Stamp:
-        """See WorkerHalf.stamp."""
         return Stamp(step=self.step)
 
     @property
     def target(self) -> int | None:
-        """See WorkerHalf.target."""
         return self.step + 1
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        """See WorkerHalf.closed."""
         before, self.base, self.step = self.base, dict(base), step
         return self._stood_still(before)
 
@@ -77,16 +66,13 @@ class SharedSteps(WorkerHalf):
         return self.job.consistency.nan_policy == "skip" and self.base == base
 
     def went_back(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.went_back."""
         return self.step < mark.step
 
     def counted(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.counted."""
         return self.step > mark.step
 
     def resume(self, mark: ComputedAt) -> None:
         """See WorkerHalf.resume: the step identifies it."""
 
     def accept(self, mark: ComputedAt) -> bool:
-        """See WorkerHalf.accept."""
         return self._stood_still(mark.base)

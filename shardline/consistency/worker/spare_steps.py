@@ -16,5 +16,4 @@ class SpareContributions(SharedSteps):
         return True
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
-        """See WorkerHalf.blocks."""
         return [Block(replica, 1) for replica in sorted(owned)]

@@ -65,7 +65,6 @@ class StageSteps(SharedSteps):
 
     @property
     def ahead(self) -> int | None:
-        """See WorkerHalf.ahead."""
         return self._open + 1
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
@@ -73,7 +72,6 @@ class StageSteps(SharedSteps):
         return [Block(replica, 1) for replica in sorted(owned)]
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        """See WorkerHalf.closed."""
         self._open = step
         self._updates = min(base[shard] for shard in shards)
         return super().closed(step, shards, base, dropped=dropped)

@@ -55,16 +55,13 @@ class SegmentPublication:
         self._flats = [torch.frombuffer(area.memory, dtype=torch.uint8) for area in self.areas]
 
     def tensor(self, which: int, bucket: int) -> torch.Tensor:
-        """See Publication."""
         return view_of(self._flats[which], self._spec.buckets[bucket], self._offsets[bucket])
 
     def offset(self, bucket: int) -> int:
-        """See Publication."""
         return self._offsets[bucket]
 
     @property
     def nbytes(self) -> int:
-        """See Publication."""
         return self._offsets[-1]
 
 

@@ -57,7 +57,6 @@ class TcpTicket:
         return self.whole or bool(self._attachment.failure)
 
     def tensor(self, dtype: str) -> torch.Tensor:
-        """See attachments.Ticket."""
         return tensor_from_bytes(self.memory, dtype)
 
     async def wait(self) -> None:
@@ -382,8 +381,7 @@ class TcpAttachment:
     def published(self, bucket: int, step: int) -> None:
         """Nothing is read in place on this lane."""
 
-    def reply_slot(self, bucket: int, nbytes: int) -> None:
-        """See published()."""
+    def reply_slot(self, bucket: int, nbytes: int) -> None: ...
 
     async def send(self, payload: Buffer, intact: Intact | None) -> None:
         """Queue bytes; returns when the queue is short enough. Raises UnreachableError if the sockets broke."""

@@ -21,7 +21,6 @@ class Travel:
     """Layers whose parameters travel together."""
 
     head_s: float
-    """See flushed.py."""
     first: int
     end: int
     workers: tuple[int, ...]

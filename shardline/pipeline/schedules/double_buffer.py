@@ -23,11 +23,9 @@ class DoubleBuffer(Stashing):
     name: ClassVar[str] = "double-buffer"
 
     def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
         return max(first, layout.step(number) - 1)
 
     def check(self, layout: StageLayout) -> None:
-        """See PipelineSchedule.check."""
         each = [layout.replicas // workers for workers in layout.workers]
         least = max(math.ceil(layout.ahead(stage) / replicas) for stage, replicas in enumerate(each))
         if layout.microbatches < least:

@@ -22,7 +22,6 @@ class Flush(PipelineSchedule):
     recompute: bool = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
-        """See PipelineSchedule.passes."""
         ahead = min(stages - 1 - stage, microbatches)
         found = [Pass(number) for number in range(ahead)]
         for number in range(microbatches):

@@ -25,5 +25,4 @@ class FTPipe(OneVersion):
 
     @property
     def recompute(self) -> bool:
-        """See PipelineSchedule.recompute."""
         return True

@@ -21,5 +21,4 @@ class GPipe(PipelineSchedule):
     recompute: bool = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
-        """See PipelineSchedule.passes."""
         return [Pass(number, back) for back in (False, True) for number in range(microbatches)]

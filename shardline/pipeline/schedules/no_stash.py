@@ -20,7 +20,6 @@ class NoStash(OneVersion):
 
     @property
     def warning(self) -> str:
-        """See PipelineSchedule.warning."""
         return (
             "pipeline no-stash is a negative example: its backward passes use other parameters than their forward "
             "passes, so what it trains with is the gradient of nothing; choose pipeline='stash' or 'ftpipe' to train"

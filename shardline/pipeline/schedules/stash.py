@@ -20,5 +20,4 @@ class Stash(Stashing):
     name: ClassVar[str] = "stash"
 
     def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
         return newest(number, stage, layout, first)

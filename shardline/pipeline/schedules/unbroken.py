@@ -39,7 +39,6 @@ class Unbroken(PipelineSchedule, abc.ABC):
 
     @property
     def flushes(self) -> bool:
-        """See PipelineSchedule.flushes."""
         return False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
@@ -47,8 +46,7 @@ class Unbroken(PipelineSchedule, abc.ABC):
         return Flush().passes(stage, stages, microbatches)
 
     @abc.abstractmethod
-    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int: ...
 
     def follows(
         self,
@@ -108,11 +106,9 @@ class OneVersion(Unbroken, abc.ABC):
 
     @property
     def keeps_one(self) -> bool:
-        """See Unbroken.keeps_one."""
         return True
 
     def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
         return newest(number, stage, layout, first)
 
     def back_version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:

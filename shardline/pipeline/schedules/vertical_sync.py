@@ -22,5 +22,4 @@ class VerticalSync(Stashing):
     name: ClassVar[str] = "vertical-sync"
 
     def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.version."""
         return newest(number, 0, layout, first)

@@ -17,9 +17,7 @@ class WholeModel(PipelineSchedule):
 
     @property
     def staged(self) -> bool:
-        """See PipelineSchedule.staged."""
         return False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
-        """See PipelineSchedule.passes."""
         return [Pass(number, back) for number in range(microbatches) for back in (False, True)]

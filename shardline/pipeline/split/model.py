@@ -76,12 +76,10 @@ class Split(StagedModel):
         return Units(self)
 
     def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
-        """See StagedModel.begin_with()."""
         self._cut([profile.module(number) for number in layers])
         self._starts, self.profile = tuple(layers), profile
 
     def span(self, stage: int) -> range:
-        """See StagedModel.span()."""
         assert self.profile is not None
         ends = (0, *self._starts, len(self.profile.layers))
         return range(ends[stage], ends[stage + 1])

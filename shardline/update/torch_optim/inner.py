@@ -33,7 +33,6 @@ class InnerOptimizers:
         for tensor in held:
             self._grouped[tensor.group].append(model[tensor.name])
         self.rates: dict[int, float] = {}
-        """See shardline.cadence.InnerOptimizer."""
         self._step: int | None = None
         self._running: dict[int, torch.optim.Optimizer] = {}
         self._states: dict[int, dict[int, State]] = {}
@@ -41,14 +40,12 @@ class InnerOptimizers:
         before while its exchange runs. Not changed, since steps may start over."""
 
     def began(self, step: int) -> None:
-        """See shardline.cadence.InnerOptimizer."""
         self._states = {at: kept for at, kept in self._states.items() if step in self._states and at <= step + 1}
         self._states.setdefault(step, {})
         self._running.clear()
         self._step = step
 
     def arrived(self, step: int) -> None:
-        """See shardline.cadence.InnerOptimizer."""
         self._states = {at: kept for at, kept in self._states.items() if at >= step}
 
     def update(

@@ -70,7 +70,6 @@ class Torch(UpdateRule):
         return packing(spec.name, state)
 
     def make(self, site: Site) -> TorchBucketRule:
-        """See UpdateRule."""
         return TorchBucketRule(self, site)
 
 
@@ -90,7 +89,6 @@ class TorchBucketRule(BucketRule):
             self._states = WholeStates(cls, arguments, rule, site, self.states)
 
     def carry_out(self, update: Update) -> None:
-        """See BucketRule."""
         with torch_threads(1) if self._alone else nullcontext():
             self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
 
@@ -110,7 +108,6 @@ class TorchBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """See BucketRule."""
         begun = list(initialized) or [False] * len(self.site.bucket.slices)
         given = without_values(tensors)
         self.check_state(given, scalars, begun)
@@ -122,7 +119,6 @@ class TorchBucketRule(BucketRule):
 
     @property
     def nbytes(self) -> int:
-        """See BucketRule."""
         return self._states.nbytes
 
 

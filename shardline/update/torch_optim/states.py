@@ -33,7 +33,6 @@ _PACKED: Mapping[str, Mapping[str, Callable[[TensorSpec], Shape | None]]] = {
 
 
 def packing(optimizer: str, state: str) -> Callable[[TensorSpec], Shape | None] | None:
-    """See UpdateRule.packing()."""
     return _PACKED.get(optimizer, {}).get(state)
 
 
