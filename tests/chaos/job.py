@@ -27,6 +27,8 @@ SAMPLES = 256
 BATCH = 8
 RATE = 1.0 / 16.0
 NARROW, WIDE = 40, 400
+SHARED = {"0": "gathered", "4": "gathered"}
+"""Styles of the layers that workers share."""
 COUNTERS = ("counts.0", "counts.1", "counts.2")
 MARKS = "CHAOS_MARKS"
 STEP_S = "CHAOS_STEP_S"
@@ -117,7 +119,7 @@ def chaos_job(*, mode: str, **fields: Any) -> Job:
     momentum = {"momentum": 0.9} if mode.startswith("sync") else {}
     # Small tensors are not encoded.
     width = WIDE if {"codec_up", "codec_parcels"} & fields.keys() else NARROW
-    staged = fields.get("pipeline", "whole-model") != "whole-model"
+    staged = fields.get("pipeline", "whole-model") != "whole-model" or "tensor_parallel" in fields
     return Job(
         model=functools.partial(stages if staged else Net, width),
         loss=loss,

@@ -28,7 +28,12 @@ PROTECTED = 300
 """Seeds from this one on give standbys to every other one of these."""
 PAUSED = 400
 """Seeds from this one on have a pause of the chief, or of everybody, beside what else happens."""
+BESIDE = 500
+"""Seeds from this one on draw SoftSync, jobs whose workers share layers, and for each job another one on its host."""
+TEAM = (2, 6)
+"""Last digits of the seeds, from BESIDE on, whose workers share layers; so do all neighbours."""
 PACED = "ssp:slack=1"
+SUMMED = "softsync:n=1"
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
 """Pipelines without a flush that train."""
 STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", *UNBROKEN[2:])
@@ -89,6 +94,10 @@ class Schedule:
     standbys: int = 0
     networks: bool = False
     """Each task has a network of its own, whose links can be cut."""
+    team: bool = False
+    """Two workers share the layers of the model."""
+    beside: Schedule | None = None
+    """Another job, on the same host at the same time."""
     lane: str = "auto"
     events: tuple[Event, ...]
 
@@ -110,7 +119,7 @@ class Schedule:
     @property
     def batches(self) -> int:
         """Microbatches that are computed in all, if nothing happens."""
-        return self.steps * self.accumulate * (1 if self.apart else self.replicas)
+        return self.steps * self.accumulate * (1 if self.apart else self.replicas) * (self.workers if self.team else 1)
 
     def __str__(self) -> str:
         about = f"seed {self.seed}: {self.mode}, {self.ps} ps, {self.workers} workers"
@@ -126,7 +135,11 @@ class Schedule:
         about += f", lane {self.lane}" if self.lane != "auto" else ""
         about += ", with standbys" if self.standbys else ""
         about += ", networks" if self.networks else ""
-        return "\n  ".join([about, *map(str, self.events)])
+        about += ", workers share layers" if self.team else ""
+        lines = [about, *map(str, self.events)]
+        if self.beside is not None:
+            lines += ["beside it", *str(self.beside).splitlines()]
+        return "\n  ".join(lines)
 
 
 def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule:
@@ -135,7 +148,8 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     From PLAIN on, four of ten are cut into stages, two of the three asynchronous ones have bounded staleness, one has a
     spare, one a lossy codec, and in one workers run the optimizer. From APART on, replicas of two of the four cut into
     stages don't wait for each other, or not much.
-    From PAUSED on, somewhere among the events the chief is paused, or everybody.
+    From PAUSED on, somewhere among the events the chief is paused, or everybody. From BESIDE on, another job runs on
+    the same host, and two of ten jobs have workers that share layers.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -144,6 +158,10 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         mode = "ssp:slack=2"
     if seed >= PLAIN and seed % 10 == 5:
         mode = SPARE
+    if seed >= BESIDE and seed % 10 == 1:
+        mode = SUMMED
+    if seed >= BESIDE and seed % 10 in TEAM:
+        return replace(_team(seed, dice), beside=_team(-seed, dice))
     cut = _pipeline(seed)
     if cut:
         mode = "sync"
@@ -177,7 +195,23 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
         events=_events(dice, counts, networks=networks, later=seed >= PLAIN, paused=seed >= PAUSED),
     )
-    return cut.applied(drawn) if cut else drawn
+    drawn = cut.applied(drawn) if cut else drawn
+    return replace(drawn, beside=_team(-seed, dice)) if seed >= BESIDE else drawn
+
+
+def _team(seed: int, dice: random.Random) -> Schedule:
+    counts = {"chief": 1, "ps": 2, "worker": 2, "evaluator": 1}
+    return Schedule(
+        seed=seed,
+        mode="sync",
+        ps=counts["ps"],
+        workers=counts["worker"],
+        replicas=1,
+        steps=80,
+        every=10,
+        team=True,
+        events=_events(dice, counts, networks=False, later=True, paused=True),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

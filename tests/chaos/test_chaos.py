@@ -14,6 +14,7 @@ from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
 from tests.chaos.schedules import (
     APART,
+    BESIDE,
     EPOCH,
     EVERYBODY,
     LINKS,
@@ -24,6 +25,7 @@ from tests.chaos.schedules import (
     PLAIN,
     PROTECTED,
     SPARE,
+    SUMMED,
     Event,
     Schedule,
     draw,
@@ -139,6 +141,15 @@ def test_stages_whose_replicas_do_not_wait_go_back_to_their_newest_checkpoint_wh
     assert len(found.summary["recoveries"]) >= 2
 
 
+def test_soft_sync_and_a_job_of_another_kind_beside_it_hold_whatever_dies_in_either(
+    tmp_path: Path, starter: Starter
+) -> None:
+    drawn = draw(BESIDE + 1)
+    assert drawn.mode == SUMMED and drawn.beside is not None and drawn.beside.team
+    found = play(drawn, tmp_path, starter)
+    assert -9 in found.codes["worker/1"]
+
+
 def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen() -> None:
     drawn = [draw(seed) for seed in range(60)]
     assert drawn == [draw(seed) for seed in range(60)]
@@ -195,6 +206,13 @@ def test_later_seeds_pause_the_chief_and_everybody_and_earlier_ones_only_one_tas
     assert all(any((e.kind, e.task) in PAUSES for e in one.events) for one in drawn)
     assert {(e.kind, e.task) for one in drawn for e in one.events} >= PAUSES
     assert {one.standbys for one in drawn} == {0, 1}
+
+
+def test_the_last_seeds_have_neighbours_and_workers_that_share_layers_and_earlier_ones_have_neither() -> None:
+    assert not any(draw(seed).beside or draw(seed).team for seed in range(BESIDE))
+    drawn = [draw(seed) for seed in range(BESIDE, BESIDE + 20)]
+    assert all(one.beside is not None and one.beside.team and not one.beside.networks for one in drawn)
+    assert sum(one.team for one in drawn) == 4 and sum(one.mode == SUMMED for one in drawn) == 2
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
