@@ -110,13 +110,21 @@ def test_scores_of_older_checkpoints_count_and_only_finite_ones_are_the_best() -
     assert cluster.bests == [0]
 
 
+def test_a_score_that_took_as_long_as_many_checkpoints_counts() -> None:
+    cluster = with_evaluator()
+    for step in range(1, 1000):
+        cluster.program.state.saves.committed(step, f"/out/step-{step}")
+    assert scored(cluster, 0, {"accuracy": 0.5})
+    assert cluster.bests == [0]
+
+
 def test_scores_have_a_budget_by_checkpoint_by_length_and_by_names() -> None:
     cluster = with_evaluator()
     with pytest.raises(ProtocolError, match="the names of its metrics have 102400 characters"):
         scored(cluster, 0, {f"{number:0>1024}": 0.0 for number in range(100)})
     for number in range(SCORES_EACH):
         scored(cluster, 0, {f"{number}.{part}": 0.0 for part in range(SCORE_NAMES // SCORES_EACH)})
-    with pytest.raises(ProtocolError, match="that checkpoint was scored 16 times"):
+    with pytest.raises(ProtocolError, match="16 scores were taken of this run's 1 checkpoints, 16 for each"):
         scored(cluster, 0, {"0.0": 0.0})
     cluster.program.state.saves.committed(10, "/out/step-10")
     with pytest.raises(ProtocolError, match="with it this run has 1025 different names of metrics"):

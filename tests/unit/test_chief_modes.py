@@ -22,7 +22,7 @@ def test_best_is_the_highest_unless_the_name_says_less_is_better() -> None:
         cluster = running()
         cluster.join("evaluator", 0)
         for step, values in enumerate(metrics, start=1):
-            cluster.program.state.saves.scores[step] = 0
+            cluster.program.state.saves.committed(step, "")
             cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], step, values, "", cluster.now_s)
             cluster.settle()
         assert cluster.bests == bests

@@ -16,7 +16,6 @@ from typing import Any
 from shardline.core.orders import StepReport
 from shardline.errors import ProtocolError
 from shardline_chief.rules.messages import Beat
-from shardline_chief.rules.state.checkpoints import KEPT
 from shardline_chief.rules.state.state import State
 
 MOST = 1 << 53
@@ -27,7 +26,7 @@ MOST_SAMPLES = 1 << 32
 """Most samples of one step of one replica."""
 LAST_EXIT_CODE = 255
 SCORES_EACH = 16
-"""Scores taken of one checkpoint: evaluators that are restarted score the newest one again."""
+"""Scores taken for each checkpoint of the run: evaluators that are restarted score the newest one again."""
 SCORE_NAMES = 1024
 """Different names of metrics in one run: each is a label of the metrics page, and a curve."""
 SCORE_BYTES = 64 << 10
@@ -65,10 +64,15 @@ def beat(state: State, said: Beat) -> None:
 def score(state: State, task: str, step: int, metrics: Mapping[str, float]) -> None:
     """An evaluator's score of a checkpoint."""
     where, saves = f"score of step {step} by {task}", state.saves
-    if step not in saves.scores:
-        raise ProtocolError(f"{where}: there is no checkpoint of that step among the newest {KEPT}")
-    if saves.scores[step] >= SCORES_EACH:
-        raise ProtocolError(f"{where}: that checkpoint was scored {SCORES_EACH} times; no other score of it is taken")
+    # Not by a list of all steps, which would grow with the run: a score of one without a checkpoint can't be the best
+    # that is kept, and lies no more than a false score does.
+    if step > saves.furthest_step:
+        raise ProtocolError(f"{where}: there is no checkpoint of that step; the furthest is of {saves.furthest_step}")
+    if saves.scores >= SCORES_EACH * saves.commits:
+        raise ProtocolError(
+            f"{where}: {saves.scores} scores were taken of this run's {saves.commits} checkpoints, {SCORES_EACH} for "
+            "each; no other is taken before the next checkpoint"
+        )
     length = sum(map(len, metrics))
     if length > SCORE_BYTES:
         raise ProtocolError(

@@ -81,8 +81,6 @@ class Remembered:
     """Step at which the newest timeline began."""
     checkpoint_step: int = -1
     checkpoint_path: str = ""
-    checkpoints: tuple[int, ...] = ()
-    """Steps of all checkpoints of the run, oldest first; some may have been deleted since."""
     stop_step: int = 0
     """Last stop step chosen in this timeline; 0 = none."""
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -214,7 +212,6 @@ class _Book:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
         self._lost.begin_run()
-        self._checkpoints: dict[int, None] = {}
         self._leases: Leases | None = None
         self._choices = _ChoiceList()
 
@@ -228,7 +225,6 @@ class _Book:
             recoveries=tuple(self._recoveries),
             lives=dict(self._lost.lives),
             back=tuple(self._lost.back),
-            checkpoints=tuple(self._checkpoints),
             leases=self._leases,
             choices=self._choices.until(self._choices.end),
         )
@@ -237,8 +233,6 @@ class _Book:
         act = self._kinds.get(entry["kind"])
         if act is not None:
             act(entry)
-        if "checkpoint_step" in self._found:
-            self._checkpoints[self._found["checkpoint_step"]] = None
         self._found["term"] = int(entry["term"])
 
     def _chief(self, entry: Mapping[str, Any]) -> None:

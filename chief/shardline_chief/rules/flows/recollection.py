@@ -44,9 +44,7 @@ def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> N
     state.work.leases = known.leases
     state.choices.recall(known.choices)
     state.progress.first_step, state.progress.base_step = known.first_step, known.base_step
-    for step in known.checkpoints:
-        state.saves.may_be_scored(step)
-    state.saves.checkpoint_step, state.saves.checkpoint_path = known.checkpoint_step, known.checkpoint_path
+    state.saves.committed(known.checkpoint_step, known.checkpoint_path)
     state.losses.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
     state.losses.back = list(known.back)
     state.figures.lives |= known.lives

@@ -40,7 +40,7 @@ class Scoring:
                 f"{task} incarnation {incarnation:#x} is not admitted; its score of step {step} is ignored"
             )
         credible.score(state, task, step, metrics)
-        state.saves.scores[step] += 1
+        state.saves.scores += 1
         best = False
         if not metrics:
             figures.unscored[step] = failure or "the job has no `evaluate`"

@@ -5,9 +5,6 @@ from __future__ import annotations
 from shardline_chief.rules.actions import Resume
 from shardline_chief.rules.state.cuts import CutLedger
 
-KEPT = 100
-"""Newest checkpoints whose scores are taken."""
-
 
 class Checkpoints:
     """Cuts and checkpoints."""
@@ -29,19 +26,18 @@ class Checkpoints:
         """Step of the last checkpoint of the run, once decided; -1 = none."""
         self.cutting = False
         """Servers are copying their shards one by one."""
-        self.scores: dict[int, int] = {}
-        """How many scores were taken of each of the newest checkpoints of this run, by step."""
+        self.furthest_step = -1
+        """Highest step of a checkpoint so far, also of one that the job has gone back behind; -1 = none."""
+        self.commits = 0
+        """How many checkpoints there have been."""
+        self.scores = 0
+        """How many scores of them were taken."""
 
     def committed(self, step: int, path: str) -> None:
         """Note the newest checkpoint."""
         self.checkpoint_step, self.checkpoint_path = step, path
-        self.may_be_scored(step)
-
-    def may_be_scored(self, step: int) -> None:
-        """Note that there is, or was, a checkpoint of this step."""
-        self.scores.setdefault(step, 0)
-        while len(self.scores) > KEPT:
-            del self.scores[next(iter(self.scores))]
+        self.furthest_step = max(self.furthest_step, step)
+        self.commits += 1
 
     def newest(self) -> tuple[int, str]:
         """Step and folder of the newest checkpoint; (-1, "") if there is none yet."""
