@@ -31,8 +31,6 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenCertificates:
-    """The files that were written."""
-
     ca: Path
     pairs: Mapping[str, tuple[Path, Path]]
     """Certificate and private key by name."""

@@ -154,7 +154,6 @@ class ClusterSpec:
         return self.tasks.get(role, ())
 
     def num(self, role: str) -> int:
-        """Number of tasks of a role."""
         return len(self.addresses(role))
 
     def task_names(self, role: str | None = None) -> tuple[str, ...]:
@@ -173,7 +172,6 @@ class ClusterSpec:
 
     @property
     def chief(self) -> str:
-        """Address of the chief."""
         return self.tasks["chief"][0]
 
     def neighbours(self, task: str) -> int:
@@ -221,8 +219,6 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """One task's place in its cluster."""
-
     spec: ClusterSpec
     role: str
     index: int

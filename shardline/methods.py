@@ -74,7 +74,6 @@ def check_method(name: str, text: str) -> None:
 
 
 def table(seam: str) -> Table[Any]:
-    """The table of a seam; imports its package."""
     module, name, _ = SEAMS[seam]
     found: Table[Any] = getattr(importlib.import_module(module), name)
     return found

@@ -26,7 +26,6 @@ _loading = False
 
 
 def named(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The files named by the environment."""
     return [path for path in environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 

@@ -86,7 +86,6 @@ class Table(Generic[R]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the residents."""
         plugins.load()
         return tuple(self._classes)
 
@@ -143,7 +142,6 @@ class Table(Generic[R]):
 
 
 def settings_of(resident: type[Resident]) -> dict[str, type]:
-    """The settings of a resident and their types."""
     hints = typing.get_type_hints(resident)
     return {item.name: hints[item.name] for item in _fields(resident)}
 

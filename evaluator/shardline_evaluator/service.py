@@ -79,8 +79,6 @@ def _tell(link: ChiefLink, error: ShardlineError) -> None:
 
 
 class Evaluator:
-    """The loop of an evaluator that has joined."""
-
     def __init__(self, link: ChiefLink, job: Job, model: nn.Module, metrics: Metrics, termination: Termination) -> None:
         self._link = link
         self._job = job

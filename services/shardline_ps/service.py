@@ -100,8 +100,6 @@ class PsProcess:
         return self.server.start()
 
     def close(self) -> None:
-        """Stop serving and release everything."""
-
         async def close_parts() -> None:
             self.attachments.close()
             await self.voters.close()

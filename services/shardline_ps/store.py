@@ -497,7 +497,6 @@ class ParameterStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of everything the shards hold."""
         return sum(shard.held_bytes for shard in self.shards.values()) + self._standby_bytes()
 
     def _standby_bytes(self) -> int:
@@ -514,7 +513,6 @@ class ParameterStore:
         }
 
     def close(self) -> None:
-        """Shut the pool down."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 

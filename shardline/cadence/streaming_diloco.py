@@ -105,7 +105,6 @@ class FragmentCopies(KeptCopies):
         super().began(step)
 
     def _fragment(self, step: int) -> frozenset[str]:
-        """Parameters that a step exchanges."""
         fragment, params = step % self._fragments, set(self._params)
         return frozenset(spec.name for spec in self._held.specs if spec.name in params and spec.fragment == fragment)
 

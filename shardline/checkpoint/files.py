@@ -48,7 +48,6 @@ class Files:
         return size, digest.hexdigest()
 
     def create(self, path: Path) -> int:
-        """Create a file; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write_some(self, fd: int, view: memoryview) -> int:

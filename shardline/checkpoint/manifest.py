@@ -69,8 +69,6 @@ class _Model(BaseModel):
 
 
 class FileEntry(_Model):
-    """One file of the checkpoint."""
-
     name: str
     bytes: Count
     sha256: Sha256
@@ -86,8 +84,6 @@ class BucketModel(_Model):
 
 
 class ShardModel(_Model):
-    """One shard of the plan."""
-
     buckets: Annotated[tuple[BucketModel, ...], _Listed]
 
 
@@ -173,7 +169,6 @@ def self_digest(fields: Mapping[str, Any]) -> str:
 
 
 def _pieces(values: list[Any]) -> Iterator[bytes]:
-    """A list's JSON in pieces."""
     yield b"["
     for number, value in enumerate(values):
         yield b"," * (number > 0) + _compact(value)
@@ -209,7 +204,6 @@ def encode(
     cursor: Mapping[str, int],
     extra: Mapping[str, Any],
 ) -> bytes:
-    """The manifest.json of a cut."""
     fields: dict[str, Any] = {
         "format": "shardline-checkpoint",
         "format_version": FORMAT_VERSION,

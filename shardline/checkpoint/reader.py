@@ -142,7 +142,6 @@ class Checkpoint:
             return self._whole
 
     def _contents(self) -> StoredTensors:
-        """Stored entries, by tensor of the plan."""
         with self._lock:
             if self._stored is None:
                 self._stored = StoredTensors(self.path, self.job.rule, self.plan.tensors, self._build_index())

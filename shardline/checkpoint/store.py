@@ -221,7 +221,6 @@ class CheckpointStore:
             self._protected[step] += 1
 
     def unprotect(self, step: int) -> None:
-        """Undo one protect()."""
         with self._retaining:
             self._protected -= Counter({step: 1})
 

@@ -24,24 +24,16 @@ class Readable(Protocol):
     """Rows [first_row, first_row + rows) of what a checkpoint holds of a tensor."""
 
     @property
-    def first_row(self) -> int:
-        """The first one."""
-        ...
+    def first_row(self) -> int: ...
 
     @property
-    def rows(self) -> int:
-        """How many."""
-        ...
+    def rows(self) -> int: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """That of all of them."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def key(self) -> str:
-        """For messages."""
-        ...
+    def key(self) -> str: ...
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows [start, stop) of these, as a tensor of its own."""
@@ -121,7 +113,6 @@ class _Recut:
         return self._whole(start, stop).narrow(self.target.part_dim, first, length)
 
     def _whole(self, start: int, stop: int) -> torch.Tensor:
-        """Rows of the whole tensor."""
         first = self.sources[0]
         if not first.parts:
             return self._stored(first, start, stop)
@@ -179,7 +170,6 @@ def _last_from(entries: Sequence[Readable], row: int) -> int:
 
 
 def _beginning(entries: Sequence[Readable], first: int, end: int) -> Sequence[Readable]:
-    """Entries that begin at rows [first, end)."""
     return entries[
         bisect.bisect_left(entries, first, key=_first_row) : bisect.bisect_left(entries, end, key=_first_row)
     ]

@@ -154,7 +154,6 @@ class LaunchOptions:
 def task_command(
     options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int, lock_fd: int | None = None
 ) -> list[str]:
-    """Command line of a task."""
     role, _ = parse_task(task)
     if options.runs_script(task):
         return [sys.executable, str(options.job), *options.script_args]
@@ -243,7 +242,6 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
 
 
 def cluster_path(out: Path) -> Path:
-    """Path of the file with the cluster's addresses."""
     return out / "cluster.json"
 
 
@@ -466,7 +464,6 @@ class LocalCluster:
             return self._children[task]
 
     def tasks(self) -> tuple[str, ...]:
-        """Names of all tasks."""
         return self.options.spec().task_names()
 
     def pid(self, task: str) -> int:
@@ -474,7 +471,6 @@ class LocalCluster:
         return self._child(task).process.pid
 
     def running(self) -> tuple[str, ...]:
-        """Tasks whose process is running."""
         with self._lock:
             return tuple(task for task, child in self._children.items() if child.code is None)
 
@@ -607,7 +603,6 @@ def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
 
 
 def _join_wait(timeouts: Timeouts) -> Waiting:
-    """A wait for as long as joining may take."""
     now_s = awake_s()
     return Waiting(now_s, now_s + timeouts.join_s, first_s=EVERY_S)
 

@@ -94,14 +94,12 @@ class MethodOption(click.Option):
     """A choice from a seam's table; --help lists the built-in ones, the job checks the value."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The option's help with the available choices."""
         names = ", ".join(usage.partition(":")[0] for usage, _ in methods.written()[str(self.name)])
         self.help = f"{methods.SEAMS[str(self.name)][2]} Overrides the job's: {names}. See: shardline methods."
         return super().get_help_record(ctx)
 
 
 def method(seam: str) -> Callable[[F], F]:
-    """The flag for a seam."""
     return option(f"--{seam}", cls=MethodOption, metavar=METHOD)
 
 
@@ -268,7 +266,6 @@ page = together(
 
 
 def timeouts(flags: Mapping[str, Any]) -> Timeouts:
-    """Timeouts from parsed flags."""
     return Timeouts(total_s=flags["timeout"], join_s=flags["join_timeout"])
 
 
@@ -345,7 +342,6 @@ def existing_job(path: Path | None) -> Path | None:
 
 
 def _job_files(folder: Path) -> str:
-    """Files to suggest instead of a folder."""
     with contextlib.suppress(OSError):
         found = [str(one) for one in sorted(folder.glob("*.py")) if one.name != "__init__.py"]
         if len(found) > MAX_NAMED_FILES:

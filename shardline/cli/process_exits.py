@@ -26,8 +26,6 @@ FRAME = re.compile(r'  File "(.+)", line (\d+)')
 
 @dataclass(frozen=True)
 class Ended:
-    """A task's process has ended."""
-
     task: str
     code: int
     """Exit code; -N if killed by signal N."""

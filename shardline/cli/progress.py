@@ -104,7 +104,6 @@ class LineDisplay:
         self.say(text)
 
     def say(self, sentence: str) -> None:
-        """Print a line."""
         self._console.say(sentence)
 
     def __enter__(self) -> LineDisplay:
@@ -133,7 +132,6 @@ class BarDisplay:
         self._bar = self._progress.add_task("starting", total=None, figures="", eta="")
 
     def update(self, status: ChiefStatus) -> None:
-        """Redraw."""
         found = scores(status)
         if found not in ("", self._scores):
             self._scores = found

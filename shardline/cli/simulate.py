@@ -178,7 +178,6 @@ def advice(job: Job, found: Menu) -> list[str]:
 
 
 def load(flags: Mapping[str, Any]) -> Job:
-    """The job with the flags' fields."""
     path = options.existing_job(flags["job"])
     assert path is not None
     # Imports torch, which --help must not do.
@@ -240,7 +239,6 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
 
 
 def network(flags: Mapping[str, Any]) -> Network:
-    """The links, from parsed flags."""
     from shardline.simulator import Network, quantities
 
     return Network(
@@ -311,7 +309,6 @@ def remarks(setup: Setup) -> list[str]:
 
 
 def report(job: Job, setup: Setup, result: Result) -> list[str]:
-    """Lines for people."""
     # Imports torch, which --help must not do.
     from shardline import codecs
 

@@ -86,11 +86,9 @@ class Poller:
             return KnownStatus(**vars(self._known))
 
     def start(self) -> None:
-        """Start polling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop polling."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -145,7 +143,6 @@ class Screen:
                 return known
 
     def once(self) -> int:
-        """Print one frame."""
         self.first()
         self._console.print(self._frame(self._poller.known, height=None))
         return 0

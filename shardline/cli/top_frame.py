@@ -119,7 +119,6 @@ def size(value: float) -> str:
 
 
 def clock(unix: float) -> str:
-    """Local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(unix))
 
 
@@ -142,7 +141,6 @@ def plain_line(view: ClusterView) -> str:
 
 
 def plain_event(event: EventView) -> str:
-    """An event as one line."""
     mark = "" if event.level == "info" else f" {event.level.upper()}"
     return f"{clock(event.time)}{mark} {printable(event.sentence)}"
 

@@ -198,8 +198,6 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Polled:
-    """The chief has answered."""
-
     status: ChiefStatus
 
 
@@ -387,7 +385,6 @@ class LaunchedRun:
             display.say(f"{text}; --steps sets the {status.counting.asked}s, not the passes")
 
     def _gone(self, event: Ended) -> None:
-        """A process has ended for good."""
         if event.code == 0:
             self._quiet[event.task] = 0
         why = self._cluster.lacking(begun=self._begun) if self._signal is None and self._hopeless is None else ""
@@ -548,7 +545,6 @@ def _show_failure(cluster: LocalCluster, words: str, code: int, *, logs: Sequenc
 
 
 def summary_path(out: Path) -> Path:
-    """Path of the chief's summary."""
     return out / "summary.json"
 
 

@@ -101,7 +101,6 @@ class ModelLayout:
 
     @property
     def unsettled(self) -> bool:
-        """Whether settle() has anything to do."""
         return bool(self._unsettled)
 
     def settle(self, tensors: Iterable[int] | None = None) -> None:
@@ -126,7 +125,6 @@ class ModelLayout:
         copy_each(self._saved_views(shard, bucket), self._views[shard][bucket])
 
     def restore(self) -> None:
-        """Restore the saved buffers."""
         for number in self.buffers:
             self._tensors[number].copy_(self._saved[number])
 
@@ -169,7 +167,6 @@ class ModelLayout:
         return digest(tensor_bytes(self.tensors[number].detach().cpu().resolve_conj().resolve_neg()))
 
     def _memory(self) -> list[list[object]]:
-        """Where each tensor is, and how it lies there."""
         return [[*map(ask, self.tensors)] for ask in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)]
 
     def moved(self) -> list[int]:

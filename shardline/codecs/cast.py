@@ -27,11 +27,9 @@ class Cast(Codec):
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(DTYPES[self.wire_dtype]).isfinite())
 
     def encoder(self, layout: Layout) -> CastCoder:
-        """Encoder that rounds."""
         return CastCoder(layout, self.wire_dtype)
 
     def decoder(self, layout: Layout) -> CastCoder:
-        """Decoder that widens."""
         return CastCoder(layout, self.wire_dtype)
 
 
@@ -60,11 +58,9 @@ class CastCoder:
         self._nbytes = layout.bucket.elements * itemsize(wire_dtype)
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
-        """Bytes of the rounded copy."""
         return tensor_bytes(cast(values, self._wire_dtype))
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """Widened copy."""
         check_length(payload, self._nbytes, self._bucket.elements, self._wire_dtype)
         return cast(tensor_from_bytes(payload, self._wire_dtype), self._bucket.dtype)
 

@@ -25,8 +25,6 @@ PLAIN: Codec = Raw()
 
 @dataclass(frozen=True, slots=True)
 class BucketCoding:
-    """The coding of one bucket in one direction."""
-
     codec: Codec
     """The actual codec: the job's, or PLAIN if that encodes none of the bucket's tensors."""
     name: str
@@ -76,16 +74,13 @@ class Coding:
 
     @functools.cached_property
     def exact(self) -> bool:
-        """See Codec.exact: of all buckets."""
         return all(codec.exact for codec in self.codecs)
 
     @functools.cached_property
     def is_view(self) -> bool:
-        """See Codec.is_view: of all buckets."""
         return all(codec.is_view for codec in self.codecs)
 
     def codec_of(self, tensor: TensorSpec) -> Codec:
-        """The codec of a tensor, if it takes it."""
         return self._others.get(tensor.codec, self.codec)
 
     def bucket(self, shard: int, number: int) -> BucketCoding:
@@ -165,7 +160,6 @@ class JobCodec:
 
     @classmethod
     def both(cls, codec: Codec) -> JobCodec:
-        """One codec in both directions."""
         return cls((pushed(codec),), (pulled(codec),))
 
     def __str__(self) -> str:
@@ -175,7 +169,6 @@ class JobCodec:
 
     @property
     def undecided(self) -> bool:
-        """Whether the chief is to choose both."""
         return self.ups[0].undecided and self.downs[0].undecided
 
     @property

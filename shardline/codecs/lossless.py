@@ -40,11 +40,9 @@ class Lossless(Codec):
             raise JobError(f"codec lossless: level is {self.level}; give a whole number from 1 to {LEVELS[-1]}")
 
     def takes(self, tensor: TensorSpec) -> bool:
-        """Every tensor."""
         return True
 
     def max_bytes(self, layout: Layout) -> int:
-        """The bucket's own bytes."""
         return layout.bucket.nbytes
 
     def min_bytes(self, layout: Layout) -> int:
@@ -52,11 +50,9 @@ class Lossless(Codec):
         return layout.bucket.nbytes // MOST_TIMES if layout.bucket.nbytes > AMPLE_BYTES else 0
 
     def encoder(self, layout: Layout) -> LosslessCoder:
-        """Encoder that compresses."""
         return LosslessCoder(layout, self.level, self.min_bytes(layout))
 
     def decoder(self, layout: Layout) -> LosslessCoder:
-        """Decoder that restores the bits."""
         return LosslessCoder(layout, self.level, self.min_bytes(layout))
 
 

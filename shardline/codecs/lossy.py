@@ -81,7 +81,6 @@ class Lossy(PartCodec):
 
 
 def values_like(part: Part, value: float = 0.0) -> torch.Tensor:
-    """A part filled with one value."""
     return torch.full((part.elements,), value, dtype=part.dtype)
 
 

@@ -50,7 +50,6 @@ class PowerSGD(Lossy):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
@@ -99,7 +98,6 @@ class PowerSGD(Lossy):
         return bytes(tensor_bytes(torch.cat((left.reshape(-1), right.reshape(-1)))))
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """The product."""
         left, right = self._parted(payload, part)
         return (left @ right.T).reshape(-1)
 

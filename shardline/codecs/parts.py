@@ -80,11 +80,9 @@ class PartCodec(Codec):
         return {}
 
     def encoder(self, layout: Layout) -> PartCoder:
-        """Encoder that writes part after part."""
         return PartCoder(self, layout)
 
     def decoder(self, layout: Layout) -> PartCoder:
-        """Decoder that reads part after part."""
         return PartCoder(self, layout)
 
 
@@ -136,14 +134,12 @@ class PartCoder:
         return tensor_bytes(values)
 
     def _as_it_is(self, wanted: Sequence[torch.Tensor]) -> Buffer:
-        """The bucket unencoded."""
         whole = zeros(self._layout)
         for part, numbers in zip(self._parts, wanted, strict=True):
             whole[part.offset : part.end] = numbers
         return tensor_bytes(whole)
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """Decode all parts."""
         view, bucket = memoryview(payload), self._layout.bucket
         if len(view) == bucket.nbytes:
             return tensor_from_bytes(view, bucket.dtype)

@@ -78,7 +78,6 @@ class PushEncoders:
 
     @property
     def name(self) -> str:
-        """The codec's name in pushes."""
         return self.coding.name
 
     def begin(self, shard: int, number: int) -> None:
@@ -89,7 +88,6 @@ class PushEncoders:
     def encode(
         self, shard: int, bucket: int, replica: int, values: torch.Tensor, present: Sequence[bool] = ()
     ) -> Buffer:
-        """One bucket of the open push; see Encoder.encode."""
         coding = self.coding.bucket(shard, bucket)
         encoder = coding.encoder
         number = self._numbers.get(shard, 0)

@@ -21,15 +21,12 @@ class Raw(Codec):
     is_view: ClassVar[bool] = True
 
     def takes(self, tensor: TensorSpec) -> bool:
-        """Every tensor."""
         return True
 
     def max_bytes(self, layout: Layout) -> int:
-        """The bucket's own bytes."""
         return layout.bucket.nbytes
 
     def encoder(self, layout: Layout) -> RawCoder:
-        """Encoder that returns views of tensors."""
         return RawCoder(layout)
 
     def decoder(self, layout: Layout) -> RawCoder:

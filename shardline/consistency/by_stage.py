@@ -103,7 +103,6 @@ class StageUpdates(ReplicaSteps):
         return 1
 
     def complete(self, bucket: BucketView) -> None:
-        """Apply the one contribution."""
         (replica,) = bucket.contributions.counted
         try:
             # Before the update, which may copy the bucket for a cut.
@@ -118,7 +117,6 @@ class StageUpdates(ReplicaSteps):
             raise
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """Report the new values."""
         self.storage.observers.on_publish(bucket.number)
 
     def origins(self, workers: Collection[str]) -> Collection[str]:

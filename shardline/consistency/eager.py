@@ -52,7 +52,6 @@ class EagerSteps(ReplicaSteps):
     """The last contribution to a bucket applies its step; buckets do not wait for each other."""
 
     def complete(self, bucket: BucketView) -> None:
-        """Apply the step."""
         try:
             total = bucket.contributions.take()
             if bucket.spec.kind is TensorKind.PARAM:
@@ -66,7 +65,6 @@ class EagerSteps(ReplicaSteps):
             raise
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """Report the new values."""
         self.storage.observers.on_publish(bucket.number)
 
     def _check_sum(self, bucket: BucketView, total: Partial) -> None:

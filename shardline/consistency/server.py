@@ -61,7 +61,6 @@ class Tally:
     duplicate_mismatches: int = 0
 
     def applied(self, staleness: int) -> None:
-        """Count a push that was applied."""
         self.pushes += 1
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
@@ -176,8 +175,6 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """A whole push of one worker."""
-
     task: str
     incarnation: int
     seq: int

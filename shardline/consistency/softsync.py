@@ -49,7 +49,6 @@ class SoftSync(Consistency):
 
 
 def pushes_per_update(workers: int, n: int) -> int:
-    """Number of pushes that make one update."""
     return max(1, workers // n)
 
 

@@ -158,7 +158,6 @@ class VotedSteps(ReplicaSteps):
     # Timelines
 
     def abandon(self) -> None:
-        """Close all earlier votes."""
         self._epoch += 1
         self._forget_staged()
 

@@ -12,7 +12,6 @@ from shardline.errors import ProtocolError
 
 
 def choice_of(replicas: Iterable[int]) -> int:
-    """The choice of these replicas."""
     choice = 0
     for replica in replicas:
         choice |= 1 << replica
@@ -51,7 +50,6 @@ class Choices:
         return self.made[step - self.first] if self.first <= step < self.end else None
 
     def since(self, step: int) -> Choices:
-        """Those from `step` on."""
         first = min(max(step, self.first), self.end)
         return Choices(first, self.made[first - self.first :])
 

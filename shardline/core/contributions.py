@@ -165,15 +165,12 @@ class Contributions:
 
     @property
     def complete(self) -> bool:
-        """Whether all replicas are counted."""
         return len(self.counted) == self._replicas
 
     def partials(self) -> dict[Block, Partial]:
-        """The current partial sums, by block."""
         return dict(self._partials)
 
     def missing(self) -> list[int]:
-        """Replicas that are not counted yet."""
         return [replica for replica in range(self._replicas) if replica not in self.counted]
 
     def take(self) -> Partial:
@@ -200,7 +197,6 @@ class Contributions:
         return merge(self._sum(parts, left), self._sum(parts, right), self._bucket)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._partials.clear()
         self._fingerprints.clear()
         self.counted.clear()

@@ -19,8 +19,6 @@ CHUNK_BYTES = BUCKET_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """The sender of an exchange and its timeline."""
-
     job: str
     timeline: int
     plan_id: str
@@ -81,8 +79,6 @@ class Payloads(Protocol):
 
 @fixed()
 class Whole:
-    """Payloads that are all ready."""
-
     items: Sequence[BucketPayload] = ()
     empty: Sequence[int] = ()
     in_place: bool = False
@@ -90,19 +86,15 @@ class Whole:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all payloads together."""
         return sum(len(item.data) for item in self.items)
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """Yield everything at once."""
         if self.items:
             yield self.items
 
 
 @fixed(kw_only=True)
 class Contribution:
-    """One push to one shard."""
-
     payloads: Payloads
     step: int = 0
     block: Block = field(default_factory=lambda: Block(0, 1))
@@ -165,8 +157,6 @@ ACCEPTED = (
 
 @fixed(kw_only=True)
 class Ack:
-    """The answer to a push."""
-
     outcome: Outcome
     reason: str = ""
     step: int = 0
@@ -185,8 +175,6 @@ class Ack:
 
 @fixed(kw_only=True)
 class End:
-    """How a pull ended."""
-
     outcome: Outcome
     reason: str = ""
     step: int = 0

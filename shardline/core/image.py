@@ -53,5 +53,4 @@ class BucketImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())

@@ -102,8 +102,6 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One finished step of one replica."""
-
     step: int
     replica: int
     loss: float

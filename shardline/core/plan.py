@@ -64,14 +64,11 @@ class BucketSpec:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
         return self.elements * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The buckets of one shard, in plan order."""
-
     buckets: tuple[BucketSpec, ...]
 
     @functools.cached_property

@@ -118,7 +118,6 @@ S = TypeVar("S", bound=Settings)
 
 
 def known() -> Mapping[str, dataclasses.Field[Any]]:
-    """The declared settings by name."""
     return {item.name: item for item in dataclasses.fields(Settings)}
 
 
@@ -128,7 +127,6 @@ def kinds() -> Mapping[str, type]:
 
 
 def kind_of(name: str) -> type:
-    """Type of a setting."""
     return kinds()[name]
 
 
@@ -176,6 +174,5 @@ def read(name: str, text: str, kind: type) -> Setting:
 
 
 def short(value: object) -> str:
-    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -53,13 +53,10 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
     return DTYPES[dtype].itemsize
 
 
 class TensorKind(enum.Enum):
-    """How a tensor of the plan changes."""
-
     PARAM = "param"
     """Updated by the rule."""
     FROZEN = "frozen"
@@ -206,7 +203,6 @@ class JobSpec(Settings):
 
     @functools.cached_property
     def fragments(self) -> int:
-        """Number of fragments of the model."""
         return 1 + max(tensor.fragment for tensor in self.tensors)
 
     @functools.cached_property
@@ -290,5 +286,4 @@ def span_of_part(tensor: TensorSpec) -> tuple[int, int]:
 
 
 def names(tensors: Sequence[TensorSpec]) -> list[str]:
-    """Names in plan order."""
     return [tensor.name for tensor in tensors]

@@ -45,8 +45,6 @@ class HeldCut:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyStatus:
-    """A standby on a ps."""
-
     shard: int
     synced: bool = False
     """Whether it may be promoted."""
@@ -60,8 +58,6 @@ class StandbyStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
-    """One shard on one ps."""
-
     shard: int
     step_min: int = 0
     """Lowest step of its buckets; the highest is at most one more in synchronous mode."""
@@ -90,8 +86,6 @@ class ShardStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class PsStatus:
-    """One parameter server."""
-
     task: str
     term: int = 0
     chief_uuid: str = ""
@@ -106,8 +100,6 @@ class PsStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskStatus:
-    """One task as the chief sees it."""
-
     task: str
     state: str
     incarnation: int = 0
@@ -164,8 +156,6 @@ class StageStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class EventStatus:
-    """One event message of the chief."""
-
     time: float
     """Unix time."""
     level: str
@@ -218,8 +208,6 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True)
 class ChiefStatus:
-    """The job as the chief sees it."""
-
     job: str = ""
     phase: str = "waiting"
     """One of PHASES."""

@@ -29,7 +29,6 @@ class Timeouts:
 
     @functools.cached_property
     def heartbeat_s(self) -> float:
-        """Interval between heartbeats."""
         return self.total_s / 60
 
     @functools.cached_property

@@ -53,7 +53,6 @@ class AwakeWatch:
         self._never = threading.Event()
 
     def read(self) -> float:
-        """The time now."""
         # Several times in each step: without the lock, if a tick was just now. The clock comes last, so that a pause
         # before it shows.
         last_s, away_s = self.awake.seen

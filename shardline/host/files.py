@@ -67,7 +67,6 @@ def open_regular(path: Path) -> int:
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """The same as a buffered file."""
     return os.fdopen(open_regular(path), "rb")
 
 
@@ -119,7 +118,6 @@ def _write_fd(path: Path, flags: int) -> int:
 
 
 def open_append(path: Path) -> TextIO:
-    """The same as a text file."""
     return os.fdopen(append_fd(path), "a", encoding="utf-8")
 
 

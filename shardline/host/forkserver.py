@@ -87,7 +87,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the process that is forked."""
         return int(self._process.pid)
 
     def _start(self, theirs: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Any:
@@ -177,7 +176,6 @@ class TaskStarter:
             return True
 
     def give_up(self, error: OSError) -> None:
-        """Start tasks by exec from now on."""
         log.warning("starting tasks without fork from now on: %s", error)
         self.close()
 

@@ -77,7 +77,6 @@ class Started(Generic[T]):
 
     @types.coroutine
     def rest(self) -> Generator[Any, Any, T]:
-        """The rest of it, for a task."""
         while not self.ended:
             try:
                 try:

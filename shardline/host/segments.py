@@ -319,7 +319,6 @@ def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) 
 
 
 def refuse(sock: socket.socket) -> None:
-    """Refuse a worker."""
     sock.send(_WELCOME.pack(0, 0, 0, 0))
 
 
@@ -358,7 +357,6 @@ def _receive(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that are not needed."""
     for fd in fds:
         os.close(fd)
 

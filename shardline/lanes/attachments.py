@@ -30,8 +30,6 @@ MAX_ATTACHMENTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The owner of an attachment."""
-
     task: str
     incarnation: int
     shard: int
@@ -58,9 +56,7 @@ class Ticket(Protocol):
         ...
 
     @property
-    def whole(self) -> bool:
-        """Whether all bytes have arrived."""
-        ...
+    def whole(self) -> bool: ...
 
     @property
     def matches(self) -> bool | None:
@@ -152,9 +148,7 @@ class LaneOffer(Protocol):
         """Memory for a shard's published values that workers can read in place; None = any memory will do."""
         ...
 
-    def close(self) -> None:
-        """Accept no more sockets."""
-        ...
+    def close(self) -> None: ...
 
 
 class Attachments:
@@ -167,16 +161,13 @@ class Attachments:
         self._numbers = itertools.count(secrets.randbits(48) + 1)
 
     def offer(self, offer: LaneOffer) -> None:
-        """Offer a lane from now on."""
         self._offers[offer.lane] = offer
 
     @property
     def lanes(self) -> list[str]:
-        """Lanes offered besides grpc."""
         return sorted(self._offers)
 
     def count(self) -> Mapping[str, int]:
-        """Open attachments by lane."""
         counts = dict.fromkeys(self._offers, 0)
         for attachment in self._held.values():
             counts[attachment.lane] = counts.get(attachment.lane, 0) + 1
@@ -204,7 +195,6 @@ class Attachments:
         return self._held.get(number)
 
     def drop(self, attachment: Attachment, reason: str) -> None:
-        """End one attachment."""
         for number, held in list(self._held.items()):
             if held is attachment:
                 self._drop(number, reason)
@@ -218,7 +208,6 @@ class Attachments:
                 self._drop(number, "its worker is fenced")
 
     def drop_all(self, reason: str) -> None:
-        """End all of them."""
         for number in list(self._held):
             self._drop(number, reason)
 
@@ -229,7 +218,6 @@ class Attachments:
         attachment.close()
 
     def close(self) -> None:
-        """End everything."""
         self.drop_all("this ps is ending")
         for offer in self._offers.values():
             offer.close()

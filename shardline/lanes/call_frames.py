@@ -22,8 +22,6 @@ MAX_REPLY_BYTES = 64 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
-
     REQUEST = 1
     LAST = 2
     REPLY = 3
@@ -45,7 +43,6 @@ class CallError(Exception):
 
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
-    """A frame as it is sent."""
     return HEADER.pack(kind, len(body)) + body
 
 
@@ -55,7 +52,6 @@ def failure(code: grpc.StatusCode, sentence: str) -> bytes:
 
 
 def read_failure(body: bytes) -> CallError:
-    """The error in a FAILED frame."""
     number = body[0] if body else -1
     return CallError(_CODES.get(number, grpc.StatusCode.UNKNOWN), body[1:].decode(errors="replace"))
 

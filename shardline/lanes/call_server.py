@@ -62,8 +62,6 @@ class Answers(Protocol):
 
 
 class _Call:
-    """One call: its requests, as they arrive."""
-
     def __init__(self, server: CallServer) -> None:
         self._server = server
         self._requests: deque[tuple[RequestView, int]] = deque()
@@ -83,7 +81,6 @@ class _Call:
         return len(self._requests)
 
     def put(self, request: RequestView | None, nbytes: int, *, last: bool) -> None:
-        """Add a request; the last one may be none."""
         if request is not None:
             self._requests.append((request, nbytes))
             self._bytes += nbytes

@@ -56,9 +56,7 @@ class Talk(Protocol):
         """Do what comes after the only request."""
         ...
 
-    def over(self, call: CallSocket) -> None:
-        """The call has ended."""
-        ...
+    def over(self, call: CallSocket) -> None: ...
 
 
 class Lookout:

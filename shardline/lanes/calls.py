@@ -137,7 +137,6 @@ class ShardCalls:
         return None
 
     def cancel(self) -> None:
-        """End a running exchange early."""
         with self._lock:
             self._cancelled = True
             if self._call is not None:
@@ -313,14 +312,12 @@ class _Conversation:
         """Set when the call has ended, for the thread that sends its requests."""
 
     def began(self, call: Any) -> None:
-        """The call has started."""
         with self._lock:
             self._call = call
             if self._given_up:
                 call.cancel()
 
     def over(self, call: Any) -> None:
-        """The call has ended."""
         if self._over is not None:
             self._over.set()
 
@@ -385,7 +382,6 @@ class _Conversation:
         return from_code(error.code, str(error), peer=peer, what="PushPull", waited_s=waited_s)
 
     def result(self) -> Exchanged:
-        """The replies so far."""
         return Exchanged(acks=tuple(self.acks), end=self.reader.end, push_s=self._push_s)
 
     def close(self) -> None:

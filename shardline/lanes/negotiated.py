@@ -50,7 +50,6 @@ class NegotiatedLane:
 
     @property
     def name(self) -> str:
-        """Name of the lane in use."""
         return self.current.name
 
     def exchange(
@@ -113,16 +112,13 @@ class NegotiatedLane:
 
     @property
     def by_reference(self) -> bool:
-        """See Lane.by_reference, for the lane in use."""
         return self._left[0].by_reference
 
     @property
     def published(self) -> SharedMemory | None:
-        """See Lane.published, for the lane in use."""
         return self._left[0].published
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """See Lane.allocate, for the lane in use."""
         return self._left[0].allocate(bucket, nbytes)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
@@ -137,12 +133,10 @@ class NegotiatedLane:
         return self.current.bring_state(sender, images, timeout_s=timeout_s)
 
     def cancel(self) -> None:
-        """End a running exchange early."""
         self._cancelled.set()
         self.current.cancel()
 
     def close(self) -> None:
-        """Close all remaining lanes."""
         with self._lock:
             left = list(self._left)
         for lane in left:

@@ -49,7 +49,6 @@ class ParcelLine:
 
     @property
     def busy(self) -> bool:
-        """Whether a parcel is partly sent."""
         return bool(self._left)
 
     def begin(self, packed: Packed) -> bool:
@@ -110,7 +109,6 @@ class ParcelLine:
         shut(self._sock)
 
     def close(self) -> None:
-        """Free it."""
         self._sock.close()
 
 

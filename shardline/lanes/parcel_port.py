@@ -142,7 +142,6 @@ class ParcelReceiver:
         self._thread = threading.Thread(target=self._run, name=f"parcels from {who.task}", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
         be_patient(self._sock, self._timeout_s)
         self._thread.start()
 
@@ -278,7 +277,6 @@ class ParcelPorts:
             port.keep_only(lives)
 
     def close(self) -> None:
-        """End all of them."""
         with self._lock:
             self._closed = True
             ports = list(self._ports.values())

@@ -93,8 +93,6 @@ class SocketThread:
         self._guarded.discard(line)
 
     def close(self) -> None:
-        """End the thread, within seconds."""
-
         def end() -> None:
             self._ended = True
 

@@ -36,7 +36,6 @@ B = TypeVar("B", contravariant=True)
 
 
 def new_token() -> bytes:
-    """A token for one connection."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -141,7 +140,6 @@ class Guest(Generic[T]):
         self._acceptor.turn_away(self, f"no token within {self.limit_s:.0f} s")
 
     def step(self) -> None:
-        """Process received bytes."""
         self._acceptor.hear(self)
 
 
@@ -194,7 +192,6 @@ class TokenAcceptor(Generic[T]):
             self.tokens.revoke(token)
 
     def open(self) -> None:
-        """Accept connections from now on."""
         self._thread.post(self._look)
 
     def close(self) -> None:
@@ -283,7 +280,6 @@ class TokenAcceptor(Generic[T]):
         self._look()
 
     def turn_away(self, guest: Guest[T], reason: str) -> None:
-        """Refuse a guest and close its connection."""
         self._goes(guest)
         self._refuse(guest, reason)
 

@@ -37,8 +37,6 @@ _READ, _SKIPPED = b"r", b"s"
 
 
 class Loader:
-    """A loader, as its worker sees it."""
-
     def __init__(self, number: int, source: BatchSource, newest: ctypes.c_int64) -> None:
         """Fork it. source: what it reads from. newest: round, in memory that it shares.
 
@@ -70,7 +68,6 @@ class Loader:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid or 0
 
     def ask(self, request: Request) -> None:
@@ -109,7 +106,6 @@ class Loader:
         self.sock.close()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
     def close(self) -> str:

@@ -51,7 +51,6 @@ class LoaderPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the loaders."""
         return tuple(loader.pid for loader in self._loaders)
 
     def batch(self, place: Place, end: int | None = None) -> Batch:
@@ -76,7 +75,6 @@ class LoaderPool:
         return batch
 
     def close(self) -> None:
-        """End the loaders."""
         loaders, self._loaders = self._loaders, []
         _end(loaders)
         self._ready.clear()
@@ -128,7 +126,6 @@ class LoaderPool:
             new.ask((self._round.value, place))
 
     def _start(self, number: int) -> Loader:
-        """Add a loader."""
         try:
             loader = Loader(number, self._source, self._round)
         except OSError as error:

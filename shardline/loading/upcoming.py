@@ -24,7 +24,6 @@ class UpcomingBatches:
         """Those of the step before."""
 
     def ask(self, place: Place) -> None:
-        """Note that this batch was asked for."""
         step, *own = place
         one = (own[0], own[1])
         if step != self._step:

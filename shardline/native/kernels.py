@@ -35,7 +35,6 @@ _SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory."""
     return (
         type(tensor) in _ORDINARY
         and tensor.is_cpu

@@ -56,7 +56,6 @@ class JsonFormatter(logging.Formatter):
         self._task = task
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         event: dict[str, object] = {
             "time_s": round(record.created, 3),
             "task": self._task,

@@ -320,7 +320,6 @@ class Spread(Histogram):
     """A histogram that takes many values at once."""
 
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """Observe each of them."""
         places = collections.Counter([bisect.bisect_left(self._upper_bounds, amount) for amount in amounts])
         self._sum.inc(sum(amounts))
         for place, number in places.items():

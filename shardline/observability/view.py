@@ -46,8 +46,6 @@ STANDBY_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView:
-    """One shard and its primary."""
-
     shard: int
     ps: str
     state: str
@@ -77,8 +75,6 @@ class ShardView:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskView:
-    """One task."""
-
     name: str
     role: str
     index: int
@@ -141,8 +137,6 @@ class ScoreView:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointView:
-    """A committed checkpoint on disk."""
-
     step: int
     path: str
     bytes: int
@@ -177,8 +171,6 @@ class StandstillView:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterView:
-    """The whole cluster at one time."""
-
     time: float
     """Unix time of the chief in seconds."""
     job: str
@@ -244,7 +236,6 @@ class ClusterView:
 
 
 def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterView:
-    """The view of a chief's status. written: see ClusterView."""
     started = status.step > status.first_step
     ended = status.phase == "ended"
     tasks = _tasks(status)

@@ -66,7 +66,6 @@ def units(job: JobSpec) -> int:
 
 
 def unit_of(job: JobSpec, stage: int, replica: int, rank: int = 0) -> int:
-    """Number of a unit."""
     return rank * cells(job) + stage * job.replicas + replica
 
 

@@ -35,7 +35,6 @@ class StageLayout:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.workers)
 
     def number(self, microbatch: int, replica: int) -> int:
@@ -47,7 +46,6 @@ class StageLayout:
         return step * self.microbatches * self.replicas
 
     def step(self, number: int) -> int:
-        """The step of a microbatch."""
         return number // (self.microbatches * self.replicas)
 
     def place(self, number: int, stage: int) -> int:

@@ -88,7 +88,6 @@ class Parcel:
         )
 
     def form(self, number: int) -> Form | None:
-        """The form of one tensor."""
         return self.forms[number] if self.forms else None
 
     @property

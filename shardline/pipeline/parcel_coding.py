@@ -97,7 +97,6 @@ class ParcelCoding:
             )
 
     def decode(self, value: torch.Tensor, form: Form | None, key: ParcelKey, what: str) -> torch.Tensor:
-        """The inverse of encode()."""
         if form is None:
             return value
         where = f"{key}, {what}, {form.dtype} {form.shape} in {value.nbytes} bytes of codec {form.codec}"

@@ -46,7 +46,6 @@ class StageRunner:
 
     @property
     def samples(self) -> int:
-        """Samples of a replica's part of a step."""
         return self._job.batch_size * self._job.accumulate
 
     def run(self, step: int, stages: Mapping[int, Sequence[int]]) -> dict[int, StepPart]:
@@ -137,5 +136,4 @@ class AtHome:
         self.passes.append(report)
 
     def clear(self) -> None:
-        """Forget all parcels."""
         self._here.clear()

@@ -40,9 +40,7 @@ class Layers(Named, Protocol):
         """The output of one stage: of the model's inputs for stage 0, of what the stage before returned for others."""
         ...
 
-    def end_of(self, stage: int) -> str:
-        """The layer that a stage ends with, for messages."""
-        ...
+    def end_of(self, stage: int) -> str: ...
 
 
 class Parcels(Protocol):
@@ -52,9 +50,7 @@ class Parcels(Protocol):
         """Hand a parcel over; it is delivered in the background."""
         ...
 
-    def here(self, key: ParcelKey) -> bool:
-        """Whether a parcel has come."""
-        ...
+    def here(self, key: ParcelKey) -> bool: ...
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
         """Wait until one of these has come. Raises if none will."""
@@ -64,9 +60,7 @@ class Parcels(Protocol):
         """A parcel that has come; it is kept until its step is over."""
         ...
 
-    def passed(self, report: PassReport) -> None:
-        """Note a pass that was computed."""
-        ...
+    def passed(self, report: PassReport) -> None: ...
 
 
 class _Taken(BaseException):
@@ -130,14 +124,11 @@ class _Held:
 
     @property
     def waits(self) -> bool:
-        """Whether the next stage sends gradients."""
         return any(self.needs_grad)
 
 
 @fixed(order=True)
 class At:
-    """One microbatch in one stage."""
-
     step: int
     replica: int
     stage: int
@@ -196,12 +187,10 @@ class StageWork:
         self._held.clear()
 
     def needs(self, at: At, *, back: bool) -> ParcelKey | None:
-        """The parcel that a pass needs."""
         needed = at.stage < self.last and self._held[at].waits if back else at.stage > 0
         return at.key(back=back) if needed else None
 
     def ready(self, at: At, *, back: bool) -> bool:
-        """Whether a pass has what it needs."""
         key = self.needs(at, back=back)
         return key is None or self._parcels.here(key)
 
@@ -323,7 +312,6 @@ class StageWork:
         return loss
 
     def backward(self, at: At) -> None:
-        """One backward pass."""
         start_s, holds = time.monotonic(), self._holds(at)
         held = self._held.pop(at)
         self.tensors.enter(at.replica, at.stage)

@@ -128,7 +128,6 @@ class StreamRunner:
 
     @property
     def samples(self) -> int:
-        """Samples of a replica's part of a step."""
         return self._job.batch_size * self._job.accumulate
 
     def begin(self, step: int, timeline: int, stages: Mapping[int, Sequence[int]]) -> None:

@@ -164,7 +164,6 @@ class AioPeer:
 
 
 def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
-    """Details of a call with metadata appended."""
     return _Details(
         method=details.method,
         timeout=details.timeout,
@@ -296,14 +295,12 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def get(self, task: str, address: str) -> Peer:
-        """The peer at an address."""
         with self._lock:
             if address not in self._peers:
                 self._peers[address] = Peer(task, address, self._timeouts, self._security)
             return self._peers[address]
 
     def close(self) -> None:
-        """Close all channels."""
         with self._lock:
             for peer in self._peers.values():
                 peer.close()

@@ -187,7 +187,6 @@ class PsControl:
         pace: Callable[[int], None],
         timeout_s: float,
     ) -> Iterator[BucketImage]:
-        """One call of get_cut()."""
         start_s = time.monotonic()
         ended = False
         call = self._stub.GetCut(request, timeout=timeout_s)
@@ -233,7 +232,6 @@ class PsControl:
         sequences: Mapping[str, WorkerSequence],
         timeout_s: float,
     ) -> parameter_server_pb2.RestoreReply:
-        """One call of restore()."""
         failure: list[Exception] = []
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
@@ -270,7 +268,6 @@ class PsControl:
         self.peer.call(self._stub.Release, request, what="Release")
 
     def stop(self, reason: str) -> None:
-        """End the ps process."""
         request = parameter_server_pb2.StopRequest(term=self._term, reason=reason)
         self.peer.call(self._stub.Stop, request, what="Stop", timeout_s=min(5.0, self._timeouts.rpc_s))
 
@@ -280,7 +277,6 @@ class PsControl:
         return ps_status_from_proto(reply)
 
     def close(self) -> None:
-        """Close the channel."""
         self.peer.close()
 
 

@@ -120,7 +120,6 @@ class ChiefLink:
         self._step = step
 
     def report(self, report: StepReport) -> None:
-        """Report a finished step, sent with the next heartbeat."""
         self._reports.add(report)
 
     def beat_now(self) -> None:
@@ -133,7 +132,6 @@ class ChiefLink:
         self.beat_now()
 
     def finish(self) -> None:
-        """Report to the chief that this task has finished."""
         self._finished = True
         self.beat_now()
 
@@ -166,7 +164,6 @@ class ChiefLink:
 
     @property
     def orders(self) -> Orders:
-        """Latest orders."""
         return self._orders
 
     def wait(self, predicate: Callable[[Orders], bool], timeout_s: float | None = None) -> bool:

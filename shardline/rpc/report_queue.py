@@ -28,7 +28,6 @@ class ReportQueue:
         return bool(self._waiting)
 
     def add(self, report: StepReport) -> None:
-        """Add a finished step."""
         with self._lock:
             self._waiting.append(report)
 
@@ -69,7 +68,6 @@ class PassQueue:
         return bool(self._waiting)
 
     def add(self, report: PassReport) -> None:
-        """Add a pass."""
         with self._lock:
             self._waiting.append(report)
 

@@ -30,5 +30,4 @@ class ChiefWatch:
         return int(reply.stop_step)
 
     def close(self) -> None:
-        """Close the channel."""
         self.peer.close()

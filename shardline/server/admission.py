@@ -19,7 +19,6 @@ _TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for ou
 
 
 def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
-    """The proto value of the same name."""
     return _TO_PROTO[outcome]
 
 
@@ -52,7 +51,6 @@ def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: st
 
 
 def holder_of(data: common_pb2.DataHeader) -> Holder:
-    """The sender of a message, as an attachment's holder."""
     return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
 
 

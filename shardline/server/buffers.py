@@ -36,7 +36,6 @@ class Buffers:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in use and idle."""
         with self._lock:
             self._sort()
             self._make_room()

@@ -50,7 +50,6 @@ class OpenCall:
             ) from None
 
     def end(self, reason: str) -> None:
-        """End the call: cancel its handler."""
         if not self._reason and self._handler is not None:
             self._reason = reason
             self._handler.cancel()
@@ -78,7 +77,6 @@ class OpenCalls:
         """Seconds for which a caller may read nothing of an answer, which waits in memory meanwhile."""
 
     def enter(self) -> OpenCall:
-        """A context manager for one call."""
         return OpenCall(self)
 
     def keep_only(self, members: Mapping[str, int] | None) -> None:
@@ -91,7 +89,6 @@ class OpenCalls:
                 call.end(f"the call was ended: this incarnation of {', '.join(gone)} is fenced")
 
     def end_all(self, reason: str) -> None:
-        """End every call."""
         for call in list(self.open):
             call.end(f"the call was ended: {reason}")
 

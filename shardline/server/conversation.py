@@ -38,15 +38,12 @@ class Replies:
         """Items taken from the queue that were not joined to the previous message."""
 
     async def put(self, message: bytes) -> None:
-        """Add a message of the pull."""
         await self._queue.put((message, False))
 
     async def put_ack(self, ack: data_pb2.PushAck) -> None:
-        """Add the ack of a push."""
         await self._queue.put((write_reply(ReplyView(ack=ack)), True))
 
     async def end(self, error: Exception | None) -> None:
-        """Add the end."""
         await self._queue.put(error)
 
     async def get(self) -> bytes | Exception | None:

@@ -109,7 +109,6 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
 
     @rpc_errors.writer
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
-        """Pushes and a pull in full duplex."""
         await self._push_pull(request, context)
 
     async def answer(self, request: AsyncIterator[Any], writer: ReplyWriter) -> None:
@@ -225,5 +224,4 @@ class _Captured:
         """Ignored: the other method also names the methods."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """Store the table."""
         self.handlers[service] = handlers

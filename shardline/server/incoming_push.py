@@ -24,8 +24,6 @@ from shardline.server.staging import Ask, AsyncPush, worker_index
 
 @dataclass(slots=True)
 class IncomingPush:
-    """One incoming push."""
-
     header: data_pb2.PushHeader
     shard: HostedShard
     hyper: Mapping[int, Mapping[str, float]]

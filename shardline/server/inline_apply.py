@@ -39,6 +39,5 @@ def stands_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
 
 
 def release_all(slots: Sequence[Slot]) -> None:
-    """Release these slots."""
     for slot in slots:
         slot.release()

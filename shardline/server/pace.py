@@ -27,8 +27,6 @@ Race = tuple[int, int]
 
 
 class Runner:
-    """The position of one push."""
-
     def __init__(self, pace: Pace, race: Race) -> None:
         self._pace = pace
         self.race = race
@@ -103,7 +101,6 @@ class Pace:
         return [one for one in self.others(runner) if self.moves(one)]
 
     def others(self, runner: Runner) -> list[Runner]:
-        """The other pushes of its race."""
         return [one for one in self._races.get(runner.race, ()) if one is not runner]
 
     def changed(self) -> None:

@@ -124,7 +124,6 @@ def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
 
 
 def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
-    """Header of one pulled bucket."""
     state, spec = data_pb2.BucketState(), bucket.spec
     state.bucket, state.step, state.version = bucket.number, step, bucket.version
     state.dtype, state.elements = DTYPE_TO_PROTO[spec.dtype], spec.elements
@@ -499,7 +498,6 @@ class AsyncReply:
                 self.buckets.append(encoded)
 
     async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
-        """Messages with the copies."""
         started_s = time.monotonic()
         out = PullReply(self._attachment, SHARED_CALL)
 

@@ -437,7 +437,6 @@ class PushReceiver:
                 push.release()
 
     async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
-        """The result of a complete push."""
         header, shard = push.header, push.shard
         if not push.by_bucket:
             return await self._commit_whole(push, commit)
@@ -562,7 +561,6 @@ def _severity(decision: Decision) -> int:
 
 
 def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:
-    """A whole push. scale, skip: from its commit."""
     return Push(
         task=header.data.task,
         incarnation=header.data.incarnation,

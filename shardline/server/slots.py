@@ -22,8 +22,6 @@ SLACK = 8
 
 @dataclass(slots=True)
 class Slot:
-    """One incoming bucket."""
-
     number: int
     spec: BucketSpec
     coding: BucketCoding

@@ -124,8 +124,6 @@ def limit_bytes(
 
 @dataclass(frozen=True, eq=False)
 class AsyncPush:
-    """An incoming asynchronous push."""
-
     claim: int
     """Upper bound for its bytes when complete."""
 
@@ -168,8 +166,6 @@ View = Callable[[int, int], tuple[int, int] | None]
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request and its grant."""
-
     ask: Ask
     grant: Grant
     charge: int
@@ -216,7 +212,6 @@ class Ledger:
 
     @property
     def reserved(self) -> int:
-        """Bytes set aside or charged."""
         return self._reserved
 
     def decide(self, ask: Ask) -> Entry:
@@ -287,7 +282,6 @@ class Ledger:
         return covered and (ask.shard, bucket) not in self._covered, lowest or merges
 
     def note(self, entry: Entry) -> None:
-        """Record a granted entry."""
         self._reserved += entry.charge
         self.entries.append(entry)
         push = entry.ask.push
@@ -402,7 +396,6 @@ class Staging:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting contributions."""
         return len(self._waiting)
 
     def lend(self, ask: Ask) -> StagingLease | None:

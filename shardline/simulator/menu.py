@@ -51,8 +51,6 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A choice and its simulation."""
-
     choice: Choice
     result: Result
     samples_per_s: float
@@ -64,8 +62,6 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Menu:
-    """All choices of a job."""
-
     rows: Sequence[Row]
     """The fastest first; of those that are equally fast, the one with the least staleness, then the fewest changes of
     the job, then the fewest bytes."""

@@ -14,8 +14,6 @@ from shardline.core.status import StageStatus
 
 @dataclass
 class RunCounts:
-    """Counts of a running simulation."""
-
     step_ends_s: list[float] = field(default_factory=list)
     push_bytes: float = 0.0
     pull_bytes: float = 0.0
@@ -54,7 +52,6 @@ class Result:
 
     @property
     def steps(self) -> int:
-        """Steps of the job."""
         return len(self.step_ends_s)
 
     @cached_property
@@ -64,7 +61,6 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Duration of the job."""
         return self.step_ends_s[-1]
 
     @property
@@ -74,7 +70,6 @@ class Result:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second, over the whole job."""
         return self.steps / self.seconds
 
     def figures(self) -> dict[str, Any]:

@@ -207,8 +207,6 @@ class VirtualStorage:
 
 
 class PulledBucket(NamedTuple):
-    """A bucket as a pull gets it."""
-
     server: int
     bucket: int
     sizes: Sequence[float]

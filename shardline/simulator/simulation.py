@@ -64,15 +64,12 @@ class StageCosts:
         return (Gamma(microbatches * sum(times.mean_s for times in self.times), cv),)
 
     def bytes_to(self, stage: int, *, back: bool) -> float:
-        """Bytes of the parcel to a stage."""
         sizes, sender = (self.gradient_bytes or self.parcel_bytes, stage) if back else (self.parcel_bytes, stage - 1)
         return sizes[sender % len(sizes)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything that a simulation depends on."""
-
     job: JobSpec
     workers: int
     times: Sequence[Times]
@@ -349,7 +346,6 @@ def _decides_at_the_end(job: JobSpec, mode: Consistency) -> bool:
 
 
 def result(simulation: Simulation) -> Result:
-    """The figures of a simulation that has ended."""
     setup, tally, now_s = simulation.setup, simulation.tally, simulation.clock.now_s
     busy_s = sum(worker.busy_s for worker in simulation.workers)
     return Result(

@@ -164,14 +164,12 @@ class VirtualStages:
         self.turn()
 
     def deliver(self, unit: Unit, number: int, back: bool) -> None:
-        """Take in a parcel."""
         self._here.add((unit, number, back))
         self.turn()
 
     # Exchanges
 
     def _done(self) -> bool:
-        """Whether all passes of the open step are done."""
         end = (self._step + 1) * self._simulation.count
         flushes = self._simulation.schedule.flushes
         return all(not unit.todo if flushes else unit.backward >= end for unit in self._units)
@@ -218,8 +216,6 @@ class VirtualStages:
 
 
 class PipelineSimulation:
-    """One run of a job in stages."""
-
     def __init__(self, setup: Setup) -> None:
         job = setup.job
         if setup.stages is None:
@@ -348,7 +344,6 @@ class PipelineSimulation:
     def passed(
         self, task: str, stage: int, replica: int, number: int, *, back: bool, start_s: float, held: int
     ) -> None:
-        """Note a pass that has just ended."""
         step, microbatch = divmod(number, self.count)
         version = self.version(number, stage, replica, back=back)
         if not microbatch and not back:
@@ -368,7 +363,6 @@ class PipelineSimulation:
         self.timeline.add(task, [report])
 
     def send(self, task: str, unit: Unit, number: int, *, back: bool) -> None:
-        """Send a parcel to the worker with a unit."""
         worker = self._homes[unit]
         if worker.task == task:
             worker.deliver(unit, number, back)
@@ -381,7 +375,6 @@ class PipelineSimulation:
         self.clock.after(self.costs.parcel_s, worker.deliver, unit, number, back)
 
     def stream(self, sender: str, receiver: str) -> MessageStream:
-        """Messages from one task to another."""
         if (sender, receiver) not in self._streams:
             machines = self.setup.machines
             self._streams[sender, receiver] = self._machines.stream(

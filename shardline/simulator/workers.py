@@ -163,7 +163,6 @@ class VirtualWorker:
                 self._pull(server, bucket, self._half.exact)
 
     def die(self) -> None:
-        """End this life."""
         self._life += 1
         self.alive, self.idle = False, True
 
@@ -281,7 +280,6 @@ class VirtualWorker:
         server.pull(bucket, step, self.task, (self._reply, self._life))
 
     def _reply(self, life: int, answer: PulledBucket | None) -> None:
-        """A server answers a pull."""
         if life != self._life:
             return
         if answer is None:

@@ -92,7 +92,6 @@ class DANAZeroBucket(LookAheadBucketRule):
         self.push(run, run.gradient, arguments)
 
     def push(self, run: Run, gradient: Tensor, arguments: Mapping[str, Any]) -> None:
-        """Update by a gradient."""
         own, total = run.state("momentum_buffer"), run.state("momentum_sum")
         total.sub_(own)
         self.step(run, gradient, arguments)

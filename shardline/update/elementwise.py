@@ -108,7 +108,6 @@ class States:
         return frozenset(parse_state_key(key)[1] for key in (*self._tensors, *self._numbers)) - {""}
 
     def drop(self, worker: str) -> None:
-        """Forget one worker's state."""
         for held in (self._tensors, self._numbers):
             for key in [key for key in held if parse_state_key(key)[1] == worker]:
                 del held[key]
@@ -157,7 +156,6 @@ class States:
             yield range(start, len(self._ends))
 
     def owns(self, key: str) -> bool:
-        """Whether a key of an image belongs here."""
         return parse_state_key(key)[0] in self._declared
 
     def complete(self) -> None:
@@ -182,7 +180,6 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
@@ -212,7 +209,6 @@ class Run:
         return self._states.numbers(name, self._worker)[self.slices.start]
 
     def set_number(self, name: str, value: float) -> None:
-        """Replace the number."""
         numbers = self._states.numbers(name, self._worker)
         numbers[self.slices.start : self.slices.stop] = [value] * len(self.slices)
 
@@ -245,13 +241,11 @@ class ElementwiseBucketRule(BucketRule):
         self.clear_padding(values)
 
     def clear_padding(self, values: Tensor) -> None:
-        """Set the padding of the bucket's values to zeros."""
         if self._padding.numel():
             values.index_fill_(0, self._padding, 0)
 
     @property
     def begun(self) -> bool:
-        """Whether any slice has had a gradient."""
         return any(self._begun)
 
     @property

@@ -95,7 +95,6 @@ class LookAheadBucketRule(MomentumBucketRule):
         self.note_rate(run, arguments)
 
     def note_rate(self, run: Run, arguments: Mapping[str, Any]) -> None:
-        """Set the states of rate_states()."""
         run.set_number("rate", arguments["lr"])
         run.set_number("momentum", arguments["momentum"])
 

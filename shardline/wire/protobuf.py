@@ -38,9 +38,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 class Serializable(Protocol):
     """A generated message."""
 
-    def SerializeToString(self) -> bytes:
-        """The serialized bytes."""
-        ...
+    def SerializeToString(self) -> bytes: ...
 
 
 def varint(value: int) -> bytes:
@@ -374,7 +372,6 @@ def read_reply(data: bytes) -> ReplyView:
 
 
 def write_request(view: Request) -> bytes:
-    """A PushPullRequest."""
     if isinstance(view, data_pb2.PushPullRequest):
         return view.SerializeToString()
     if view.push is None:
@@ -385,7 +382,6 @@ def write_request(view: Request) -> bytes:
 
 
 def write_reply(view: ReplyView) -> bytes:
-    """A PushPullReply."""
     if view.ack is not None:
         return _part(1, view.ack)
     assert view.pull is not None

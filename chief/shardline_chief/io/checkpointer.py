@@ -38,13 +38,10 @@ Connect = Callable[[str, str], PsControl]
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from."""
-
     checkpoint: Checkpoint
 
     @property
     def step(self) -> int:
-        """Step of the checkpoint."""
         return self.checkpoint.step
 
     @property
@@ -122,7 +119,6 @@ class Checkpointer:
         self._hurry.set()
 
     def _hasten(self, change: int) -> None:
-        """Change the number of waiting callers by `change`."""
         with self._lock:
             self._hurried += change
             if self._hurried:

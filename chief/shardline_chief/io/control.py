@@ -173,7 +173,6 @@ class Control:
         self.post(lambda now_s: self._detach(task, incarnation, channel, now_s))
 
     def status(self) -> Future[ChiefStatus]:
-        """The current status of the job."""
         return self.call(self._asked)
 
     def _asked(self, now_s: float) -> ChiefStatus:

@@ -105,7 +105,6 @@ class Journal:
         yield from read_entries(self.folder)
 
     def close(self) -> None:
-        """Close the file and release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

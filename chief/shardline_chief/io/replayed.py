@@ -18,8 +18,6 @@ FREE = ("name", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_l
 
 @dataclass(frozen=True)
 class ReplayedRun:
-    """A run to repeat."""
-
     path: str
     job: JobSpec
     choices: Choices

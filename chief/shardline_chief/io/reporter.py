@@ -113,7 +113,6 @@ class TaskSpeed:
         self._blocked_s = 0.0
 
     def add(self, report: StepReport) -> None:
-        """Note a finished step."""
         another = not self._last or self._last[-1].step != report.step
         self.steps += another
         if another:
@@ -402,7 +401,6 @@ class Reporter:
 
     @for_people
     def stages(self) -> None:
-        """Note how busy the stages of a pipeline are."""
         for one in self.passes.figures():
             self._metrics.gauge("shardline_pipeline_bubble_ratio", stage=str(one.stage)).set(one.bubble)
             self._metrics.gauge("shardline_stage_held_microbatches", stage=str(one.stage)).set(one.held)
@@ -411,7 +409,6 @@ class Reporter:
 
     @for_people
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of a checkpoint."""
         for name, value in metrics.items():
             self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
             self.history.add(f"evaluation/{name}", step, value)
@@ -466,7 +463,6 @@ class Reporter:
 
     @for_people
     def close(self) -> None:
-        """Write incomplete steps and close the files."""
         for task, count in sorted(self._held.end().items()):
             sentence = f"{task}: {count} reports of steps that no server had reached are not in the logs"
             self.event("steps_dropped", sentence, "warning", {"task": task})

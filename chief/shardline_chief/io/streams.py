@@ -19,17 +19,11 @@ Key = tuple[str, int]
 class Channel(Protocol):
     """Receives the orders for one heartbeat stream. Called from the control thread."""
 
-    def send(self, orders: Orders) -> None:
-        """Queue orders."""
-        ...
+    def send(self, orders: Orders) -> None: ...
 
-    def close(self) -> None:
-        """No more orders: end the stream."""
-        ...
+    def close(self) -> None: ...
 
-    def refuse(self, error: ShardlineError) -> None:
-        """End the stream with this error."""
-        ...
+    def refuse(self, error: ShardlineError) -> None: ...
 
 
 class Streams:
@@ -93,7 +87,6 @@ class Streams:
         return silent | {task for task, _ in self._channels}
 
     def close(self) -> None:
-        """Close all streams without further orders."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

@@ -44,7 +44,6 @@ class PageAccess:
 
     @property
     def locked(self) -> bool:
-        """Whether a token is required."""
         return bool(self.security.token)
 
     def right_host(self, header: str) -> bool:

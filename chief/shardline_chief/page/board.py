@@ -90,6 +90,5 @@ class Board:
         return True
 
     def wake(self) -> None:
-        """Wake all waiters."""
         for event in self._waiting:
             event.set()

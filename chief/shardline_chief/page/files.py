@@ -17,8 +17,6 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True)
 class StaticFile:
-    """One file."""
-
     content: bytes
     media_type: str
     etag: str

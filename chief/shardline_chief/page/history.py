@@ -72,7 +72,6 @@ class Curve:
             self._put(number // 2, item)
 
     def forget(self, x: float, changed: int) -> None:
-        """Remove all points beyond x."""
         beyond = [number for number, item in self.bins.items() if item.x > x]
         for number in beyond:
             del self.bins[number]

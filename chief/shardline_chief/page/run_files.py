@@ -38,8 +38,6 @@ MOST_NAMED = 4
 
 
 class RunFiles:
-    """The files of one run."""
-
     def __init__(self, out: Path, history: History, passes: PassBoard) -> None:
         """history, passes: filled with what the files have. Raises UsageError if the folder has no run."""
         _check(out)

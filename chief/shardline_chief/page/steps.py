@@ -66,7 +66,6 @@ class HeldReports:
         """Reports beyond what a task can have done, by task."""
 
     def add(self, task: str, reports: Iterable[StepReport]) -> None:
-        """Hold reports of a task."""
         waiting = [*self._waiting.get(task, ()), *reports]
         self._waiting[task] = waiting[-HELD_EACH:]
         self._dropped[task] += len(waiting[:-HELD_EACH])

@@ -17,8 +17,6 @@ from shardline_chief.rules.state.membership import Member
 
 
 class After:
-    """Base class."""
-
     needs_all: ClassVar[bool] = True
 
 

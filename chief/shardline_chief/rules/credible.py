@@ -34,7 +34,6 @@ SCORE_BYTES = 64 << 10
 
 
 def beat(state: State, said: Beat) -> None:
-    """A heartbeat of a living task."""
     where = f"heartbeat of {said.task}"
     _count(where, "step", said.step)
     if not 0 <= said.failure_code <= LAST_EXIT_CODE:
@@ -62,7 +61,6 @@ def beat(state: State, said: Beat) -> None:
 
 
 def score(state: State, task: str, step: int, metrics: Mapping[str, float]) -> None:
-    """An evaluator's score of a checkpoint."""
     where, saves = f"score of step {step} by {task}", state.saves
     # Not by a list of all steps, which would grow with the run: a score of one without a checkpoint can't be the best
     # that is kept, and lies no more than a false score does.

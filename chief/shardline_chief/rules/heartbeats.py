@@ -13,8 +13,6 @@ from shardline_chief.rules.state.state import State
 
 
 class Heartbeats:
-    """Takes in heartbeats."""
-
     def __init__(self, state: State, flows: Flows, machine: Machine, barriers: Barriers) -> None:
         self.state = state
         self._flows = flows

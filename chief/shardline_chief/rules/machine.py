@@ -52,8 +52,6 @@ Continuation = Callable[[Any, CommandResult, float], None]
 
 @dataclass
 class Flows:
-    """The rules, by subject."""
-
     start: Start
     preparation: Preparation
     checkpointing: Checkpointing
@@ -71,7 +69,6 @@ class Flows:
 
     @classmethod
     def of(cls, state: State) -> Flows:
-        """All rules for one job."""
         checkpointing, scoring = Checkpointing(state), Scoring(state)
         ending = Ending(state, checkpointing, scoring)
         preparation = Preparation(state, checkpointing, ending)
@@ -143,7 +140,6 @@ def _of_time(flows: Flows) -> Rows:
 
 
 def _of_tasks(flows: Flows) -> Rows:
-    """Tasks join and are lost."""
     start, workers, recovery, takeover = flows.start, flows.workers, flows.recovery, flows.takeover
     return {
         on.Arrived: (
@@ -196,7 +192,6 @@ def _of_servers(flows: Flows) -> Rows:
 
 
 def _of_checkpoints(flows: Flows) -> Rows:
-    """Checkpoints, and requests to end."""
     ending = flows.ending
     return {
         on.CheckpointSaved: (

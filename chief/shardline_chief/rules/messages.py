@@ -61,8 +61,6 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One heartbeat of a task."""
-
     task: str
     incarnation: int
     step: int = 0
@@ -85,7 +83,6 @@ class Beat:
 
     @property
     def sender(self) -> Identity:
-        """The identity that the message claims."""
         return Identity(self.task, self.incarnation, self.secret)
 
 

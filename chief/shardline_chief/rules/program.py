@@ -111,7 +111,6 @@ class Program:
         return True
 
     def stream_broken(self, task: str, incarnation: int, now_s: float) -> None:
-        """A heartbeat stream ended."""
         if self.heartbeats.stream_broken(task, incarnation):
             self.lives(now_s)
 
@@ -181,7 +180,6 @@ class Program:
         return wanted
 
     def measured(self, speeds: Mapping[str, CodecSpeed], now_s: float) -> None:
-        """The codecs were measured."""
         self.machine.handle(CodecsMeasured(speeds), now_s)
         self._progress(now_s)
 
@@ -215,7 +213,6 @@ class Program:
         return views.job_view(self.state)
 
     def orders(self, task: str, incarnation: int) -> Orders:
-        """The current orders for one life of a task."""
         return self.all_orders().of(task, incarnation)
 
     def all_orders(self) -> views.AllOrders:
@@ -227,7 +224,6 @@ class Program:
         return views.AllOrders(self.state, self.barriers, self._posts)
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
-        """The tasks, for `shardline status`."""
         return views.rows(self.state, now_s)
 
     def standstill(self, now_s: float) -> Standstill | None:

@@ -41,12 +41,10 @@ class KnownMember:
 
     @property
     def role(self) -> str:
-        """Role, such as "worker"."""
         return self.task.partition("/")[0]
 
     @property
     def index(self) -> int:
-        """Index within its role."""
         return int(self.task.partition("/")[2])
 
 
@@ -153,11 +151,9 @@ class _ChoiceList:
         return self._first + len(self._made)
 
     def until(self, step: int) -> Choices:
-        """Return the choices of the steps before this one."""
         return Choices(self._first, tuple(self._made)).until(step)
 
     def replace(self, choices: Choices) -> None:
-        """Begin with these."""
         self._first, self._made = choices.first, list(choices.made)
 
     def follow(self, news: Choices) -> None:

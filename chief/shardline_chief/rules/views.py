@@ -106,7 +106,6 @@ def _waits_at_start(state: State) -> bool:
 
 
 def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
-    """One row per task, for `shardline status`."""
     found = []
     told, units = state.progress.shards, by_worker(state.work.assignment)
     shards: dict[str, list[int]] = {}
@@ -137,7 +136,6 @@ def _replicas(state: State, units: Sequence[int]) -> tuple[int, ...]:
 
 
 def counting(job: JobSpec) -> Counting:
-    """Unit of the job's step numbers."""
     mode, cadence = consistency.of(job.consistency), cadences.of(job)
     whole = "round" if cadence.ticks > 1 else "step"
     unit = "update" if mode.clock is Clock.VERSION else whole

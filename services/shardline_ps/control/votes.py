@@ -52,7 +52,6 @@ class Voters:
         """The timeline, and the shards that have told the lead here their latest choice in it."""
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run voted steps on this loop."""
         self._loop = loop
         self._store.on_complete = self.on_complete
 
@@ -311,7 +310,6 @@ class Voters:
         )
 
     async def close(self) -> None:
-        """Cancel running votes and close the channels."""
         for task in list(self._tasks):
             task.cancel()
         for peer in self._peers.values():

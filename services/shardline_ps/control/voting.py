@@ -25,8 +25,6 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """One shard's vote."""
-
     sums: tuple[tuple[int, float], ...]
     nonfinite: tuple[str, ...]
 

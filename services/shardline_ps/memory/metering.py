@@ -30,7 +30,6 @@ class _Traffic(NamedTuple):
     seconds: Spread
 
     def add(self, moved: Sequence[Moved]) -> None:
-        """Add these."""
         self.raw.inc(sum([raw for raw, _, _ in moved]))
         self.wire.inc(sum([wire for _, wire, _ in moved]))
         self.seconds.observe_all([seconds for _, _, seconds in moved])
@@ -65,7 +64,6 @@ class Meter:
         store.staging.on_wait = self._kept_waiting
 
     def pushed(self, result: PushResult) -> None:
-        """Count a finished push."""
         self._metrics.later(self._count_pushes, result)
 
     def _count_pushes(self, results: Sequence[PushResult]) -> None:
@@ -95,7 +93,6 @@ class Meter:
             self._traffic("pull", *key).add(moved)
 
     def refused(self, method: str, error: Exception) -> None:
-        """Count a message that was answered with an error."""
         self._metrics.counter("shardline_refused_messages_total", method=method).inc()
         if isinstance(error, NonFiniteError):
             self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()

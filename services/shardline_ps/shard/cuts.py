@@ -27,7 +27,6 @@ class CutImages:
     an update: how many steps of each replica some image includes."""
 
     def add(self, image: BucketImage) -> None:
-        """Add one bucket's copy."""
         self.images[image.bucket] = image
         found = dict(self.sequences)
         for replica, steps in enumerate(image.counted):
@@ -36,7 +35,6 @@ class CutImages:
         self.sequences = found
 
     def in_order(self) -> list[BucketImage]:
-        """The images in order of their buckets."""
         return [self.images[number] for number in sorted(self.images)]
 
 
@@ -117,7 +115,6 @@ class CutBook:
         return not held.skipped and len(held.images) < self._num_buckets
 
     def store(self, image: BucketImage) -> None:
-        """Keep one bucket's copy."""
         with self._lock:
             self._held.setdefault(image.step, CutImages(image.step)).add(image)
 
@@ -138,7 +135,6 @@ class CutBook:
             return held if held is not None and len(held.images) == self._num_buckets else None
 
     def get(self, step: int) -> list[BucketImage] | None:
-        """Images by bucket if all are there, else None."""
         held = self.whole(step)
         return held.in_order() if held is not None else None
 
@@ -154,7 +150,6 @@ class CutBook:
             return len(gone)
 
     def clear(self) -> None:
-        """Drop everything (a new timeline)."""
         with self._lock:
             self._held.clear()
             self._requested.clear()
@@ -171,7 +166,6 @@ class CutBook:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all held copies."""
         with self._lock:
             held = [image for cut in self._held.values() for image in cut.images.values()]
             return sum({id(image): image.nbytes for image in (*held, *self._offered.values())}.values())

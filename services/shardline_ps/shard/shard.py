@@ -79,7 +79,6 @@ class Shard:
 
     @property
     def step_max(self) -> int:
-        """Highest step over the buckets."""
         return max([bucket.step for bucket in self.buckets])
 
     @property
@@ -89,7 +88,6 @@ class Shard:
 
     @property
     def initialized(self) -> bool:
-        """Whether every bucket has values."""
         return all(bucket.initialized for bucket in self.buckets)
 
     @property
@@ -127,7 +125,6 @@ class Shard:
 
     @property
     def observers(self) -> Observers:
-        """Callbacks for what happens in the shard."""
         return self.storage.observers
 
     # Contributions

@@ -156,7 +156,6 @@ class RecordLog:
     # The stream
 
     def take(self) -> SentEntry | None:
-        """The next entry to send, or None."""
         with self._lock:
             if not self._unsent:
                 return None
@@ -230,7 +229,6 @@ class RecordLog:
 
     @property
     def waits(self) -> bool:
-        """Whether anything waits for the standby."""
         with self._lock:
             return bool(self._held or self._waiting) or self.sent > self.acked
 

@@ -57,8 +57,6 @@ class StandbyView:
 
 @dataclass(frozen=True)
 class Target:
-    """Location of a standby."""
-
     task: str
     address: str
     appointment: int = 0
@@ -111,7 +109,6 @@ class StandbyStream:
         return shard
 
     def of(self, shard: Shard | None) -> bool:
-        """Whether this stream belongs to the shard."""
         return shard is not None and self._shard() is shard
 
     def _entry(self) -> None:
@@ -345,7 +342,6 @@ class StandbySender:
         return running.view if running is not None else StandbyView()
 
     async def close(self) -> None:
-        """End all streams and channels."""
         while self._running:
             self._running.popitem()[1].abandon()
         for peer in self._peers.values():

@@ -153,5 +153,4 @@ class Standby:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return self.shard.held_bytes

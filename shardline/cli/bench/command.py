@@ -70,8 +70,6 @@ class BenchFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The measurement to make."""
-
     spec: ClusterSpec
     sender: str
     server: str
@@ -372,5 +370,4 @@ def table(found: BenchFigures) -> Table:
 
 
 def _rates(bytes_per_s: float) -> tuple[str, str]:
-    """The rate in MB/s and Mbit/s."""
     return f"{bytes_per_s / 1e6:.1f}", f"{bytes_per_s * 8 / 1e6:.1f}"

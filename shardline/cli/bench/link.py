@@ -93,7 +93,6 @@ class LinkClient:
         )
 
     def _why(self, error: OSError) -> str:
-        """Why there is no connection, in one sentence."""
         if isinstance(error, socket.gaierror):
             return (
                 f"the host of {self.where} can't be resolved ({error.strerror}): is {self._host!r} in DNS or in "

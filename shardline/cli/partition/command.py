@@ -87,7 +87,6 @@ def partition(**flags: Any) -> int:
 
 
 def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Costs:
-    """The job on the cluster, from parsed flags."""
     from shardline.core.settings import WORKER
     from shardline.pipeline.partition import Costs, coded
 
@@ -218,7 +217,6 @@ def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
 
 
 def _check_profile(profile: Profile, model: nn.Sequential, job: Job, path: Path) -> None:
-    """Refuse a profile of another model."""
     from shardline.pipeline.partition.measure import name_of
 
     names = [name_of(number, layer) for number, layer in enumerate(model)]

@@ -43,7 +43,6 @@ def report(job: Job, costs: Costs, choice: Comparison, present: Rated | None = N
 
 
 def table(costs: Costs, option: Rated) -> list[str]:
-    """The stages of a plan."""
     from shardline.cli.terminal import aligned
     from shardline.pipeline.partition import kept
 

@@ -54,13 +54,11 @@ class TeamStore(dist.Store):  # type: ignore[name-defined,misc]  # torch exports
             self.get(key)
 
     def get(self, key: str) -> bytes:
-        """See dist.Store and wait()."""
         if key not in self._values:
             raise dist.DistError(f"no member has set {key!r}")
         return bytes.fromhex(self._values[key])
 
     def close(self) -> None:
-        """Close the connections."""
         for connection in self._connections:
             connection.close()
 

@@ -98,7 +98,6 @@ class Team:
             self._place = None
 
     def _wait_for(self, missing: list[int]) -> bool:
-        """Whether to go on waiting for these ranks."""
         waited_s = awake_s() - self._waiting_s
         who = ", ".join(f"{self._members[rank].task} (rank {rank})" for rank in missing)
         if missing and waited_s > self._timeouts.join_s:
@@ -170,7 +169,6 @@ class Team:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The group, if there is one."""
         return self._mesh
 
     def interrupt(self) -> None:
@@ -183,12 +181,10 @@ class Team:
                 self._close()
 
     def leave(self) -> None:
-        """Leave the group; its other members notice."""
         with self._lock:
             self._close()
 
     def close(self) -> None:
-        """Leave the group for good."""
         self.leave()
         self._close_place()
 

@@ -58,7 +58,6 @@ class _Trial:
         """What the ranks have computed of a rowwise layer, without its bias, by layer and call."""
 
     def run_whole(self, batch: Any, seed: int) -> torch.Tensor:
-        """The loss with whole layers."""
         self._whole = {layer.name: [] for layer in self._layers}
 
         def noting(layer: SharedLayer, plain: Forward) -> Forward:

@@ -109,7 +109,6 @@ class InFlight:
             self._place.trainer.wait_for(tensors)
 
     def begin(self, replica: int) -> None:
-        """Before a replica's forward pass."""
         with self._waiting():
             self._place.trainer.begin(replica)
 

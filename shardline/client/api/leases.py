@@ -22,7 +22,6 @@ class WorkerLeases:
 
     @property
     def has_next(self) -> bool:
-        """Whether `batch` is within the lease."""
         return self._lease is not None and self.batch < self._lease.first + self._lease.count
 
     @property

@@ -118,7 +118,6 @@ class TensorHolder(nn.Module):
         yield from self._held.items()  # type: ignore[misc]  # bare tensors are trained like parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The tensors."""
         for _, tensor in self.named_parameters():
             yield tensor
 

@@ -342,7 +342,6 @@ class StepFinder:
             self.leases.batch = sent.batch
 
     def advance(self) -> None:
-        """Advance to the next step after one was sent."""
         self.todo = set(self.begun.replicas) if self._mode.assigns_replicas else {0}
         if self.leases.held:
             self.leases.batch += 1

@@ -83,7 +83,6 @@ class StepLoop:
 
     @property
     def _own_replica(self) -> int:
-        """The replica as which a script contributes."""
         return self.replica if self.assigns_replicas else 0
 
     # The loop
@@ -272,7 +271,6 @@ class StepLoop:
         return again
 
     def note_loss(self, loss: float) -> None:
-        """Record the loss of the open step."""
         self._loss = loss
 
     def wait(self) -> None:

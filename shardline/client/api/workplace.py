@@ -163,7 +163,6 @@ class Workplace:
 
     @property
     def peers(self) -> dict[int, str]:
-        """The ps of each shard."""
         return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
 
     def renew(self, link: ChiefLink) -> None:
@@ -354,7 +353,6 @@ class Workplace:
         self.office.arm()
 
     def close(self) -> None:
-        """Free lanes, threads and hooks."""
         self.office.close()
         self._close_trainer()
         self._peers.close()

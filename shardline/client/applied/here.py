@@ -87,7 +87,6 @@ class AppliedHere(LocalTraining):
 
     @property
     def ground(self) -> Ground:
-        """The plan and servers in force."""
         assert self._ground is not None, "meet() comes before the first step"
         return self._ground
 

@@ -50,8 +50,6 @@ class SilentShards:
 
 @dataclass(kw_only=True, slots=True)
 class _Talk:
-    """State of one task."""
-
     sender: Sender
     task: ShardTask
     promise: Callable[[float], None]

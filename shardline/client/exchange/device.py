@@ -131,7 +131,6 @@ class HostPath:
 
     @property
     def unjoined(self) -> bool:
-        """Whether join() has anything to do."""
         return bool(self._unjoined)
 
     def join(self, keys: Iterable[Key]) -> None:

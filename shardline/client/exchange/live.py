@@ -224,7 +224,6 @@ class ReadyPayloads:
 
 
 def drop_all(payloads: Iterable[Payloads]) -> None:
-    """Drop the live ones among these payloads."""
     for item in payloads:
         if isinstance(item, LivePayloads):
             item.drop()

@@ -45,8 +45,6 @@ class ShardTask:
 
 @fixed(kw_only=True)
 class ShardOutcome:
-    """The outcome of a ShardTask."""
-
     acks: tuple[Ack, ...]
     began_s: float
     """All times are of the monotonic clock, in seconds."""

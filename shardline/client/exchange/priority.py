@@ -73,7 +73,6 @@ class SendQueue:
         return len(self._ready)
 
     def add(self, bucket: int) -> None:
-        """Add a bucket that became ready."""
         heapq.heappush(self._ready, (self._ranks[bucket], bucket))
 
     def take(self) -> list[int]:

@@ -21,6 +21,4 @@ class PullSink(Sink, Protocol):
     first_s: float
     """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
 
-    def begin(self) -> None:
-        """Begin a new pull."""
-        ...
+    def begin(self) -> None: ...

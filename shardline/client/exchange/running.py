@@ -51,7 +51,6 @@ class Running:
             self._end()
 
     def part_ended(self, shard: int, future: Future[ShardOutcome]) -> None:
-        """Record the end of a shard's part."""
         error: BaseException | None = Interrupted() if future.cancelled() else future.exception()
         self._note(shard, future.result() if error is None else error)
 

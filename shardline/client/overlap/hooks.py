@@ -46,7 +46,6 @@ class GradientHooks:
                 self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
-        """Stop calling the listener."""
         self._listener = None
 
     def _fired(self, number: int, parameter: torch.Tensor) -> None:
@@ -55,7 +54,6 @@ class GradientHooks:
             listener(number, parameter)
 
     def close(self) -> None:
-        """Remove the hooks."""
         self.ignore()
         for handle in self._handles.values():
             handle.remove()

@@ -162,7 +162,6 @@ class Mailbox:
         return post is not None and life == (post.task, post.incarnation)
 
     def _origin(self, key: ParcelKey) -> Post | None:
-        """Who sends such a parcel."""
         return self.neighbours.get((key.stage + (1 if key.back else -1), key.replica))
 
     def _fits(self, job: JobSpec, key: ParcelKey) -> bool:
@@ -171,12 +170,10 @@ class Mailbox:
         return ends and key.replica < job.replicas and key.microbatch < job.accumulate
 
     def here(self, key: ParcelKey) -> bool:
-        """Whether a parcel has come."""
         with self._changed:
             return self._came(key)
 
     def take(self, key: ParcelKey) -> Parcel:
-        """A parcel that has come."""
         with self._changed:
             return self._here.pop((self._timeline, key))[1]
 
@@ -226,6 +223,5 @@ class Mailbox:
         return found is not None and self._counts(found[0], key)
 
     def _from(self, key: ParcelKey) -> str:
-        """The task that sends a parcel."""
         post = self._origin(key)
         return post.task if post is not None else "nobody"

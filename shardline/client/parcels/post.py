@@ -108,11 +108,9 @@ class PostOffice:
         self.on_interrupt()
 
     def here(self, key: ParcelKey) -> bool:
-        """Whether a parcel has come."""
         return self.mailbox.here(key)
 
     def take(self, key: ParcelKey) -> Parcel:
-        """A parcel that has come."""
         return self.mailbox.take(key)
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
@@ -129,7 +127,6 @@ class PostOffice:
 
     @property
     def timeline(self) -> int:
-        """Timeline of the open step."""
         return self._timeline
 
     def team(self) -> tuple[Post, ...]:
@@ -201,7 +198,6 @@ class PostOffice:
         )
 
     def close(self) -> None:
-        """End the threads and close the channels."""
         self.mailbox.close()
         for sender in self._senders.values():
             sender.close()

@@ -88,7 +88,6 @@ class ParcelSender:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread and the line."""
         with self._changed:
             self._queue.clear()
             self._closed = True

@@ -218,7 +218,6 @@ class _Shard:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pull."""
         self.taken: dict[int, Segment] = {}
         """Segments that have buckets of this pull."""
         self.whole: set[int] = set()

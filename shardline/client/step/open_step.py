@@ -102,7 +102,6 @@ class OpenStep:
 
     @property
     def exchanging(self) -> bool:
-        """Whether its exchange is running."""
         return self.running is not None and self.running.busy
 
     @property
@@ -116,7 +115,6 @@ class OpenStep:
         return self._sending.uses if self.first else None
 
     def task(self, shard: int, want: Want, *, patience_s: float) -> ShardTask:
-        """A shard's part of the exchange."""
         pushes = self.pushes[shard]
         # Where nobody else contributes, only what is pushed changes.
         alone = self._methods.mode.sums_in_tree and self._methods.held.replicas == 1

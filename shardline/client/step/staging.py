@@ -126,7 +126,6 @@ class GradientStaging:
         self.extras = StepExtras()
 
     def close(self) -> None:
-        """Free all memory and end the threads."""
         self._map.close()
         self.clear()
         self._free.clear()
@@ -284,7 +283,6 @@ class GradientStaging:
         return sorted({block for key in keys for block in self._partials(key)})
 
     def added(self, key: Key, block: Block) -> bool:
-        """Whether a block was added to a bucket."""
         return block in self._partials(key)
 
     def is_empty(self, key: Key, block: Block) -> bool:

@@ -149,7 +149,6 @@ class Trainer:
 
     @property
     def waiting(self) -> bool:
-        """Whether wait_for() may have to wait."""
         return self.open.sent and self.weights.incomplete
 
     # A step

@@ -67,7 +67,6 @@ class Weights:
         self.arrivals.keys = tuple(keys)
 
     def forget(self) -> None:
-        """Forget the step of the tensors' contents."""
         self.have = None
         self.gap.start_over()
 

@@ -62,7 +62,6 @@ class FP8(Quantizer):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
@@ -73,11 +72,9 @@ class FP8(Quantizer):
 
     @property
     def bits(self) -> int:
-        """8."""
         return 8
 
     def scales(self, part: Part) -> int:
-        """One per block."""
         return num_blocks(part.elements, self.block)
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:

@@ -39,7 +39,6 @@ class Int8(Quantizer):
 
     @property
     def is_unbiased(self) -> bool:
-        """If it rounds at random."""
         return self.stochastic
 
     def error_bound(self, elements: int) -> float:
@@ -48,11 +47,9 @@ class Int8(Quantizer):
 
     @property
     def bits(self) -> int:
-        """8."""
         return 8
 
     def scales(self, part: Part) -> int:
-        """One per block."""
         return num_blocks(part.elements, self.block)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:

@@ -27,7 +27,6 @@ class _Signs(Quantizer):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
@@ -36,7 +35,6 @@ class _Signs(Quantizer):
 
     @property
     def bits(self) -> int:
-        """1."""
         return 1
 
     @abstractmethod
@@ -107,7 +105,6 @@ class OneBit(_Signs):
         return below / max(1, negative), above / max(1, elements - negative)
 
     def pair(self, scales: Sequence[float], part: Part) -> tuple[float, float]:
-        """The means."""
         below, above = scales
         if below > 0.0 or above < 0.0:
             raise refuse(part, f"the means are {below} and {above}; the first is of negatives")
@@ -128,7 +125,6 @@ class EFSign(_Signs):
     name: ClassVar[str] = "ef-sign"
 
     def scales(self, part: Part) -> int:
-        """The mean magnitude."""
         return 1
 
     def means(self, elements: int, negative: int, below: float, above: float) -> tuple[float, ...]:

@@ -59,15 +59,12 @@ class OneBitAdam(Lossy):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
-        """That of onebit."""
         return _SIGNS.error_bound(elements)
 
     def usual_bytes(self, layout: Layout) -> int:
-        """See Codec.usual_bytes: signs."""
         return _SIGNS.max_bytes(layout)
 
     def wanted(self, values: torch.Tensor, part: Part, turn: Turn) -> torch.Tensor:
@@ -91,7 +88,6 @@ class OneBitAdam(Lossy):
         return torch.lerp(torch.zeros_like(values) if before is None else before, values, 1.0 - self.momentum)
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """As they are, or as onebit does."""
         if turn.step < self.warmup or not is_large(part.tensor):
             return bytes(tensor_bytes(values))
         return _SIGNS.encode_part(values, part, turn)

@@ -18,7 +18,6 @@ _WORDS = {2: "<u2", 4: "<u4"}
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` codes."""
     return -(-count * bits // 8)
 
 

@@ -41,7 +41,6 @@ class QSGD(Quantizer):
 
     @property
     def is_unbiased(self) -> bool:
-        """Always."""
         return True
 
     def error_bound(self, elements: int) -> float:

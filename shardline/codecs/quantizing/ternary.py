@@ -27,11 +27,9 @@ class _Ternary(Quantizer):
 
     @property
     def bits(self) -> int:
-        """2."""
         return 2
 
     def scales(self, part: Part) -> int:
-        """One."""
         return 1
 
     def coded(self, scale: float, chosen: torch.Tensor, values: torch.Tensor) -> Buffer:
@@ -70,11 +68,9 @@ class TernGrad(_Ternary):
 
     @property
     def is_unbiased(self) -> bool:
-        """Without clipping."""
         return self.clip == 0.0
 
     def error_bound(self, elements: int) -> float:
-        """See the class."""
         return math.sqrt(elements) - 1.0 if self.is_unbiased else self.clip + 1.0
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
@@ -113,11 +109,9 @@ class TwoBit(_Ternary):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
-        """1 - threshold / d, or 1."""
         return 1.0 if self.absolute else 1.0 - self.threshold / elements
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:

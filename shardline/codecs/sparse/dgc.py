@@ -60,12 +60,10 @@ class DGC(Lossy):
 
     @property
     def has_momentum(self) -> bool:
-        """Unless it is 0."""
         return self.momentum > 0.0
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def takes(self, tensor: TensorSpec) -> bool:
@@ -73,11 +71,9 @@ class DGC(Lossy):
         return Codec.takes(self, tensor)
 
     def error_bound(self, elements: int) -> float:
-        """1 - k / d."""
         return 1.0 - fewest_entries(share(self.ratio, elements), elements) / elements
 
     def ratio_at(self, step: int) -> float:
-        """Share of entries at a step."""
         if step >= self.warmup:
             return self.ratio
         return max(self.ratio, 0.25 ** (1 + step * STAGES // self.warmup))
@@ -128,7 +124,6 @@ class DGC(Lossy):
         return write_entries(values, found, part)
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """The entries, and zeros elsewhere."""
         if is_large(part.tensor):
             return read_entries(payload, self._most(part), part)
         check_size(payload, self.max_part_bytes(part), part)

@@ -112,7 +112,6 @@ def _written(indices: Indices, part: Part) -> tuple[int, bytes]:
 
 
 def entries_at(payload: memoryview, part: Part) -> Indices:
-    """Indices of the entries that write_entries() has written."""
     count, form = HEADER.unpack_from(payload)
     return _indices(payload[HEADER.size : HEADER.size + _index_bytes(form, count, part)], form, part)
 

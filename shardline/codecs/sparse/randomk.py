@@ -50,7 +50,6 @@ class RandomK(Lossy):
         return SEED.size + share(self.ratio, part.elements) * part.dtype.itemsize
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """The seed, then the values."""
         seed = turn.seed_of(part)
         return SEED.pack(seed) + values.numpy()[drawn(seed, share(self.ratio, part.elements), part.elements)].tobytes()
 

@@ -43,11 +43,9 @@ class TopK(Lossy):
 
     @property
     def is_unbiased(self) -> bool:
-        """Never."""
         return False
 
     def error_bound(self, elements: int) -> float:
-        """1 - k / d."""
         return 1.0 - fewest_entries(share(self.ratio, elements), elements) / elements
 
     def _most(self, part: Part) -> int:
@@ -73,5 +71,4 @@ class TopK(Lossy):
         return {ERROR: error}
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """The entries, and zeros elsewhere."""
         return read_entries(payload, self._most(part), part)

@@ -55,12 +55,10 @@ class StageSteps(SharedSteps):
 
     @property
     def exact(self) -> int | None:
-        """See WorkerHalf.exact: the latest."""
         return None
 
     @property
     def target(self) -> int | None:
-        """See WorkerHalf.target: the latest."""
         return None
 
     @property

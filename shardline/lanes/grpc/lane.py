@@ -22,7 +22,6 @@ class Grpc(LaneKind):
     opened: ClassVar[bool] = False
 
     def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
-        """The worker's half."""
         from shardline.lanes.grpc.client import GrpcLane
 
         return GrpcLane(peer, shard, [bucket.elements for bucket in spec.buckets])

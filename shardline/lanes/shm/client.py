@@ -60,7 +60,6 @@ class Mapped:
         return bool(self._read)
 
     def reads(self, bucket: int) -> bool:
-        """The same for one bucket."""
         return bucket in self._read
 
     def refer(self, bucket: int, step: int) -> None:

@@ -28,7 +28,6 @@ class Shm(LaneKind):
     same_host: ClassVar[bool] = True
 
     def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
-        """The worker's half."""
         from shardline.lanes.shm.client import ShmLane
 
         return ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s)
@@ -49,7 +48,6 @@ class Shm(LaneKind):
         return ShmOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)
 
     def listen(self, config: RoleConfig) -> Listening:
-        """The receiving half for parcels."""
         from shardline.lanes.shm.parcels import listening
 
         return listening(config)

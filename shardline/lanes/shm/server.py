@@ -235,11 +235,9 @@ class SegmentHandshake:
             raise ProtocolError(str(error)) from error
 
     def refuse(self) -> None:
-        """Send a refusal."""
         segments.refuse(self.sock)
 
     def close(self) -> None:
-        """Close the socket and received descriptors."""
         fds, self._fds = self._fds, []
         segments.close_all(fds)
         self.sock.close()

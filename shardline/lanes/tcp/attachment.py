@@ -124,7 +124,6 @@ class _Direction(Generic[Item]):
                 self._thread.post(self._free)
 
     def _append(self, item: Item) -> None:
-        """Add an item to the queue."""
         with self._lock:
             if self._failed:
                 return
@@ -182,7 +181,6 @@ class ReceiveSocket(_Direction[TcpTicket]):
         self._batch = 1
 
     def expect(self, ticket: TcpTicket) -> None:
-        """The next bytes belong to this ticket."""
         self._append(ticket)
 
     def _transfer(self, sock: socket.socket, secure: bool) -> None:
@@ -246,12 +244,10 @@ class SendSocket(_Direction[_Payload]):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes queued or being sent."""
         with self._lock:
             return sum(item.size for item in self._queue)
 
     def put(self, payload: memoryview, intact: Intact | None) -> None:
-        """Add bytes to the queue."""
         self._append(_Payload(payload, len(payload), intact))
 
     def _transfer(self, sock: socket.socket, secure: bool) -> None:
@@ -367,7 +363,6 @@ class TcpAttachment:
         self.calls = CallServer(loop, answers, who=holder.task, broke=self._fail)
 
     def expect(self, offset: int, nbytes: int, digest: int) -> TcpTicket:
-        """The next referred bucket of a push."""
         if offset:
             raise ProtocolError(f"a bucket on lane tcp has offset {offset}; it must be 0")
         self._check()
@@ -399,7 +394,6 @@ class TcpAttachment:
         self._fail(reason)
 
     def close(self) -> None:
-        """Free everything."""
         self._fail("it was closed")
 
     def _check(self) -> None:

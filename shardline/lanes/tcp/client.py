@@ -97,7 +97,6 @@ class TcpLane(ShardCalls):
         return done
 
     def cancel(self) -> None:
-        """End a running exchange early."""
         super().cancel()
         with self._lock:
             for sock in self._dialling:

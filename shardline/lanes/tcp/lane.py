@@ -26,7 +26,6 @@ class Tcp(LaneKind):
     name: ClassVar[str] = "tcp"
 
     def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
-        """The worker's half."""
         from shardline.lanes.tcp.client import TcpLane
 
         elements = [bucket.elements for bucket in spec.buckets]
@@ -49,7 +48,6 @@ class Tcp(LaneKind):
         return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=take, on_refused=on_refused)
 
     def listen(self, config: RoleConfig) -> Listening:
-        """The receiving half for parcels."""
         from shardline.lanes.tcp.parcels import listening
 
         return listening(config)

@@ -161,7 +161,6 @@ class EngineReceive(_EngineLine):
     """The socket on which pushed buckets arrive, read only while some are expected: this limits the sender."""
 
     def expect(self, ticket: Incoming) -> None:
-        """The next bytes belong to this ticket."""
         self._add(_Post(ticket.memory, ticket=ticket))
 
     def _moved(self, post: _Post, status: int) -> None:
@@ -179,7 +178,6 @@ class EngineSend(_EngineLine):
     """Bytes queued or being sent."""
 
     def put(self, payload: memoryview, intact: Intact | None) -> None:
-        """Add bytes to the queue."""
         self.queued_bytes += len(payload)
         self._add(_Post(payload, intact=intact))
 

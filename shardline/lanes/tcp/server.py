@@ -58,16 +58,13 @@ class BulkHandshake:
         frames.tune(self.sock)
 
     def admit(self, bearer: Take) -> None:
-        """Accept the socket and pass it on."""
         self.sock.send(frames.ACCEPTED)
         bearer(self.sock)
 
     def refuse(self) -> None:
-        """Send a refusal."""
         self.sock.send(frames.REFUSED)
 
     def close(self) -> None:
-        """Close the socket."""
         self.sock.close()
 
 

@@ -49,8 +49,6 @@ has some inputs, and what the ranks make of theirs is summed."""
 
 @dataclass(frozen=True, kw_only=True)
 class SharedLayer:
-    """A layer that workers share."""
-
     name: str
     style: Style
     embedding: bool

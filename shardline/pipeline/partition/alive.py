@@ -45,7 +45,6 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes.append((number, size))
 
     def mark(self) -> int:
-        """How much has happened."""
         return len(self._changes)
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -44,7 +44,6 @@ class Comparison:
 
     @property
     def pipeline_is_better(self) -> bool:
-        """Whether to choose the pipeline."""
         if self.staged is None:
             return False
         return not self.whole.fits or self.staged.forecast.seconds * WORTH <= self.whole.forecast.seconds

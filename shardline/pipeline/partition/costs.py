@@ -52,12 +52,10 @@ class Cluster:
 
     @property
     def workers(self) -> int:
-        """Number of workers."""
         return math.prod(level.count for level in self.levels)
 
     @property
     def servers_bytes_per_s(self) -> float:
-        """Of the servers' links together."""
         return self.servers * self.levels[-1].bytes_per_s
 
 
@@ -105,7 +103,6 @@ class Forecast:
 
     @property
     def bytes(self) -> float:
-        """On all wires."""
         return self.parameter_bytes + self.parcel_bytes
 
 
@@ -140,12 +137,10 @@ class Costs:
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return len(self.profile.layers)
 
     @cached_property
     def exchanges(self) -> Sequence[LayerTraffic]:
-        """By layer."""
         if self.exchange:
             return self.exchange
         return [
@@ -195,7 +190,6 @@ class Costs:
         return math.ceil(self.microbatches / copies)
 
     def compute_s(self, first: int, end: int, copies: int) -> float:
-        """Computing time of a step."""
         return self.share(copies) * self.total("seconds", first, end)
 
     def parcels(self, first: int, end: int, copies: int) -> tuple[float, float]:

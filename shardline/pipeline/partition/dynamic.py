@@ -182,7 +182,6 @@ class _Search:
         return max(one.measure[0], rest[0]), one.measure[1] + rest[1]
 
     def _link_s(self, level: int, first: int, end: int, taken: int, copies: int, load: float) -> float:
-        """Time of one component's link."""
         costs = self._costs
         if level == 1 and costs.cluster.sync != ALL_REDUCE:
             return costs.link_s(first, end, copies)

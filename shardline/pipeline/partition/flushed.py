@@ -100,7 +100,6 @@ def measure(costs: Costs, stage: PlannedStage, rest: Measure | None = None) -> M
 
 
 def seconds(found: Measure) -> float:
-    """Of a step."""
     once, others, links, servers = found
     return others + max(once, links, servers)
 

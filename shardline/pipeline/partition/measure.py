@@ -220,7 +220,6 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
-        """One for each."""
         found = tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
         ctx.alive.given(found)
         return None, *found

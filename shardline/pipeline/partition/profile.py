@@ -32,7 +32,6 @@ class Handed:
 
     @property
     def nbytes(self) -> int:
-        """Before a codec."""
         return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
@@ -69,12 +68,10 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Of both passes."""
         return self.forward_s + self.backward_s
 
     @cached_property
     def output_bytes(self) -> int:
-        """Of what the next layer gets."""
         return sum(one.nbytes for one in self.handed)
 
     @cached_property
@@ -108,7 +105,6 @@ class Profile:
         return self.layers[layer].name.partition("(")[2][:-1]
 
     def text(self) -> str:
-        """As JSON."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod

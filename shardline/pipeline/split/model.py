@@ -92,12 +92,10 @@ class Split(StagedModel):
         return self._cuts
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own forward pass."""
         self.whole.training = self.training
         return self.whole(*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the model has."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -107,7 +105,6 @@ class Split(StagedModel):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
         return len(self.cuts) + 1
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
@@ -136,11 +133,9 @@ class Split(StagedModel):
         return self._trace()
 
     def cut_at(self, cuts: Sequence[str]) -> Split:
-        """The same model, with other cuts."""
         return Split(self.whole, self._example[0], self._example[1], cuts, ())
 
     def run_example(self) -> Any:
-        """What the model itself returns of the example inputs."""
         return self.whole(*self._example[0], **self._example[1])
 
     def stage_of_tensor(self, name: str) -> int:
@@ -148,13 +143,11 @@ class Split(StagedModel):
         return self._trace().owners.get(name, 0)
 
     def where(self, stage: int) -> str:
-        """A stage for messages."""
         starts = ("its beginning", *map(repr, self._trace().starts))
         ends = (*map(repr, self._trace().starts), "its end")
         return f"stage {stage}, the {type(self.whole).__name__} from {starts[stage]} to {ends[stage]}"
 
     def end_of(self, stage: int) -> str:
-        """What a stage ends with, for messages."""
         return f"what is before {self._trace().starts[stage]!r}"
 
     def staged(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -185,7 +178,6 @@ class Split(StagedModel):
         return found.args, found.kwargs
 
     def _inputs(self, traced: Traced, given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs as values."""
         found, form = pytree.tree_flatten(self._bound(given, named))
         expected, expected_form = pytree.tree_flatten(self._example)
         if form != expected_form or list(map(_kind, found)) != list(map(_kind, expected)):

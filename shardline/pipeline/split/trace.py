@@ -24,8 +24,6 @@ SHARED = "tensor "
 
 @dataclass(frozen=True)
 class TracedStage:
-    """One stage."""
-
     module: nn.Module
     """Its operations. It has no memory of its own for `tensors`."""
     takes: tuple[Any, ...]

@@ -95,8 +95,6 @@ def _cut(split: Split, starts: Sequence[str]) -> Split:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is computed."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -35,5 +35,4 @@ class ClockOffsets:
         return known[0] if known is not None else None
 
     def keep(self, senders: set[Hashable]) -> None:
-        """Forget all others."""
         self._known = {sender: known for sender, known in self._known.items() if sender in senders}

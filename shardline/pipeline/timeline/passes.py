@@ -32,12 +32,10 @@ class TaskPass:
 
     @property
     def start_s(self) -> float:
-        """When it began."""
         return self.report.start_s + self.offset_s
 
     @property
     def end_s(self) -> float:
-        """When it ended."""
         return self.report.end_s + self.offset_s
 
 

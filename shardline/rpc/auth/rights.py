@@ -19,8 +19,6 @@ ROLE_URI = "urn:shardline:role:"
 
 
 class Token(enum.Enum):
-    """The token that a call needs."""
-
     NONE = "nothing"
     JOB = "the job token"
     ADMIN = "the job token and proof of the admin token"
@@ -28,8 +26,6 @@ class Token(enum.Enum):
 
 @dataclass(frozen=True)
 class Right:
-    """Requirements of one call."""
-
     token: Token
     roles: Collection[str] = ROLES
     """Roles whose certificates allow the call. A certificate without a role allows every call."""

@@ -67,7 +67,6 @@ class Configuration(PsConfiguration):
 
 
 def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
-    """Placement messages."""
     return [
         parameter_server_pb2.Placement(
             shard=item.shard,
@@ -104,7 +103,6 @@ def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> 
 def configuration_to_proto(
     configuration: Configuration, term: parameter_server_pb2.Term
 ) -> parameter_server_pb2.ConfigureRequest:
-    """The Configure command for this term."""
     return parameter_server_pb2.ConfigureRequest(
         term=term,
         job=configuration.job,

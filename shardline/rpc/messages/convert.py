@@ -60,7 +60,6 @@ def dtype_from_proto(value: int, where: str) -> str:
 
 
 def argument_to_proto(value: Argument) -> plan_pb2.Argument:
-    """One argument of a rule."""
     if value is None:
         return plan_pb2.Argument(none=True)
     if isinstance(value, bool):
@@ -75,7 +74,6 @@ def argument_to_proto(value: Argument) -> plan_pb2.Argument:
 
 
 def argument_from_proto(value: plan_pb2.Argument) -> Argument:
-    """Inverse of argument_to_proto."""
     match value.WhichOneof("value"):
         case "number":
             return value.number
@@ -95,7 +93,6 @@ def argument_from_proto(value: plan_pb2.Argument) -> Argument:
 
 
 def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
-    """A rule by name, with its groups' arguments."""
     groups = [
         plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
         for group in rule.groups
@@ -116,12 +113,10 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
-    """A schedule as plain numbers."""
     return to_message(plan_pb2.ScheduleSpec, schedule)
 
 
 def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
-    """Inverse of schedule_to_proto."""
     if not (math.isfinite(message.gamma) and math.isfinite(message.final_factor)):
         raise ProtocolError(
             f"schedule has gamma {message.gamma}, final_factor {message.final_factor}; both must be finite"
@@ -135,21 +130,18 @@ def consistency_to_proto(spec: ConsistencySpec) -> plan_pb2.ConsistencySpec:
 
 
 def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec:
-    """Inverse of consistency_to_proto."""
     return ConsistencySpec(
         mode=message.mode or "sync", clip_norm=message.clip_norm, nan_policy=message.nan_policy or "stop"
     )
 
 
 def inner_to_proto(inner: InnerSpec) -> plan_pb2.InnerSpec:
-    """The optimizer that the workers run."""
     return plan_pb2.InnerSpec(
         rule=rule_to_proto(inner.rule), schedule=schedule_to_proto(inner.schedule), clip_norm=inner.clip_norm
     )
 
 
 def inner_from_proto(message: plan_pb2.InnerSpec) -> InnerSpec:
-    """Inverse of inner_to_proto."""
     return InnerSpec(
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
@@ -158,7 +150,6 @@ def inner_from_proto(message: plan_pb2.InnerSpec) -> InnerSpec:
 
 
 def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
-    """One tensor of the model."""
     return to_message(plan_pb2.TensorSpec, tensor, dtype=DTYPE_TO_PROTO[tensor.dtype], kind=_KIND_TO_PROTO[tensor.kind])
 
 
@@ -208,7 +199,6 @@ def replicas_from_proto(count: int, where: str) -> int:
 
 
 def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
-    """The whole plan, with its digest."""
     return plan_pb2.PlanSpec(
         tensors=[tensor_to_proto(tensor) for tensor in plan.tensors],
         shards=[
@@ -256,7 +246,6 @@ def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
 
 
 def settings_to_proto(holder: Settings) -> dict[str, plan_pb2.Argument]:
-    """A job's settings by name."""
     return {name: argument_to_proto(value) for name, value in holder.settings().items()}
 
 
@@ -276,7 +265,6 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
 
 
 def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
-    """A job's spec."""
     return plan_pb2.JobSpec(
         name=job.name,
         tensors=[tensor_to_proto(tensor) for tensor in job.tensors],
@@ -312,7 +300,6 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
 
 
 def hyper_to_proto(hyper: Mapping[int, Mapping[str, float]]) -> list[data_pb2.GroupHyper]:
-    """Current hyper-parameters, by group."""
     return [data_pb2.GroupHyper(group=group, values=dict(values)) for group, values in sorted(hyper.items())]
 
 

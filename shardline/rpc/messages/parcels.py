@@ -28,8 +28,6 @@ from shardline.rpc.v1 import worker_pb2
 
 @fixed()
 class Packed:
-    """A parcel as it travels."""
-
     key: ParcelKey
     header: worker_pb2.ParcelHeader
     payloads: Sequence[memoryview]
@@ -39,7 +37,6 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, as they travel."""
         return self.header.payload_bytes
 
 
@@ -202,7 +199,6 @@ class ParcelReader:
             self._open.popleft()
 
     def add(self, payload: Buffer) -> None:
-        """Append the bytes of a frame."""
         left = memoryview(payload)
         while len(left):
             room = self.room()[: len(left)]
@@ -213,7 +209,6 @@ class ParcelReader:
             left = left[len(room) :]
 
     def parcel(self) -> Parcel:
-        """The parcel, once all its bytes have come."""
         if self._open:
             came = sum(reader.came for reader in self._readers)
             raise ProtocolError(f"{self.key}: {came} bytes of {self.nbytes} came; nothing was kept")

@@ -119,7 +119,6 @@ def _verdict_to_proto(verdict: Applied | None) -> parameter_server_pb2.ReplicaVe
 
 
 def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
-    """An applied verdict from its message."""
     return Applied(
         step=message.step,
         scale=message.scale,
@@ -130,7 +129,6 @@ def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
 
 
 def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
-    """The value as a message."""
     found = _verdict_to_proto(verdict)
     assert found is not None
     return found

@@ -59,22 +59,18 @@ def standby_state(value: int) -> str:
 
 
 def traffic_from_proto(message: parameter_server_pb2.Traffic) -> Traffic:
-    """The message as a value."""
     return from_message(Traffic, message)
 
 
 def traffic_to_proto(value: Traffic) -> parameter_server_pb2.Traffic:
-    """The value as a message."""
     return to_message(parameter_server_pb2.Traffic, value)
 
 
 def standby_status_from_proto(message: parameter_server_pb2.StandbyStatus) -> StandbyStatus:
-    """The message as a value."""
     return from_message(StandbyStatus, message)
 
 
 def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardStatus:
-    """The message as a value."""
     return from_message(
         ShardStatus,
         message,
@@ -85,7 +81,6 @@ def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardS
 
 
 def shard_status_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatus:
-    """The value as a message."""
     return to_message(
         parameter_server_pb2.ShardStatus,
         value,
@@ -96,7 +91,6 @@ def shard_status_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatu
 
 
 def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatus:
-    """The message as a value."""
     return from_message(
         PsStatus,
         message,
@@ -109,7 +103,6 @@ def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatu
 
 
 def task_status_from_proto(message: chief_pb2.TaskStatus) -> TaskStatus:
-    """The message as a value."""
     return from_message(
         TaskStatus,
         message,
@@ -119,7 +112,6 @@ def task_status_from_proto(message: chief_pb2.TaskStatus) -> TaskStatus:
 
 
 def task_status_to_proto(value: TaskStatus) -> chief_pb2.TaskStatus:
-    """The value as a message."""
     return to_message(
         chief_pb2.TaskStatus,
         value,
@@ -153,7 +145,6 @@ def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
 
 
 def chief_status_to_proto(value: ChiefStatus) -> chief_pb2.ChiefStatusReply:
-    """The value as a message."""
     return to_message(
         chief_pb2.ChiefStatusReply,
         value,

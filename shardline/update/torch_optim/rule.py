@@ -33,7 +33,6 @@ class Torch(UpdateRule):
     runs_optimizer: ClassVar[bool] = True
 
     def label(self, spec: RuleSpec) -> str:
-        """The optimizer's name."""
         return spec.name
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:

@@ -70,7 +70,6 @@ class _Run:
         return {name: value for name, value in held.items() if value is not None}
 
     def set_state(self, state: dict[str, Tensor]) -> None:
-        """Replace torch's state of the run."""
         self.optimizer.state[self.parameter] = state
 
 
@@ -106,7 +105,6 @@ class ElementwiseStates:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all state."""
         count = len(self._bucket.slices)
         self.flat: dict[str, Tensor] = {}
         self.scalars: dict[str, list[float]] = {}
@@ -230,13 +228,11 @@ class ElementwiseStates:
         self._settled = False
 
     def set_state(self, flat: dict[str, Tensor], scalars: dict[str, list[float]], initialized: Sequence[bool]) -> None:
-        """Replace all state; takes over the flat tensors."""
         self.clear()
         self.flat, self.scalars, self.initialized = flat, scalars, list(initialized)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat states."""
         return sum(flat.nbytes for flat in self.flat.values())
 
 

@@ -104,7 +104,6 @@ class WholeStates:
     def set_state(
         self, flat: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """Replace all state."""
         self._optimizer.state.clear()
         spans = {name: self._spans(name) for name in flat}
         for number, (parameter, spec) in enumerate(zip(self._parameters, self._specs, strict=True)):
@@ -126,7 +125,6 @@ class WholeStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
         return sum(
             state.nbytes
             for held in self._optimizer.state.values()

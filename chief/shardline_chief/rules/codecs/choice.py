@@ -61,18 +61,15 @@ class StepMeter:
 
     @property
     def ready(self) -> bool:
-        """Whether enough was measured."""
         first = self._first or self._last
         return self._last[0] - first[0] >= LEAST_STEPS and self._last[1] - first[1] >= LEAST_S
 
     @property
     def step_s(self) -> float:
-        """Seconds from one step to the next."""
         assert self._first is not None
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
     def cost(self, job: JobSpec, *, workers: int, servers: int) -> StepCost:
-        """What a step costs."""
         trained = [tensor for tensor in job.tensors if tensor.kind is TensorKind.PARAM]
         return StepCost(
             step_s=self.step_s,
@@ -108,7 +105,6 @@ class CodecChoice:
         """Seconds of a step without a codec."""
 
     def told(self, task: str, reports: Sequence[StepReport], now_s: float) -> None:
-        """A task has finished steps."""
         state = self.state
         replays = state.settings.replayed is not None
         undecided = state.job is not None and codecs.of(state.job).undecided and not replays
@@ -130,7 +126,6 @@ class CodecChoice:
         return False
 
     def measured(self, event: CodecsMeasured, now_s: float) -> None:
-        """The speeds of the codecs are known."""
         state, job = self.state, self.state.job
         if self._stage is not _Stage.TIMING or job is None:
             return

@@ -34,8 +34,6 @@ def goes_back(state: State) -> bool:
 
 
 class ErrorMemory:
-    """Rules for lost error memory."""
-
     def __init__(self, state: State, recovery: Recovery, ending: Ending) -> None:
         self.state = state
         self.recovery = recovery

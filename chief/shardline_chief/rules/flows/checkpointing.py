@@ -18,8 +18,6 @@ from shardline_chief.rules.state.state import State
 
 
 class Checkpointing:
-    """Rules for all checkpoints of a run."""
-
     def __init__(self, state: State) -> None:
         self.state = state
         self._last_cut = 0
@@ -39,7 +37,6 @@ class Checkpointing:
     # Cuts
 
     def observe(self, told: ShardsTold, now_s: float) -> None:
-        """Measure how long a step takes."""
         if self.state.phase is Phase.RUNNING:
             self._clock.observe(self.state.progress.step, now_s)
 
@@ -95,7 +92,6 @@ class Checkpointing:
         return step
 
     def taken(self, after: CutThenSave, result: CommandResult, now_s: float) -> None:
-        """Every shard has copied itself."""
         self.state.saves.cutting = False
         self.save(after.step, after.cursor)
 

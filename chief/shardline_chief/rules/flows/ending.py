@@ -48,7 +48,6 @@ class Ending:
     # The request to end
 
     def begin(self, event: EndAsked, now_s: float) -> None:
-        """End a job that is training."""
         state = self.state
         self._failed = event.exit_code != 0
         self.scoring.exit_code, self.scoring.done = event.exit_code, event.done
@@ -220,7 +219,6 @@ class Ending:
         return f"; {pipeline.named(state.job, sorted(state.work.moved))} moved, and what was in the pipeline is lost"
 
     def told(self, after: StatusThenFinalCut, result: CommandResult, now_s: float) -> None:
-        """The shards' progress is known."""
         self._told = True
 
     # The last checkpoint

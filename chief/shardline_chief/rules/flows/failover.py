@@ -25,8 +25,6 @@ from shardline_chief.rules.state.state import State
 
 
 class Failover:
-    """Rules for standbys."""
-
     def __init__(self, state: State, preparation: Preparation) -> None:
         self.state = state
         self.preparation = preparation
@@ -153,7 +151,6 @@ class Failover:
         )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
-        """Change the placement of standbys while training continues."""
         state, layout = self.state, self.state.layout
         assert layout.plan is not None
         assert state.job is not None
@@ -175,11 +172,9 @@ class Failover:
         self.state.command(after.configure, PlaceStandbysThenTable())
 
     def configured(self, after: PlaceStandbysThenTable, result: CommandResult, now_s: float) -> None:
-        """The servers have the placement of the standbys."""
         self.state.publish_members(TableThenActivateStandbys())
 
     def known(self, after: TableThenActivateStandbys, result: CommandResult, now_s: float) -> None:
-        """The servers have the table of members."""
         self.state.command(Activate(timeline=self.state.layout.timeline), StandbysPlaced())
 
     def placed(self, after: StandbysPlaced, result: CommandResult, now_s: float) -> None:

@@ -17,8 +17,6 @@ from shardline_chief.rules.state.state import State
 
 
 class Joining:
-    """Rules for admission."""
-
     def __init__(self, state: State, start: Start, takeover: Takeover) -> None:
         self.state = state
         self.start = start

@@ -56,7 +56,6 @@ class Leasing:
         return answer, lease if lease is not there else None
 
     def end_if_complete(self, event: Progressed, now_s: float) -> None:
-        """End the job once all its steps are done."""
         if self._complete():
             self.state.emit(EndAsked("done", done=True))
 

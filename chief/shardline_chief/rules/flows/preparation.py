@@ -96,7 +96,6 @@ class Preparation:
         state.layout.placing_standbys = False
 
     def _forget(self, stage: Stage) -> None:
-        """Forget all of the previous setup."""
         state = self.state
         state.stage = stage
         state.progress.shards.clear()
@@ -171,7 +170,6 @@ class Preparation:
         state.command(order, RestoreThenActivate())
 
     def restored(self, after: RestoreThenActivate, result: CommandResult, now_s: float) -> None:
-        """The shards have been filled from the checkpoint."""
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
         state.progress.base_step = resume.step

@@ -61,7 +61,6 @@ class Recovery:
     # The loss
 
     def server_lost(self, event: ServerLost, now_s: float) -> None:
-        """A server is lost."""
         self.lost(event.task, event.why, now_s)
 
     def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
@@ -274,7 +273,6 @@ class Recovery:
     # Training resumes
 
     def goes_on(self, event: TrainingBegins, now_s: float) -> None:
-        """Training begins, or resumes."""
         state, loss = self.state, self.state.losses.now
         self.note_whole()
         if loss is None:

@@ -21,8 +21,6 @@ REPEATED_CHOICES = 4096
 
 
 class Servers:
-    """Rules for the servers' answers."""
-
     def __init__(self, state: State) -> None:
         self.state = state
         self._failed: set[str] = set()

@@ -96,11 +96,9 @@ class Takeover:
     # Who is there
 
     def heard(self, task: str) -> None:
-        """A known task is alive."""
         self._unheard.discard(task)
 
     def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
-        """The new process of a known server has joined."""
         self._is_gone(event.task, event.why)
 
     def server_lost(self, event: ServerLost, now_s: float) -> None:
@@ -250,7 +248,6 @@ class Takeover:
     # Taking command
 
     def led(self, after: LeadThenCompare, result: CommandResult, now_s: float) -> None:
-        """All servers obey this chief."""
         self.state.command(AskStatus(), StatusThenAdopt())
 
     def compare(self, after: StatusThenAdopt, result: CommandResult, now_s: float) -> None:
@@ -275,16 +272,13 @@ class Takeover:
         state.publish_members(AdoptThenActivate())
 
     def known_to_all(self, after: AdoptThenActivate, result: CommandResult, now_s: float) -> None:
-        """The servers have the table of members."""
         # The last chief may have died after noting that they are active and before activating them.
         self.state.command(Activate(timeline=self.state.layout.timeline), AdoptThenBound())
 
     def activated(self, after: AdoptThenBound, result: CommandResult, now_s: float) -> None:
-        """The servers accept pushes."""
         self._stop_again(now_s)
 
     def _stop_again(self, now_s: float) -> None:
-        """Send the servers the stop step again."""
         state, stop_step = self.state, self.state.progress.stop_step
         if not state.mode.consistent_cuts or not stop_step:
             self._adopted(now_s)

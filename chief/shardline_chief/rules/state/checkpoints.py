@@ -7,8 +7,6 @@ from shardline_chief.rules.state.cuts import CutLedger
 
 
 class Checkpoints:
-    """Cuts and checkpoints."""
-
     def __init__(self, resume: Resume | None) -> None:
         self.resume = resume
         """The checkpoint that the current timeline began with."""
@@ -34,7 +32,6 @@ class Checkpoints:
         """How many scores of them were taken."""
 
     def committed(self, step: int, path: str) -> None:
-        """Note the newest checkpoint."""
         self.checkpoint_step, self.checkpoint_path = step, path
         self.furthest_step = max(self.furthest_step, step)
         self.commits += 1

@@ -21,7 +21,6 @@ class CutLedger:
         self._reopened: set[int] = set()
 
     def observe(self, shards: Iterable[ShardStatus]) -> None:
-        """Take in one ps's report on its shards."""
         for shard in shards:
             if shard.shard in self._shards:
                 self._passed[shard.shard] = self._shards[shard.shard].step_min
@@ -60,5 +59,4 @@ class CutLedger:
         self._reopened = {again for again in self._reopened if again > step}
 
     def reopen(self, step: int) -> None:
-        """The step has been ordered again."""
         self._reopened.add(step)

@@ -47,7 +47,6 @@ class JobFigures:
         return int(sum(figures.get(name, 0.0) for figures in self.lives.values()))
 
     def seconds(self, now_s: float) -> float:
-        """Seconds of training so far."""
         if self.running_s is None:
             return 0.0
         return (now_s if self.training_end_s is None else self.training_end_s) - self.running_s

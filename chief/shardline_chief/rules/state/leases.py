@@ -52,12 +52,10 @@ class Leases:
 
     @property
     def steps(self) -> int:
-        """Number of batches in the job."""
         return self._steps
 
     @property
     def done(self) -> int:
-        """Number of batches whose lease is done."""
         return sum(end - first for first, end in self._done)
 
     @property
@@ -67,12 +65,10 @@ class Leases:
 
     @property
     def outstanding(self) -> int:
-        """Number of open leases."""
         return len(self._open)
 
     @property
     def all_done(self) -> bool:
-        """Whether every batch is done."""
         return self.done >= self._steps
 
     def take(self, incarnation: int, *, workers: int) -> Lease | None:
@@ -98,11 +94,9 @@ class Leases:
 
     @property
     def holders(self) -> set[int]:
-        """Incarnations that hold a lease."""
         return {lease.incarnation for lease in self._open.values()}
 
     def has_given(self, incarnation: int) -> bool:
-        """Whether this incarnation has, or had, a lease."""
         return incarnation in self._given
 
     def has_given_batch(self, incarnation: int, batch: int) -> bool:

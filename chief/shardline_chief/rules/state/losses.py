@@ -49,8 +49,6 @@ class WentBack:
 
 @dataclass(kw_only=True)
 class Loss:
-    """A loss that has stopped the job."""
-
     first: str
     """The first task that was lost."""
     began_s: float
@@ -68,8 +66,6 @@ class Loss:
 
 @dataclass
 class Losses:
-    """All losses of the run."""
-
     now: Loss | None = None
     recoveries: list[Recovered] = field(default_factory=list)
     attempts: int = 0

@@ -86,8 +86,6 @@ class LifeChange:
 
 
 class Membership:
-    """The table of tasks."""
-
     def __init__(self, term: int, *, suspect_s: float, dead_s: float) -> None:
         self._term = term
         self._suspect_s = suspect_s

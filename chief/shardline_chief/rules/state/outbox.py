@@ -55,7 +55,6 @@ class Outbox:
             self.actions.append(Tell(sentence=sentence))
 
     def say(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
-        """Add a line to the event log."""
         self.actions.append(Say(kind=kind, sentence=sentence, level=level, fields=fields))
 
     def record(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -63,7 +62,6 @@ class Outbox:
         self.actions.append(JournalLine(kind=kind, fields=fields))
 
     def answer(self, ticket: Any, value: Any) -> None:
-        """Reply to a waiting call."""
         self.actions.append(Answer(ticket=ticket, value=value))
 
     def command(self, order: Order, then: After | None) -> None:

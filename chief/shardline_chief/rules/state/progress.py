@@ -12,8 +12,6 @@ from shardline_chief.rules.state.layout import JobLayout
 
 
 class Progress:
-    """Steps and versions."""
-
     def __init__(self, layout: JobLayout, mode: Consistency) -> None:
         self._layout = layout
         self.mode = mode

@@ -56,12 +56,10 @@ class State:
 
     @property
     def settings(self) -> ChiefSettings:
-        """The chief's settings."""
         return self.tasks.settings
 
     @property
     def phase(self) -> Phase:
-        """The phase sent to tasks."""
         return PHASES.get(self.stage, self.told_phase)
 
     @property
@@ -128,7 +126,6 @@ class State:
         self.events.append(event)
 
     def say(self, kind: str, sentence: str, level: str = "info", **fields: Any) -> None:
-        """Add a line to the event log."""
         self.outbox.say(kind, sentence, level, fields)
 
     def record(self, kind: str, **fields: Any) -> None:

@@ -11,8 +11,6 @@ from shardline_chief.rules.state.settings import ChiefSettings
 
 
 class Tasks:
-    """The tasks of the job."""
-
     def __init__(self, settings: ChiefSettings) -> None:
         self.settings = settings
         timeouts = settings.timeouts
@@ -75,7 +73,6 @@ class Tasks:
         return [ps_at(index, self.settings.ps[index]) for index in self.missing_ps()] + self.missing_trainers()
 
     def missing_trainers(self) -> list[str]:
-        """Missing tasks of the cluster spec that train."""
         settings = self.settings
         trainers = {member.task for member in self.trainers()}
         names = [*(["chief/0"] if settings.chief_trains else []), *(f"worker/{n}" for n in range(settings.workers))]
