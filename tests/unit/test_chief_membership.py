@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shardline_chief.rules.messages import Join
-from shardline_chief.rules.state.membership import Admitted, Life, Member, Membership, Refused
+from shardline_chief.rules.state.membership import LIVES, Admitted, Life, Member, Membership, Refused
 
 DEAD_S = 20.0
 SUSPECT_S = 6.0
@@ -85,6 +85,20 @@ def test_same_process_joining_again_gets_a_new_incarnation() -> None:
     new = admit(members, ask(0, stable_id="a"))
     assert new.incarnation != old.incarnation
     assert not members.current(old.task, old.incarnation)
+
+
+def test_a_place_takes_lives_at_once_up_to_a_number_and_then_one_a_minute() -> None:
+    members = table()
+    lives = [admit(members, ask(0, stable_id="a")) for _ in range(LIVES)]
+    refused = members.join(0.0, ask(0, stable_id="a"), limit=4)
+    assert isinstance(refused, Refused)
+    assert refused.retry
+    assert f"worker/0 has joined {LIVES} times in a short time" in refused.reason
+    assert "may join again in 60 s" in refused.reason
+    assert members.current("worker/0", lives[-1].incarnation)
+    admit(members, ask(1, stable_id="b"))
+    lives = [admit(members, ask(0, stable_id="a"), now_s=60.0 * minute) for minute in range(1, 100)]
+    assert isinstance(members.join(60.0 * 99 + 59.0, ask(0, stable_id="a"), limit=4), Refused)
 
 
 def test_silence_makes_suspect_then_dead_and_each_is_told_once() -> None:

@@ -67,6 +67,8 @@ class Streams:
             # Versions grow over terms: a task ignores orders older than its own.
             last = self._sent.get(key, Orders(version=state.settings.term << 32))
             orders = dataclasses.replace(all_orders.of(*key), version=last.version)
+            if key not in self._sent:
+                self._sent = {life: sent for life, sent in self._sent.items() if life[0] != key[0]}
             if orders != last or key not in self._sent:
                 orders = dataclasses.replace(orders, version=last.version + 1)
                 self._sent[key] = orders

@@ -16,6 +16,9 @@ from shardline.security import holds
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.replay import KnownMember
 
+LIVES, LIFE_S = 64, 60.0
+"""Joins to a place at once, and the seconds for each after that: all that a life leaves in files and memory is kept."""
+
 
 class Life(enum.Enum):
     """State of a task's life."""
@@ -94,6 +97,8 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._kept: dict[str, tuple[str, float]] = {}
         """Indices reserved for tasks that have not joined yet: task -> (address, time of expiry)."""
+        self._used_s: dict[str, float] = {}
+        """Time up to which the Joins to each place have used it: LIFE_S for each."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda m: (m.role, m.index)))
@@ -131,6 +136,14 @@ class Membership:
                 "ago); stop that process first, or start this one with another index",
                 retry=True,
             )
+        used_s = max(now_s, self._used_s.get(f"{join.role}/{index}", now_s))
+        if (wait_s := used_s - now_s - (LIVES - 1) * LIFE_S) > 0:
+            return Refused(
+                reason=f"{join.role}/{index} has joined {LIVES} times in a short time; see its log for why it starts "
+                f"again and again; it may join again in {wait_s:.0f} s",
+                retry=True,
+            )
+        self._used_s[f"{join.role}/{index}"] = used_s + LIFE_S
         self._counter += 1
         member = Member(
             role=join.role,
