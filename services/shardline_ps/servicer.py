@@ -317,8 +317,8 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
         if timeline != current:
             raise ProtocolError(f"{what} is for timeline {timeline:#x}; this ps is at {current:#x}")
 
-    @rpc_errors.stream
-    async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> AsyncIterator[Any]:
+    @rpc_errors.writer
+    async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> None:
         """Send one shard's cut."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "GetCut")
@@ -329,12 +329,15 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
             raise ProtocolError(f"shard {shard.number} has no complete cut of step {request.step}; it has {held}")
         # It may contain pushes that a failover would lose.
         await shard.answerable()
+        await context.send_initial_metadata(())
+        # All of --timeout: the chief reads at a small share of a link's rate, and as fast as its disk takes it.
+        reader_s = 3 * self.calls.reader_s
         for image in cut.in_order():
             for header, chunk in image_parts(image):
-                yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
-                await asyncio.sleep(0)
+                frame = parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
+                await rpc_errors.write(context, frame, reader_s)
         end = parameter_server_pb2.ImageEnd(buckets=len(cut.images), sequences=sequences_to_proto(cut.sequences))
-        yield parameter_server_pb2.GetCutFrame(end=end)
+        await rpc_errors.write(context, parameter_server_pb2.GetCutFrame(end=end), reader_s)
 
     @rpc_errors.unary
     async def Release(

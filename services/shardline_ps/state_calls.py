@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -45,8 +44,8 @@ class StateCalls(DataPlane):
         super().__init__(store, attachments, on_push=on_push)
         self._store = store
 
-    @rpc_errors.stream
-    async def GetState(self, request: parameter_server_pb2.GetStateRequest, context: Any) -> AsyncIterator[Any]:
+    @rpc_errors.writer
+    async def GetState(self, request: parameter_server_pb2.GetStateRequest, context: Any) -> None:
         """Send a worker the state of a step; OVERTAKEN if the shard does not have it."""
         store = self._store
         with self.calls.enter() as call:
@@ -60,13 +59,13 @@ class StateCalls(DataPlane):
                     decision = Decision(Outcome.OVERTAKEN, reason)
             for image in images or ():
                 for header, chunk in image_parts(image):
-                    yield parameter_server_pb2.GetStateFrame(header=header, chunk=chunk)
-                    await asyncio.sleep(0)
-            yield parameter_server_pb2.GetStateFrame(
+                    await call.write(context, parameter_server_pb2.GetStateFrame(header=header, chunk=chunk))
+            end = parameter_server_pb2.GetStateFrame(
                 outcome=outcome_to_proto(decision.outcome),
                 reason=decision.reason,
                 end=parameter_server_pb2.ImageEnd(buckets=len(images or ())),
             )
+            await call.write(context, end)
 
     @rpc_errors.unary
     async def PutState(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.PutStateReply:

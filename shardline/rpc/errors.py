@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -93,6 +94,19 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
     outside of the handler, which then could not send the reader the reason.
     """
     return unary(method)
+
+
+async def write(context: Any, message: Any, reader_s: float) -> None:
+    """Send one message of an answer. Raises UnreachableError if the caller reads nothing for reader_s seconds.
+
+    Send the initial metadata before: if they went with the first message, gRPC could not end the call in mid-write.
+    """
+    try:
+        async with asyncio.timeout(reader_s):
+            await context.write(message)
+    except TimeoutError:
+        sentence = f"the call was ended: its caller read nothing of the answer for {reader_s:g} s"
+        raise UnreachableError(sentence) from None
 
 
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:

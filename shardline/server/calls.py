@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from shardline.errors import UnreachableError
+from shardline.rpc import errors as rpc_errors
 
 HELD_BYTES = 32 << 10
 """Shorter messages never wait for the reader: they fit into gRPC's smallest flow-control window."""
@@ -35,19 +36,12 @@ class OpenCall:
         """Note the sender of an admitted message in this call."""
         self.senders.add((task, incarnation))
 
-    async def write(self, context: Any, message: bytes) -> None:
+    async def write(self, context: Any, message: Any) -> None:
         """Send one message of the answer. Raises UnreachableError if the caller reads nothing for reader_s seconds."""
-        try:
-            async with asyncio.timeout(self._calls.reader_s):
-                if not self._begun and len(message) > HELD_BYTES:
-                    # If the metadata were sent with the first message, gRPC could not end the call in mid-write.
-                    await context.send_initial_metadata(())
-                self._begun = True
-                await context.write(message)
-        except TimeoutError:
-            raise UnreachableError(
-                f"the call was ended: its caller read nothing of the answer for {self._calls.reader_s:g} s"
-            ) from None
+        if not self._begun and (not isinstance(message, bytes) or len(message) > HELD_BYTES):
+            await context.send_initial_metadata(())
+        self._begun = True
+        await rpc_errors.write(context, message, self._calls.reader_s)
 
     def end(self, reason: str) -> None:
         if not self._reason and self._handler is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from shardline import Job
-from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2_grpc
+from shardline.rpc.messages.data import state_request
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from tests.support.cluster import PATIENCE_S, TIMELINE, Cluster
 from tests.support.waiting import wait_for
 
@@ -30,7 +32,7 @@ class Points:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     job = Job(
         model=lambda: nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 4096), nn.Linear(4096, 2)),
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
@@ -39,6 +41,7 @@ def cluster() -> Iterator[Cluster]:
         optimizer_args={"lr": 0.01},
         batch_size=4,
         steps=2,
+        **getattr(request, "param", {}),
     )
     with Cluster(job, ps=1) as made:
         made.hosts[0].servicer.calls.reader_s = READER_S
@@ -71,3 +74,28 @@ def test_pulls_that_nobody_reads_end_within_their_time_and_delay_no_other(cluste
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+
+
+CALLS: dict[str, Callable[[Any, Cluster], Any]] = {
+    "GetCut": lambda stub, cluster: stub.GetCut(
+        parameter_server_pb2.GetCutRequest(timeline=TIMELINE, shard=0, step=0), timeout=10 * PATIENCE_S
+    ),
+    "GetState": lambda stub, cluster: stub.GetState(
+        state_request(cluster.workers[0].trainer.sender, 0, 0, ()), timeout=10 * PATIENCE_S
+    ),
+}
+
+
+@pytest.mark.parametrize("cluster", [{"apply": "worker"}], indirect=True)
+@pytest.mark.parametrize("method", CALLS)
+def test_states_that_nobody_reads_are_let_go_within_their_time(cluster: Cluster, method: str) -> None:
+    (ps,) = cluster.hosts
+    cluster.controls[0].cut(TIMELINE, 0)
+    ended: list[str] = []
+    ps.servicer.on_refused = lambda method, error: ended.append(method)
+    with grpc.insecure_channel(ps.address, options=NARROW) as channel:
+        call = CALLS[method](parameter_server_pb2_grpc.ParameterServerStub(channel), cluster)
+        next(call)
+        wait_for(lambda: ended == [method], "the call to be let go")
+        with pytest.raises(grpc.RpcError, match="its caller read nothing of the answer for"):
+            list(call)

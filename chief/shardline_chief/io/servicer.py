@@ -274,8 +274,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             self.sending -= 1
 
     async def _send_cut(self, step: int, context: Any) -> None:
-        checkpoint, reader_s = await asyncio.to_thread(self._store.open, step, verify=False), self._timeouts.dead_s
-        # If the metadata were sent with the first message, gRPC could not end the call in mid-write.
+        checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
         await context.send_initial_metadata(())
         first = True
         for spec in checkpoint.tensors:
@@ -283,13 +282,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
                 if first:
                     frame.step = step
                     first = False
-                try:
-                    async with asyncio.timeout(reader_s):
-                        await context.write(frame)
-                except TimeoutError:
-                    raise UnreachableError(
-                        f"the call was ended: its caller read nothing of the answer for {reader_s:g} s"
-                    ) from None
+                await rpc_errors.write(context, frame, self._timeouts.dead_s)
 
 
 async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:
