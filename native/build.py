@@ -47,7 +47,10 @@ LEVELS = {
 """By processor: the levels that kernels.c is compiled for, and what the compiler may use in each."""
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 PROBE = "#include <string.h>\nint probe(void *to, const void *from) { return memcpy(to, from, 1) != to; }\n"
-COST = "Shardline works without it, with the same bits, but its passes over tensors take up to twice as long"
+COST = (
+    "Shardline works without it, with the same bits, but its passes over tensors take up to twice as long, "
+    "and lane grpc takes the place of tcp"
+)
 
 
 def machine() -> str:

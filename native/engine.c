@@ -1,6 +1,7 @@
 /* See engine.h. */
 #define _GNU_SOURCE
 #include "engine.h"
+#include "tls.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -40,10 +41,13 @@ struct line {
     struct line *next; /* in the same slot of the table */
     uint64_t number;
     int socket;
+    void *tls;      /* NULL: bytes go as they are */
+    size_t pending; /* bytes that are encrypted and have not left */
     unsigned char mark;
     unsigned char mark_due; /* the mark of a payload that has left */
     unsigned char dead;
     unsigned char watched;
+    unsigned char again; /* look at it without waiting for its socket: bytes that have arrived may lie in OpenSSL */
     int gathered; /* SO_RCVLOWAT as it is set */
     int64_t limit_ms;
     int64_t moved_ms;
@@ -61,6 +65,7 @@ struct engine {
     uint64_t numbers;
     struct line *lines[SLOTS];
     int pending;               /* lines with something posted */
+    int again;                 /* a line is to be looked at */
     struct engine_done *done;  /* a ring */
     size_t done_first, done_count, done_room;
     size_t owed;               /* reports that may still be made: one for each item, one for the end of each line */
@@ -207,8 +212,42 @@ static int unchanged(const struct item *item) {
 
 /* Without the lock, by engine_run() alone: the line is `moving`, and only its first item is touched. */
 
+/* As recv(), sendmsg(): never waits. */
+
+static ssize_t bytes_in(struct line *line, void *to, size_t size) {
+    if (!line->tls)
+        return recv(line->socket, to, size, MSG_DONTWAIT);
+    ptrdiff_t count = shardline_tls_receive(line->tls, line->socket, to, size, 0);
+    if (count >= 0)
+        return count;
+    errno = (int)-count;
+    return -1;
+}
+
+static ssize_t bytes_out(struct line *line, struct iovec *parts, size_t count, int flags) {
+    if (!line->tls) {
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
+        return sendmsg(line->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL | flags);
+    }
+    ssize_t sent = 0;
+    for (size_t i = 0; i < count; i++) {
+        ptrdiff_t left =
+            shardline_tls_send(line->tls, line->socket, parts[i].iov_base, parts[i].iov_len, &line->pending, 0);
+        if (left <= 0 && sent == 0) {
+            errno = left ? (int)-left : EAGAIN;
+            return -1;
+        }
+        sent += left > 0 ? left : 0;
+        if (left < (ptrdiff_t)parts[i].iov_len)
+            break;
+    }
+    return sent;
+}
+
 /* Have the kernel wake us for many bytes at once, but never for more than are sure to come. */
 static void gather(struct line *line, const struct item *item) {
+    if (line->tls)
+        return; /* How many records they come in is not known. */
     size_t most = PIECE_BYTES;
     int wanted = item && !line->mark ? (int)(item->left < most ? item->left : most) : 1;
     if (wanted != line->gathered && !setsockopt(line->socket, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted))
@@ -251,12 +290,19 @@ static void rest(struct engine *engine, struct line *line) {
     unlock(engine);
 }
 
+static void look_again(struct engine *engine, struct line *line) {
+    lock(engine);
+    line->again = 1;
+    engine->again = 1;
+    unlock(engine);
+}
+
 static void receive(struct engine *engine, struct line *line) {
     size_t budget = TURN_BYTES;
     struct item *item;
     while ((item = first_of(engine, line)) && budget > 0) {
         size_t wanted = item->left < PIECE_BYTES ? item->left : PIECE_BYTES;
-        ssize_t count = recv(line->socket, item->at, wanted, MSG_DONTWAIT);
+        ssize_t count = bytes_in(line, item->at, wanted);
         if (count < 0) {
             if (errno == EINTR)
                 continue;
@@ -283,6 +329,8 @@ static void receive(struct engine *engine, struct line *line) {
             break; /* That was all. */
         }
     }
+    if (line->tls && budget == 0)
+        look_again(engine, line);
     gather(line, item);
     /* Otherwise the socket stays watched: the next post is near. */
     if (!item && budget == TURN_BYTES)
@@ -305,9 +353,8 @@ static void send_posted(struct engine *engine, struct line *line) {
             parts[count++] = (struct iovec){item->at, item->left < budget ? item->left : budget};
         for (size_t i = 0; i < count; i++)
             wanted += parts[i].iov_len;
-        struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
         /* The mark of this payload follows at once, and would otherwise be a packet of its own. */
-        ssize_t sent = sendmsg(line->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL | (item ? MSG_MORE : 0));
+        ssize_t sent = bytes_out(line, parts, count, item ? MSG_MORE : 0);
         if (sent < 0) {
             if (errno == EINTR)
                 continue;
@@ -372,13 +419,33 @@ static void look_for_stalls(struct engine *engine) {
     unlock(engine);
 }
 
+/* Lines whose bytes have arrived although their sockets need not say so. */
+static void look_at_again(struct engine *engine) {
+    uint64_t numbers[EVENTS];
+    size_t count = 0;
+    lock(engine);
+    engine->again = 0;
+    for (size_t slot = 0; slot < SLOTS; slot++)
+        for (struct line *line = engine->lines[slot]; line; line = line->next)
+            if (line->again && count < EVENTS) {
+                line->again = 0;
+                numbers[count++] = line->number;
+            } else if (line->again) {
+                engine->again = 1;
+            }
+    unlock(engine);
+    for (size_t i = 0; i < count; i++)
+        move(engine, numbers[i]);
+}
+
 int engine_run(struct engine *engine) {
     struct epoll_event events[EVENTS];
     int64_t look_ms = now_ms() + TICK_MS;
     while (!atomic_load(&engine->stopping)) {
         lock(engine);
-        engine->drowsy = engine->pending == 0;
-        int patience = engine->drowsy ? -1 : TICK_MS;
+        int again = engine->again;
+        engine->drowsy = engine->pending == 0 && !again;
+        int patience = again ? 0 : engine->drowsy ? -1 : TICK_MS;
         unlock(engine);
         int count = epoll_wait(engine->epoll, events, EVENTS, patience);
         if (count < 0 && errno != EINTR)
@@ -389,6 +456,8 @@ int engine_run(struct engine *engine) {
             else
                 silence(engine->alarm);
         }
+        if (again)
+            look_at_again(engine);
         if (now_ms() >= look_ms) {
             look_for_stalls(engine);
             look_ms = now_ms() + TICK_MS;
@@ -397,13 +466,14 @@ int engine_run(struct engine *engine) {
     return 0;
 }
 
-uint64_t engine_open(struct engine *engine, int socket, unsigned char mark, int64_t limit_ms) {
+uint64_t engine_open(struct engine *engine, int socket, void *tls, unsigned char mark, int64_t limit_ms) {
     struct line *line = aligned_alloc(64, (sizeof *line + 63) / 64 * 64);
     if (!line)
         return 0;
     memset(line, 0, sizeof *line);
     engine->kernels->digest_begin(&line->hash);
     line->socket = socket;
+    line->tls = tls;
     line->mark = mark;
     line->gathered = 1;
     line->limit_ms = limit_ms;
@@ -424,7 +494,7 @@ uint64_t engine_open(struct engine *engine, int socket, unsigned char mark, int6
  * is ENGINE_POSTED if something is left of the item. */
 
 static int receive_now(struct engine *engine, struct line *line, struct item *item) {
-    ssize_t count = recv(line->socket, item->at, item->left, MSG_DONTWAIT);
+    ssize_t count = bytes_in(line, item->at, item->left);
     if (count <= 0) {
         if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) {
             kill_line(engine, line, count == 0 ? ENGINE_CLOSED : errno);
@@ -444,7 +514,8 @@ static int receive_now(struct engine *engine, struct line *line, struct item *it
 }
 
 static int send_now(struct engine *engine, struct line *line, struct item *item) {
-    ssize_t count = send(line->socket, item->at, item->left, MSG_DONTWAIT | MSG_NOSIGNAL | MSG_MORE);
+    struct iovec part = {item->at, item->left}, mark = {&line->mark, 1};
+    ssize_t count = bytes_out(line, &part, 1, MSG_MORE);
     if (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
         kill_line(engine, line, errno);
         return ENGINE_REFUSED;
@@ -457,7 +528,7 @@ static int send_now(struct engine *engine, struct line *line, struct item *item)
         kill_line(engine, line, ENGINE_CHANGED);
         return ENGINE_REFUSED;
     }
-    if (send(line->socket, &line->mark, 1, MSG_DONTWAIT | MSG_NOSIGNAL) != 1) {
+    if (bytes_out(line, &mark, 1, 0) != 1) {
         /* The engine finds out why. */
         line->mark_due = 1;
         line->moved_ms = now_ms();
@@ -496,8 +567,10 @@ int engine_post(struct engine *engine, uint64_t number, uint64_t name, void *mem
         int problem = watch(engine, line, 1);
         if (problem)
             kill_line(engine, line, problem);
+        if (line->tls && !line->mark)
+            line->again = engine->again = 1;
     }
-    if (engine->drowsy && engine->pending) {
+    if ((engine->drowsy && engine->pending) || engine->again) {
         engine->drowsy = 0;
         ring(engine->alarm);
     }

@@ -45,9 +45,9 @@ int engine_bell(const struct engine *engine);
 size_t engine_reap(struct engine *engine, struct engine_done *done, size_t room);
 
 /* The number of a new line, never 0, over a connected stream socket, which belongs to the engine then; 0 where there is
- * no room for it. mark: 0 = the line receives; else it sends, and this byte follows each post. limit_ms: how
+ * no room for it. tls: its connection of ssl (tls.h), which must be there until engine_close(); NULL = none. mark: 0 = the line receives; else it sends, and this byte follows each post. limit_ms: how
  * long it may move nothing while something is posted. */
-uint64_t engine_open(struct engine *engine, int socket, unsigned char mark, int64_t limit_ms);
+uint64_t engine_open(struct engine *engine, int socket, void *tls, unsigned char mark, int64_t limit_ms);
 
 /* What engine_post() returns. */
 enum engine_answer {

@@ -2,10 +2,11 @@
  *
  * The connection is made, verified and owned by Python's ssl, over memory; the functions are those of its OpenSSL. One
  * thread at a time may use a connection. */
+#include "tls.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <poll.h>
-#include <stddef.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 
@@ -67,15 +68,12 @@ static int blocked(int fd, short events, int wait_ms) {
     return ready > 0 ? 0 : ready == 0 ? ETIMEDOUT : errno;
 }
 
-/* Fills the memory with what has arrived. wait_ms: how long to wait each time that nothing has; 0 = not, -1 = forever.
- *
- * Returns the number of bytes, -ETIMEDOUT if it waited in vain, or -EPROTO: OpenSSL's queue of errors has the reason. 0:
- * ask OpenSSL whether the connection was closed, and the socket what is wrong with it. */
 PUBLIC ptrdiff_t shardline_tls_receive(void *ssl, int fd, unsigned char *to, size_t size, int wait_ms) {
     unsigned char batch[BATCH];
     size_t got = 0;
+    int reason = 0;
     openssl.err_clear_error();
-    while (got < size) {
+    while (got < size && !reason) {
         size_t left = size - got;
         int done = openssl.ssl_read(ssl, to + got, (int)least(left, INT_MAX));
         if (done > 0) {
@@ -90,17 +88,14 @@ PUBLIC ptrdiff_t shardline_tls_receive(void *ssl, int fd, unsigned char *to, siz
         /* No more than the memory has room for: the rest would not make the socket readable. */
         size_t wanted = left + (left + RECORD - 1) / RECORD * OVERHEAD;
         ssize_t arrived = recv(fd, batch, least(wanted, BATCH), MSG_DONTWAIT);
-        if (arrived < 0) {
-            int reason = blocked(fd, POLLIN, wait_ms);
-            if (reason == ETIMEDOUT && got == 0)
-                return -ETIMEDOUT;
-            if (reason)
-                break;
-        } else if (arrived == 0 || openssl.bio_write(openssl.ssl_get_rbio(ssl), batch, (int)arrived) != arrived) {
+        if (arrived == 0)
             break;
-        }
+        if (arrived < 0)
+            reason = blocked(fd, POLLIN, wait_ms);
+        else if (openssl.bio_write(openssl.ssl_get_rbio(ssl), batch, (int)arrived) != arrived)
+            reason = ENOMEM;
     }
-    return (ptrdiff_t)got;
+    return got ? (ptrdiff_t)got : -reason;
 }
 
 /* Sends what is encrypted. Returns 0 once all has left, otherwise the reason. */
@@ -123,10 +118,6 @@ static int flush(void *bio, int fd, int wait_ms) {
     return 0;
 }
 
-/* Encrypts and sends. pending: bytes of `from` that are encrypted and of which not all has left, for the next call, which
- * must be given what this one has not sent. wait_ms: see shardline_tls_receive().
- *
- * Returns the number of bytes that have left, 0 if there is no room, or the reason as -errno; -EPROTO: as above. */
 PUBLIC ptrdiff_t shardline_tls_send(void *ssl, int fd, const unsigned char *from, size_t size, size_t *pending,
                                     int wait_ms) {
     void *bio = openssl.ssl_get_wbio(ssl);

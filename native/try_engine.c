@@ -77,7 +77,7 @@ static void open_side(struct side *side, int sends) {
     side->peer = pair[1];
     side->sends = sends;
     MUST(!fcntl(side->peer, F_SETFL, O_NONBLOCK));
-    side->line = engine_open(engine, pair[0], sends ? MARK : 0, 10000);
+    side->line = engine_open(engine, pair[0], NULL, sends ? MARK : 0, 10000);
     MUST(side->line);
 }
 

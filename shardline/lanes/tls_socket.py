@@ -1,8 +1,8 @@
 """TLS for a lane's sockets, moved in batches: one system call for many records instead of one or two for each.
 
 A record of TLS holds at most 16 KB. An ssl.SSLSocket asks the kernel for the header and for the body of each, sends
-each by itself, and takes the interpreter's lock after each. Here ssl works in memory (ssl.MemoryBIO), so a batch of
-records is received or sent at once, and native/tls.c moves a whole bucket without the lock.
+each by itself, and takes the interpreter's lock after each. Here ssl works in memory (ssl.MemoryBIO), and native/tls.c
+moves a whole bucket without the lock.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from typing import cast
 
 from shardline.core.tensor_bytes import Buffer
 from shardline.host.process import kept_from_children
-from shardline.native import tls as native
+from shardline.native.tls import NativeTls
 
-BATCH_BYTES = 128 << 10
-"""Bytes encrypted, or received, at a time: few system calls, yet within the processor's cache."""
-RECORD_BYTES = 16 << 10
-"""Payload of a full record."""
-OVERHEAD_BYTES = 22
-"""Header, type and tag of a record in TLS 1.3."""
+HANDSHAKE_BYTES = 16 << 10
+"""Received at a time until keys are agreed on: a full record."""
 
 
 class TlsSocket(socket.socket):
@@ -29,7 +24,7 @@ class TlsSocket(socket.socket):
 
     Waits as `plain` does: not at all, without end, or until its timeout. A non-blocking one raises SSLWantReadError or
     SSLWantWriteError. One thread at a time may use it, but any thread may shut() it. name: that the certificate of the
-    other side must contain; None for a server.
+    other side must contain; None for a server. Raises OSError where there is no native library.
     """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, *, name: str | None) -> None:
@@ -38,13 +33,12 @@ class TlsSocket(socket.socket):
         kept_from_children(self)
         self.settimeout(timeout)
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls, self._native = native.connect(
+        self.native = NativeTls(
             lambda: context.wrap_bio(self._arrived, self._leaving, server_side=name is None, server_hostname=name)
         )
+        self._tls = self.native.ssl
         self._unsent = memoryview(b"")
         """Encrypted bytes for which the kernel has had no room."""
-        self._pending = 0
-        """Bytes given to send() of which not all has left."""
 
     def do_handshake(self) -> None:
         """Agree on keys and verify the other side. Raises ssl.SSLError, OSError. May be called again."""
@@ -55,7 +49,7 @@ class TlsSocket(socket.socket):
                 break
             except ssl.SSLWantReadError:
                 self._flush()
-                self._fill(RECORD_BYTES)
+                self._fill()
             except ssl.SSLError:
                 self._alert()
                 raise
@@ -69,16 +63,11 @@ class TlsSocket(socket.socket):
         memory = memoryview(buffer)
         while True:
             try:
-                if self._native is not None:
-                    moved = self._native.receive(self.fileno(), memory, self.gettimeout())
-                    if moved:
-                        return moved
-                return self._decrypt(memory)
-            except ssl.SSLWantReadError:
-                self._fill(len(memory))
-            except ssl.SSLEOFError:
-                # Closed without a word, as bulk sockets always are.
-                return 0
+                return self.native.receive(self.fileno(), memory, self.gettimeout())
+            except InterruptedError:
+                continue
+            except BlockingIOError:
+                raise ssl.SSLWantReadError from None
             except ssl.SSLError:
                 self._alert()
                 raise
@@ -95,7 +84,12 @@ class TlsSocket(socket.socket):
         may be encrypted already.
         """
         left = memoryview(data)
-        return self._send_some(left) if self._native is None else self._send_natively(self._native, left)
+        while True:
+            sent = self.native.send(self.fileno(), left, self.gettimeout())
+            if sent or not len(left):
+                return sent
+            if self.gettimeout() == 0:
+                raise ssl.SSLWantWriteError
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
         """Send all bytes."""
@@ -107,44 +101,9 @@ class TlsSocket(socket.socket):
         """Bytes that have arrived although the socket need not be readable."""
         return self._tls.pending() + self._arrived.pending
 
-    def _send_natively(self, connection: native.NativeTls, left: memoryview) -> int:
-        while True:
-            sent = connection.send(self.fileno(), left, self.gettimeout())
-            if sent or not len(left):
-                return sent
-            if self.gettimeout() == 0:
-                raise ssl.SSLWantWriteError
-
-    def _send_some(self, left: memoryview) -> int:
-        if not self._pending and len(left):
-            self._pending = self._tls.write(left[:BATCH_BYTES])
-        self._flush()
-        sent, self._pending = self._pending, 0
-        return sent
-
-    def _decrypt(self, memory: memoryview) -> int:
-        """What has arrived. Raises SSLWantReadError if more must arrive first."""
-        got = 0
-        while got < len(memory):
-            try:
-                count = cast(int, self._tls.read(len(memory) - got, memory[got:]))
-            except (ssl.SSLWantReadError, ssl.SSLEOFError):
-                if got:
-                    break
-                raise
-            if not count:
-                break
-            got += count
-        return got
-
-    def _fill(self, wanted: int) -> None:
-        """Receive records for so many bytes, or what there is of them.
-
-        Not more: what TLS has does not make the socket readable.
-        """
-        records = -(-wanted // RECORD_BYTES)
+    def _fill(self) -> None:
         try:
-            data = super().recv(min(BATCH_BYTES, wanted + records * OVERHEAD_BYTES))
+            data = super().recv(HANDSHAKE_BYTES)
         except BlockingIOError:
             raise ssl.SSLWantReadError from None
         if data:

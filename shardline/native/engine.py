@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardline.native.library import functions, level
+from shardline.native.tls import NativeTls
 
 log = logging.getLogger("shardline.native")
 DONE, CLOSED, STALLED, CHANGED, DIGEST = 0, -1, -2, -3, -4
@@ -48,7 +49,9 @@ class _Calls:
         self.new = self._typed(quick.engine_new, engine, address)
         self.bell = self._typed(quick.engine_bell, ctypes.c_int, engine)
         self.stop = self._typed(quick.engine_stop, None, engine)
-        self.open = self._typed(quick.engine_open, number, engine, ctypes.c_int, ctypes.c_ubyte, ctypes.c_int64)
+        self.open = self._typed(
+            quick.engine_open, number, engine, ctypes.c_int, address, ctypes.c_ubyte, ctypes.c_int64
+        )
         self.post = self._typed(
             quick.engine_post,
             ctypes.c_int,
@@ -85,6 +88,8 @@ class Engine:
             raise OSError("the system has no room for another epoll instance and two event descriptors")
         self._done = (_Done * _REPORTS)()
         self._reports: dict[int, Report] = {}
+        self._connections: dict[int, NativeTls] = {}
+        """By line, those of lines with TLS: the engine uses their memory."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -95,22 +100,34 @@ class Engine:
             log.error("the thread %s ended: %s", self._thread.name, os.strerror(failed))
 
     def open(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, report: Report, *, mark: bytes = b"", limit_s: float
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        report: Report,
+        *,
+        tls: NativeTls | None,
+        mark: bytes = b"",
+        limit_s: float,
     ) -> int:
         """Take over a connected socket; returns the number of its line. mark: one byte that follows each payload sent.
 
-        report: called on the loop. limit_s: how long it may move nothing while something is posted. Raises OSError.
+        report: called on the loop. tls: what encrypts the socket's bytes, after its handshake. limit_s: how long it may
+        move nothing while something is posted. Raises OSError.
         """
         if not self._engine:
             raise OSError("the engine has ended")
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self._calls.bell(self._engine), self._reap)
-        number: int = self._calls.open(self._engine, sock.fileno(), mark[0] if mark else 0, round(limit_s * 1000))
+        secure = tls.address if tls is not None else None
+        limit_ms = round(limit_s * 1000)
+        number: int = self._calls.open(self._engine, sock.fileno(), secure, mark[0] if mark else 0, limit_ms)
         if not number:
             raise OSError("there is no memory for another bulk socket")
         sock.detach()
         self._reports[number] = report
+        if tls is not None:
+            self._connections[number] = tls
         return number
 
     def post(
@@ -134,6 +151,7 @@ class Engine:
         self._reports.pop(line, None)
         if self._engine:
             self._calls.close(self._engine, line)
+        self._connections.pop(line, None)
 
     def _reap(self) -> None:
         while self._engine:
@@ -176,3 +194,4 @@ class Engine:
             return
         engine, self._engine = self._engine, None
         self._calls.free(engine)
+        self._connections.clear()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shardline.native.library import functions
+from shardline.native.library import describe, functions
 
 _EX_INDEX_SSL = 0
 _NAMES = (
@@ -34,24 +34,34 @@ class _OpenSsl(ctypes.Structure):
 
 
 class NativeTls:
-    """One connection. tls: kept alive, since its address is used."""
+    """One connection. Raises OSError where the native library is not in use or does not find ssl's OpenSSL.
 
-    def __init__(self, library: ctypes.CDLL, tls: ssl.SSLObject, address: int) -> None:
+    make: makes the connection.
+    """
+
+    def __init__(self, make: Callable[[], ssl.SSLObject]) -> None:
+        library = functions()
+        if library is None or not available():
+            raise OSError(f"lane tcp moves TLS by the native library and ssl's OpenSSL; {describe()}")
         self._receive, self._send = library.shardline_tls_receive, library.shardline_tls_send
-        self._tls = tls
-        self._address = address
+        library.shardline_tls_made()
+        self.ssl = make()
+        self.address = library.shardline_tls_made()
+        """The `SSL *` of OpenSSL."""
+        if not self.address:
+            raise OSError("OpenSSL has not announced a new connection to the native library")
         self._pending = _COUNT()
 
     def receive(self, descriptor: int, memory: memoryview, timeout: float | None) -> int:
         """Fill writable bytes with what has arrived; timeout: as of a socket, for each wait.
 
-        Returns their number; 0: ask the connection and the socket, which know why. Raises TimeoutError, ssl.SSLError.
+        Returns their number; 0: the connection was closed. Raises TimeoutError, OSError, ssl.SSLError.
         """
         wait_ms = _milliseconds(timeout)
-        moved = self._receive(self._address, descriptor, _address(memory), len(memory), wait_ms)
+        moved = self._receive(self.address, descriptor, _address(memory), len(memory), wait_ms)
         if moved == -errno.EPROTO:
             # OpenSSL has kept the reason for this thread; ssl raises it.
-            self._tls.read(1)
+            self.ssl.read(1)
         return _checked(moved)
 
     def send(self, descriptor: int, data: memoryview, timeout: float | None) -> int:
@@ -60,21 +70,16 @@ class NativeTls:
         0: there is no room, or a signal came. Raises TimeoutError, OSError, ssl.SSLError.
         """
         wait_ms, pending = _milliseconds(timeout), ctypes.byref(self._pending)
-        moved = self._send(self._address, descriptor, _address(data), len(data), pending, wait_ms)
+        moved = self._send(self.address, descriptor, _address(data), len(data), pending, wait_ms)
         if moved == -errno.EPROTO:
-            self._tls.write(data[:1])
+            self.ssl.write(data[:1])
         return _checked(moved)
 
 
-def connect(make: Callable[[], ssl.SSLObject]) -> tuple[ssl.SSLObject, NativeTls | None]:
-    """Make a connection by `make`, and what moves its bytes; None if Python has to: then there is no library for it."""
+def available() -> bool:
+    """Whether the native library is in use and finds the OpenSSL that ssl is linked to."""
     library = functions()
-    if library is None or not _linked(library):
-        return make(), None
-    library.shardline_tls_made()
-    tls = make()
-    address = library.shardline_tls_made()
-    return tls, NativeTls(library, tls, address) if address else None
+    return library is not None and _linked(library)
 
 
 @functools.cache

@@ -52,6 +52,7 @@ from tests.support.lanes import (
     payload,
     spec,
     unchanged_buckets_come_without_bytes,
+    usable,
 )
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
 from tests.support.refusals import unchanged
@@ -59,8 +60,8 @@ from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 STEPPED = tuple(value - RATE for value in FIRST_W)
-every_lane = pytest.mark.parametrize("name", LANES.names)
-every_opened_lane = pytest.mark.parametrize("name", OPENED)
+every_lane = pytest.mark.parametrize("name", usable(LANES.names))
+every_opened_lane = pytest.mark.parametrize("name", usable(OPENED))
 
 
 def config(kind: LaneKind) -> RoleConfig:

@@ -22,6 +22,7 @@ from shardline.pipeline.parcel import Parcel
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.parcels import Packed, packed
 from shardline.security import PLAIN, Security
+from tests.support.lanes import usable
 from tests.support.parcel_workers import TIMEOUTS, Workers, identity, key, make_config, make_office, parcel, workers
 from tests.support.waiting import wait_for
 
@@ -47,7 +48,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Security:
 
 
 @pytest.mark.parametrize("protected", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize("lane", LANES.names)
+@pytest.mark.parametrize("lane", usable(LANES.names))
 def test_parcels_arrive_with_their_bits_and_layout_in_order(lane: str, protected: bool, tls: Security) -> None:
     with workers(lane, tls if protected else PLAIN) as group:
         for turn, values in enumerate(TENSORS):

@@ -20,6 +20,7 @@ from shardline.lanes import calls
 from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.shm.server import publish
+from shardline.native.engine import available
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import push_receiver
@@ -126,7 +127,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     return found
 
 
-@pytest.fixture(params=[ShmBench, TcpBench, GrpcBench])
+@pytest.fixture(params=[ShmBench, GrpcBench, *([TcpBench] if available() else [])])
 def bench(request: pytest.FixtureRequest, ps: Ps, client: PlainClient, made: Made) -> Iterator[Any]:
     if request.param is ShmBench:
         ps.store.make_publication = publish

@@ -20,6 +20,7 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.tcp import client as tcp
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.server import TcpOffer
+from shardline.native.engine import available
 from shardline.rpc.messages.data import Attached, referred_requests
 from tests.support.cluster import Ps
 from tests.support.lanes import (
@@ -30,19 +31,18 @@ from tests.support.lanes import (
     a_push_that_does_not_count_ends_the_exchange,
     contexts,
     gradient,
-    natively,
 )
 from tests.support.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
 from tests.support.refusals import unchanged
 
+pytestmark = pytest.mark.skipif(not available(), reason="there is no native engine in this process")
 
-@pytest.fixture(params=["plain", "tls", "tls in python"])
+
+@pytest.fixture(params=["plain", "tls"])
 def bench(ps: Ps, ready: PlainClient, request: pytest.FixtureRequest) -> Iterator[TcpBench]:
-    plain = request.param == "plain"
-    with contextlib.nullcontext() if plain else natively(request.param == "tls"):
-        made = TcpBench(ps, None if plain else contexts())
-        yield made
-        made.close()
+    made = TcpBench(ps, None if request.param == "plain" else contexts())
+    yield made
+    made.close()
 
 
 def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: TcpBench, ready: PlainClient) -> None:

@@ -19,8 +19,9 @@ from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, Worker, assert_same_end
 from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
+from tests.support.lanes import usable
 
-LANES = ["grpc", "tcp", "shm"]
+LANES = usable(["grpc", "tcp", "shm"])
 SMALL_BUCKETS = 4096
 
 
@@ -159,13 +160,18 @@ def test_a_new_life_of_a_worker_opens_a_lane_of_its_own_and_the_old_one_is_close
         assert standing.outcome is Outcome.FENCED
 
 
-def test_a_lane_that_the_ps_does_not_offer_is_left_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("offered", ["grpc", "auto"], ids=["another lane", "no native library"])
+def test_a_lane_that_the_ps_does_not_offer_is_left_with_one_sentence(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, offered: str
+) -> None:
     job = job_of("wide")
-    with Cluster(job, ps=1, lane="grpc") as cluster:
+    if offered == "auto":
+        monkeypatch.setattr("shardline.native.engine.available", lambda: False)
+    with Cluster(job, ps=1, lane=offered) as cluster:
         cluster.worker(0, lane="tcp").run(range(job.replicas), job.steps)
         assert_same_end(cluster.state(), expected("wide"))
     ((lane, reason),) = cluster.fallbacks
-    assert lane == "tcp" and "grpc" in reason
+    assert lane == "tcp" and ("grpc" in reason or "shm" in reason)
     assert sum("lane tcp can't be used" in record.getMessage() for record in caplog.records) == 1
 
 

@@ -7,11 +7,10 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import pytest
 import trustme
 
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
@@ -29,7 +28,7 @@ from shardline.lanes.shm.server import ShmOffer
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.client import TcpLane
 from shardline.lanes.tcp.server import TcpOffer
-from shardline.native import library
+from shardline.native.engine import available
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
 from shardline.wire.protobuf import RequestView
@@ -161,17 +160,9 @@ class TcpBench(Bench[TcpLane]):
         return bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0, tls=self._theirs)
 
 
-@contextlib.contextmanager
-def natively(wanted: bool) -> Iterator[None]:
-    """Sockets made meanwhile have their TLS moved by the native library, or by Python."""
-    level = library.level()
-    if wanted and level is None:
-        pytest.skip("there is no native library")
-    library.use(level.name if level is not None and wanted else None)
-    try:
-        yield
-    finally:
-        library.use(level.name if level is not None else None)
+def usable(names: Iterable[str]) -> list[str]:
+    """Those of the lanes that can be opened here: tcp needs the native library."""
+    return [name for name in names if name != "tcp" or available()]
 
 
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -32,8 +32,9 @@ from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.native.engine import available
 from shardline.server.buffers import Buffers
 from shardline.storage.writes import WriteCounts
-from tests.support.lanes import natively, no_calls
+from tests.support.lanes import no_calls
 
+pytestmark = pytest.mark.skipif(not available(), reason="there is no native engine in this process")
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
 """The server's and the client's."""
@@ -44,7 +45,7 @@ HOLDER = Holder(task="worker/0", incarnation=1, shard=0)
 class Server:
     """The server's side: an offer, and a loop on which its attachments are used."""
 
-    def __init__(self, *, timeout_s: float = PATIENCE_S, tls: Contexts | None = None, native: bool = True) -> None:
+    def __init__(self, *, timeout_s: float = PATIENCE_S, tls: Contexts | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -56,7 +57,6 @@ class Server:
             timeout_s=timeout_s,
             take=Buffers(lambda: 1 << 20).take,
             on_refused=lambda method, error: self.told.append(error),
-            native=native,
         )
         self.opened: list[TcpAttachment] = []
 
@@ -91,25 +91,17 @@ class Server:
         self.loop.close()
 
 
-@pytest.fixture(params=["engine", "python"])
-def native(request: pytest.FixtureRequest) -> bool:
-    """Whether the native engine moves the bytes."""
-    if request.param == "engine" and not available():
-        pytest.skip("there is no native engine in this process")
-    return bool(request.param == "engine")
-
-
 @pytest.fixture
-def server(native: bool) -> Iterator[Server]:
-    made = Server(native=native)
+def server() -> Iterator[Server]:
+    made = Server()
     yield made
     made.close()
 
 
 @pytest.fixture
-def hasty(native: bool) -> Iterator[Server]:
+def hasty() -> Iterator[Server]:
     """A server whose deadlines are short."""
-    made = Server(timeout_s=0.5, native=native)
+    made = Server(timeout_s=0.5)
     yield made
     made.close()
 
@@ -136,14 +128,11 @@ def make_certificate(key: Path, cert: Path) -> None:
     subprocess.run(arguments, check=True, capture_output=True, timeout=60)
 
 
-@pytest.fixture(params=["engine", "python", "tls", "tls in python"])
+@pytest.fixture(params=["plain", "tls"])
 def either(request: pytest.FixtureRequest) -> Iterator[Server]:
-    plain = not request.param.startswith("tls")
-    with contextlib.nullcontext() if plain else natively(request.param == "tls"):
-        tls = None if plain else request.getfixturevalue("tls")
-        made = Server(tls=tls, native=request.param == "engine")
-        yield made
-        made.close()
+    made = Server(tls=request.getfixturevalue("tls") if request.param == "tls" else None)
+    yield made
+    made.close()
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import socket
 import ssl
@@ -27,7 +26,7 @@ from shardline.lanes.call_socket import CallSocket, Item
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ReplyView, RequestView, write_reply
-from tests.support.lanes import Handled, Handler, contexts, natively
+from tests.support.lanes import Handled, Handler, contexts
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 20.0
@@ -178,7 +177,7 @@ def tls() -> Contexts:
     return contexts()
 
 
-@pytest.fixture(params=["plain", "tls", "tls in python"])
+@pytest.fixture(params=["plain", "tls"])
 def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Make]:
     pairs: list[Pair] = []
     plain = request.param == "plain"
@@ -187,10 +186,9 @@ def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Make]:
         pairs.append(Pair(handler, None if plain else tls))
         return pairs[-1]
 
-    with contextlib.nullcontext() if plain else natively(request.param == "tls"):
-        yield make
-        for pair in pairs:
-            pair.close()
+    yield make
+    for pair in pairs:
+        pair.close()
 
 
 def at_once(request: RequestView) -> Answered | None:

@@ -53,7 +53,7 @@ class Bench:
             said.append((item, status))
             self._heard.set()
 
-        number = self.engine.open(ours, self.loop, report, mark=mark, limit_s=limit_s)
+        number = self.engine.open(ours, self.loop, report, tls=None, mark=mark, limit_s=limit_s)
         self.reports[number] = said
         return number, peer
 

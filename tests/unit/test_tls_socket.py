@@ -1,4 +1,4 @@
-"""A lane's TLS sockets, natively and in Python: bytes, refusals, waits and ends are those of ssl.SSLSocket."""
+"""A lane's TLS sockets: bytes, refusals, waits and ends are those of ssl.SSLSocket."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ import pytest
 import trustme
 
 from shardline.lanes.socket_thread import shut
-from shardline.lanes.tls_socket import BATCH_BYTES, OVERHEAD_BYTES, RECORD_BYTES, TlsSocket
-from shardline.native import tls as native
+from shardline.lanes.tls_socket import TlsSocket
+from shardline.native import library
+from shardline.native.tls import NativeTls, available
 from shardline.security import Security
-from tests.support.lanes import natively
 
+pytestmark = pytest.mark.skipif(not available(), reason="there is no native library that finds ssl's OpenSSL")
 HOST = "127.0.0.1"
 PATIENCE_S = 10.0
+RECORD_BYTES, OVERHEAD_BYTES, BATCH_BYTES = 16 << 10, 22, 128 << 10
+"""Of native/tls.c."""
 SIZES = (0, 1, 16_383, 16_384, 16_385, BATCH_BYTES - 1, BATCH_BYTES + 1, 5 << 20)
 
 
@@ -51,13 +54,6 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     return Cluster(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def native_wanted(request: pytest.FixtureRequest) -> Iterator[bool]:
-    wanted = request.param == "native"
-    with natively(wanted):
-        yield wanted
 
 
 Secure = Callable[[socket.socket, Security], socket.socket]
@@ -163,11 +159,16 @@ def test_payloads_of_every_size_pass_both_ways_at_once(cluster: Cluster, server:
             end.result(PATIENCE_S)
 
 
-def test_the_native_path_is_the_one_in_use(cluster: Cluster, native_wanted: bool) -> None:
-    context = cluster.own.client_context()
-    assert context is not None
-    _, connection = native.connect(lambda: context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=HOST))
-    assert (connection is not None) == native_wanted
+def test_without_the_native_library_there_is_no_such_socket(cluster: Cluster) -> None:
+    level = library.level()
+    assert level is not None
+    library.use(None)
+    try:
+        ours, theirs = connected()
+        with theirs, pytest.raises(OSError, match=r"native library.*SHARDLINE|native kernels"):
+            at_client(ours, cluster.own)
+    finally:
+        library.use(level.name)
 
 
 def test_two_connections_made_at_once_are_not_mistaken_for_each_other(cluster: Cluster) -> None:
@@ -180,7 +181,8 @@ def test_two_connections_made_at_once_are_not_mistaken_for_each_other(cluster: C
         kept.append(context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=HOST))
         return context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=HOST)
 
-    assert native.connect(make)[1] is None
+    with pytest.raises(OSError, match="has not announced"):
+        NativeTls(make)
 
 
 def test_what_a_full_socket_did_not_take_follows_once_there_is_room(cluster: Cluster) -> None:

@@ -38,13 +38,17 @@ class Tcp(LaneKind):
         on_host: bool,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
-    ) -> LaneOffer:
-        """The server's half, on an additional port of the same interface."""
+    ) -> LaneOffer | None:
+        """The server's half, on an additional port of the same interface; None where there is no native engine."""
         from shardline.cluster import parse_address
         from shardline.lanes.tcp.server import TcpOffer
+        from shardline.native import engine
+        from shardline.native import tls as native_tls
 
         host, _ = parse_address(config.cluster.address(config.task))
         tls, timeout_s = config.security.server_context(), config.timeouts.rpc_s
+        if not engine.available() or (tls is not None and not native_tls.available()):
+            return None
         return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=take, on_refused=on_refused)
 
     def listen(self, config: RoleConfig) -> Listening:

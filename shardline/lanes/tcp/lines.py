@@ -13,6 +13,7 @@ from typing import Protocol
 from shardline.core.fixed import fixed
 from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import WHOLE
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.native import engine
 from shardline.native.engine import Engine
 from shardline.storage.writes import Intact
@@ -78,7 +79,10 @@ class _EngineLine:
                 sock.close()
                 return
             try:
-                self._line = self._engine.open(sock, self._loop, self._report, mark=self.mark, limit_s=self._limit_s)
+                tls = sock.native if isinstance(sock, TlsSocket) else None
+                self._line = self._engine.open(
+                    sock, self._loop, self._report, tls=tls, mark=self.mark, limit_s=self._limit_s
+                )
             except OSError as error:
                 problem = str(error)
             else:

@@ -12,6 +12,7 @@ from shardline.lanes.parcel_port import Listening
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.client import DIAL_S
 from shardline.lanes.tcp.server import BulkHandshake, listen
+from shardline.native.tls import available
 
 if TYPE_CHECKING:
     from shardline.config import RoleConfig
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 def listening(config: RoleConfig) -> Listening:
     """An additional port of the interface of the worker's address. Raises LaneUnavailable."""
     tls = config.security.server_context()
+    if tls is not None and not available():
+        raise LaneUnavailable("it moves TLS by the native library and ssl's OpenSSL, which are not to be had here")
     try:
         listener = listen(config.listens_at)
     except UsageError as error:

@@ -1,4 +1,7 @@
-"""The server half of lane tcp: one port for the bulk sockets of all workers, and two threads however many there are."""
+"""The server half of lane tcp: one port for the bulk sockets of all workers, and two threads however many there are.
+
+One accepts sockets, the native engine moves their bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,10 @@ from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.call_server import Answers
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
-from shardline.lanes.tcp.attachment import Changes, Ends, ReceiveSocket, SendSocket, TcpAttachment
-from shardline.lanes.tcp.lines import EngineReceive, EngineSend
+from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import MAX_GUESTS, TokenAcceptor
-from shardline.native.engine import Engine, available
+from shardline.native.engine import Engine
 
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
@@ -73,8 +75,8 @@ class TcpOffer:
 
     host: from the server's own address. server_context: for both directions, if the cluster has TLS. timeout_s: seconds
     for which a token is valid, and for which a transfer may make no progress (a third of --timeout). take: memory for
-    incoming data. on_refused: called on the receive thread for every connection that was turned away. native: use the
-    engine if there is one and no TLS. Raises UsageError if the interface can't be listened on.
+    incoming data. on_refused: called on the accepting thread for every connection that was turned away. Raises
+    UsageError if the interface can't be listened on.
     """
 
     lane = "tcp"
@@ -88,20 +90,16 @@ class TcpOffer:
         timeout_s: float,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
-        native: bool = True,
     ) -> None:
         listener = listen(host)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._take = take
-        # It accepts sockets, and without an engine receives.
-        self._receiver = SocketThread("bulk-receive")
-        native = native and server_context is None and available()
-        self._engine = Engine("bulk") if native else None
-        self._sender = None if native else SocketThread("bulk-send")
+        self._doorman = SocketThread("bulk-accept")
+        self._engine = Engine("bulk")
         self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
             listener,
-            self._receiver,
+            self._doorman,
             lambda sock, address: BulkHandshake(sock, address, server_context),
             label="bulk",
             valid_s=timeout_s,
@@ -116,7 +114,8 @@ class TcpOffer:
             holder,
             loop,
             answers,
-            ends=self._ends,
+            engine=self._engine,
+            limit_s=self._timeout_s,
             take=self._take,
             forget=lambda: self.acceptor.revoke(up, down, call),
         )
@@ -124,25 +123,6 @@ class TcpOffer:
             self.acceptor.grant(end.attach) for end in (attachment.incoming, attachment.outgoing, attachment.calls)
         )
         return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down, call_token=call)
-
-    def _ends(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        came: Changes,
-        left: Changes,
-        broke: Callable[[str], None],
-    ) -> Ends:
-        if self._engine is not None:
-            engine = self._engine
-            return (
-                EngineReceive(engine, loop, self._timeout_s, came.wake, broke),
-                EngineSend(engine, loop, self._timeout_s, left.wake, broke),
-            )
-        assert self._sender is not None
-        return (
-            ReceiveSocket(self._receiver, self._timeout_s, came.happened, broke),
-            SendSocket(self._sender, self._timeout_s, left.happened, broke),
-        )
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         """Nothing is read in place on this lane."""
@@ -153,11 +133,8 @@ class TcpOffer:
             return
         self._closed = True
         self.acceptor.close()
-        self._receiver.close()
-        if self._sender is not None:
-            self._sender.close()
-        if self._engine is not None:
-            self._engine.close()
+        self._doorman.close()
+        self._engine.close()
 
 
 def listen(host: str) -> socket.socket:
