@@ -61,9 +61,10 @@ def run(config: RoleConfig) -> int:
             settings.replayed.check(spec)
         known = replay(journal.read())
         remembered = unfinished_job(config, out, known, spec, settings)
-        if done_already(known, spec, settings):
+        if done := done_already(known, spec, settings):
             config = dataclasses.replace(config, resume=True)
         resume = checkpoint_to_resume(config, out) if remembered is None else None
+        nothing_left = remembered is not None or (done and resume is not None and resume.step == known.checkpoint_step)
         # Before the term begins: a page that can't be served must not turn an earlier run into this one.
         page = open_page(config, known.page if remembered is not None else "")
         if resume is not None and spec is not None:
@@ -74,6 +75,7 @@ def run(config: RoleConfig) -> int:
             term=journal.begin_term(),
             chief_uuid=uuid.uuid4().hex,
             job_secret=secrets.token_bytes(JOB_SECRET_BYTES),
+            before=known.summary if nothing_left else {},
         )
         try:
             journal.write(

@@ -53,6 +53,11 @@ class Run:
         folder.mkdir(exist_ok=True, parents=True)
         with (folder / "journal-3.jsonl").open("a") as file:
             for entry in self.cluster.entries[self._noted :]:
+                if entry["kind"] == "ended":
+                    now_s = self.cluster.now_s
+                    entry["summary"] = summary(
+                        self.cluster.program, self.reporter, sha256="", out=self.out, now_s=now_s
+                    )
                 file.write(json.dumps({**entry, "time": entry["time"] + self._began}) + "\n")
         self._noted = len(self.cluster.entries)
         for said in self.cluster.said[self._said :]:
@@ -83,8 +88,6 @@ class Run:
         self.cluster.tick(1.0)
         assert self.cluster.finish is not None
         self.write()
-        result = summary(self.cluster.program, self.reporter, sha256="", out=self.out, now_s=self.cluster.now_s)
-        write_json(self.out / "summary.json", result)
         self.reporter.close()
 
     def told(self) -> ClusterView:
@@ -167,14 +170,6 @@ def test_a_run_whose_chief_writes_nothing_any_more_waits_for_the_chief(run: Run)
     assert (found.steps_per_s, found.left_s, found.push_bytes_per_s) == (0.0, None, 0.0)
 
 
-def test_the_summary_of_an_earlier_run_in_the_folder_does_not_count(run: Run) -> None:
-    write_json(run.out / "summary.json", {"steps": 77, "seconds": 1e6, "reason": "done"})
-    run.train(10)
-    found = read(run.out)
-    assert (found.phase, found.step) == ("running", 10)
-    assert found.seconds < 1e6
-
-
 def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
     run.train(10)
     files = RunFiles(run.out, History(), PassBoard())
@@ -185,15 +180,6 @@ def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
     away.rename(run.out)
     run.train(20)
     assert files.status(before.time + SILENT_S).step == 20
-
-
-def test_a_summary_that_was_never_written_or_is_damaged_leaves_the_rest(run: Run) -> None:
-    run.end()
-    for damage in ("[]", "{", "\0"):
-        (run.out / "summary.json").write_text(damage)
-        assert (read(run.out).phase, read(run.out).step) == ("ended", 100)
-    (run.out / "summary.json").unlink()
-    assert (read(run.out).phase, read(run.out).step) == ("ended", 100)
 
 
 def passes() -> list[TaskPass]:

@@ -69,7 +69,10 @@ def test_a_task_joins_gets_orders_and_is_told_the_end(chief: Chief, tmp_path: Pa
     assert link.orders.reason == "stopped: enough"
     link.close()
     assert chief.wait() == 0
-    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "stopped: enough"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reason"] == "stopped: enough"
+    (ended,) = (entry for entry in chief.journal.read() if entry["kind"] == "ended")
+    assert ended["summary"] == summary
 
 
 def test_status_names_tasks_with_their_state_and_the_last_events(chief: Chief) -> None:
@@ -339,10 +342,13 @@ def test_a_chief_that_was_killed_before_it_had_closed_says_good_bye_once_more(tm
         journal.begin_term()
         journal.write("chief", uuid="u", resume=None, takes_over=None)
         journal.write("job", spec=job_to_json(make_job_spec()))
-        journal.write("ended", exit_code=4, reason="ps/0 is gone")
+        told = {"exit_code": 4, "versions": [7, 8], "trainers": {"worker/0": {"steps": 9}}, "chief_restarts": 0}
+        journal.write("ended", exit_code=4, reason="ps/0 is gone", summary=told)
     assert run_in_thread(config) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_code"], summary["reason"]) == (4, "ps/0 is gone")
+    # What servers and workers had told the first chief.
+    assert summary == {**summary, **told, "chief_restarts": 1}
     with Journal(tmp_path / "chief") as journal:
         remembered = replay(journal.read())
     assert remembered.closed

@@ -40,7 +40,7 @@ from shardline_chief.io.journal import Journal
 from shardline_chief.io.performer import Performer, settle
 from shardline_chief.io.reporter import Reporter, for_people
 from shardline_chief.io.streams import Channel, Streams
-from shardline_chief.io.summary import SummaryFile, overview, summary
+from shardline_chief.io.summary import SummaryFile, overview
 from shardline_chief.io.telemetry import Telemetry
 from shardline_chief.rules.actions import (
     Finish,
@@ -85,7 +85,7 @@ class Control:
         self._commander = commander
         self._checkpointer = checkpointer
         self._reporter = reporter
-        self._summary = SummaryFile(out, reporter)
+        self._summary = SummaryFile(program, reporter, out)
         self._metrics = metrics
         self._out = out
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -312,7 +312,7 @@ class Control:
             return
         faults = self.program.state.figures.faults
         try:
-            self._journal.write_all((record.kind, record.fields) for record in records)
+            self._journal.write_all((record.kind, self._summary.noted(record, now_s)) for record in records)
         except OSError as error:
             sentence = f"the journal in {self._journal.folder} can't be written: {error.strerror}"
             if self.program.state.phase in (Phase.WAITING, Phase.INIT):
@@ -359,4 +359,4 @@ class Control:
         self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
         if watched:
             self._watcher_until_s = now_s + WATCHER_S
-        self._summary.write(summary(self.program, self._reporter, sha256=digest, out=self._out, now_s=now_s))
+        self._summary.write(self._summary.value(digest, now_s))

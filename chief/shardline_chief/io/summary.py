@@ -19,6 +19,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
 from shardline_chief.io.reporter import Reporter
+from shardline_chief.rules.actions import JournalLine
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.views import counting, done
 
@@ -111,26 +112,41 @@ def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
 class SummaryFile:
     """summary.json: written when the job has ended, and again once tasks have told of their last steps."""
 
-    def __init__(self, out: Path, reporter: Reporter) -> None:
-        self._path = out / SUMMARY
+    def __init__(self, program: Program, reporter: Reporter, out: Path) -> None:
+        self._program = program
         self._reporter = reporter
+        self._out = out
         self._value: dict[str, Any] = {}
+
+    def value(self, sha256: str, now_s: float) -> dict[str, Any]:
+        """See summary(). If another chief ended the job, its figures: tasks have told this one little."""
+        found = summary(self._program, self._reporter, sha256=sha256, out=self._out, now_s=now_s)
+        before = self._program.state.settings.before
+        if not before or before["exit_code"] != found["exit_code"]:
+            return found
+        return {**before, **{name: found[name] for name in ("reason", "sha256", "chief_restarts", "out")}}
+
+    def noted(self, record: JournalLine, now_s: float) -> Mapping[str, Any]:
+        """Fields of a journal entry: with the end goes the summary, for a chief that is started after it."""
+        if record.kind != "ended":
+            return record.fields
+        return {**record.fields, "summary": self.value("", now_s)}
 
     def write(self, value: dict[str, Any]) -> None:
         """Write a summary; if that fails, there is none, and an event says so."""
         self._value = value
         try:
-            write_json(self._path, value)
+            write_json(self._out / SUMMARY, value)
         except OSError as error:
-            self._reporter.event("summary_failed", f"no summary: {self._path.parent}: {error.strerror}", "error", {})
+            self._reporter.event("summary_failed", f"no summary: {self._out}: {error.strerror}", "error", {})
             # A summary of an earlier run in this folder would be mistaken for this run's.
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                (self._out / SUMMARY).unlink(missing_ok=True)
 
     def complete(self) -> None:
         """Add what tasks told when they left."""
         found = {"trainers": trainers(self._reporter), "stages": stages(self._reporter)}
-        if found != {name: self._value.get(name) for name in found}:
+        if not self._program.state.settings.before and found != {name: self._value.get(name) for name in found}:
             self.write({**self._value, **found})
 
 

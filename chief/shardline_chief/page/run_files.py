@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardline.host.run_lock import ever_begun
 from shardline.pipeline.timeline import passes_in
 from shardline_chief.io.journal import read_entries
 from shardline_chief.io.reporter import TRACE, Shelf, mean
-from shardline_chief.io.summary import SUMMARY, facts, scores
+from shardline_chief.io.summary import facts, scores
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import Past
@@ -28,11 +28,9 @@ from shardline_chief.rules.replay import KnownMember, Remembered, replay
 SILENT_S = 10.0
 """Seconds without a line after which the chief counts as gone: while it trains, it writes one every two seconds."""
 FILE_BYTES = 64 << 20
-"""Most bytes of summary.json and of the trace."""
+"""Most bytes of the trace."""
 REST = 10.0
 """A file that grows is read again after this many times as long as reading it took."""
-CLOCK_S = 1.0
-"""Most seconds by which a file system's clock is behind."""
 MOST_NAMED = 4
 """Most runs in a folder that an error names."""
 
@@ -47,7 +45,6 @@ class RunFiles:
         self._shelf = Shelf()
         self._known = Remembered()
         self._shard_bytes: tuple[int, ...] = ()
-        self._summary: Mapping[str, Any] = {}
         self._seen: dict[Path, tuple[int, int]] = {}
         """Time in ns and bytes of each file when it was last read."""
         self._rests: dict[Path, float] = {}
@@ -59,11 +56,11 @@ class RunFiles:
         journals = (self._out / "chief").glob("journal-*.jsonl")
         if newest := max(journals, key=lambda path: (len(path.name), path.name), default=None):
             self._read_if_new(newest, now, self._read_journal)
-        self._read_if_new(self._out / SUMMARY, now, self._read_summary)
         self._read_if_new(self._out / TRACE, now, self._read_trace)
         for step in set(committed_steps(self._out / "checkpoints")) - {one.step for one in self._shelf.list(now)}:
             self._shelf.put(step, self._out / "checkpoints" / step_folder(step))
-        known, summary, past = self._known, self._result(), self._past
+        known, past = self._known, self._past
+        summary = known.summary
         still = self._standstill(now)
         moves = still is None and known.ended is None
         rates = past.rates if moves else {}
@@ -122,9 +119,6 @@ class RunFiles:
         plan = make_plan(known.job.tensors, known.shards) if known.job is not None and known.shards else None
         self._shard_bytes = tuple(shard.nbytes for shard in plan.shards) if plan is not None else ()
 
-    def _read_summary(self, path: Path) -> None:
-        self._summary = _json(path)
-
     def _read_trace(self, path: Path) -> None:
         job, passes = self._known.job, passes_in(_json(path))
         if job is None or not passes:
@@ -139,12 +133,6 @@ class RunFiles:
 
     # What follows from them
 
-    def _result(self) -> Mapping[str, Any]:
-        """The summary of this run; {} while it goes on, also if there is one of an earlier run in the folder."""
-        summed_up, _ = self._seen.get(self._out / SUMMARY, (0, 0))
-        ended_at = self._known.ended_at
-        return self._summary if ended_at is not None and summed_up / 1e9 >= ended_at - CLOCK_S else {}
-
     def _phase(self) -> str:
         known = self._known
         if known.ended is not None:
@@ -156,7 +144,7 @@ class RunFiles:
         return "init" if known.timeline else "waiting"
 
     def _step(self) -> int:
-        told = self._result().get("steps", self._past.rates.get("step", 0))
+        told = self._known.summary.get("steps", self._past.rates.get("step", 0))
         # A job that ended between two lines of the log.
         return max(int(told), self._known.checkpoint_step if self._known.ended is not None else self._known.base_step)
 
@@ -199,7 +187,7 @@ class RunFiles:
         return "left" if over and state != "dead" else state
 
     def _shards(self, name: str) -> tuple[ShardStatus, ...]:
-        versions = self._result().get("versions", ())
+        versions = self._known.summary.get("versions", ())
         return tuple(
             ShardStatus(
                 shard=place.shard,

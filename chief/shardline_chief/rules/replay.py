@@ -113,8 +113,8 @@ class Remembered:
     """(reason, exit code) of an end that has begun."""
     ended: tuple[int, str] | None = None
     """(exit code, reason) of an end that has been decided."""
-    ended_at: float | None = None
-    """Unix time of that decision."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chief that decided it."""
     closed: bool = False
     """The chief has notified every task of the end, or none was left."""
 
@@ -385,7 +385,8 @@ class _Book:
         self._found["stopping"] = (str(entry["reason"]), int(entry["exit_code"]))
 
     def _ended(self, entry: Mapping[str, Any]) -> None:
-        self._found.update(ended=(int(entry["exit_code"]), str(entry["reason"])), ended_at=float(entry["time"]))
+        ended = int(entry["exit_code"]), str(entry["reason"])
+        self._found.update(ended=ended, summary=dict(entry.get("summary", {})))
 
 
 class _LostUpdates:

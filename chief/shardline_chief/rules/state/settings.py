@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardline import codecs, consistency
 from shardline.core.choices import Choices
@@ -47,6 +48,8 @@ class ChiefSettings:
     """Standbys of each shard: 0 or 1."""
     replayed: Replayed | None = None
     """The run to repeat."""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """Summary of the chief that ended the job; empty if none did."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     out: str = ""
 
