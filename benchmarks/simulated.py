@@ -29,8 +29,9 @@ from typing import Any
 
 from benchmarks.network import lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment
+from shardline.cli import quantities
 from shardline.job import load_job
-from shardline.simulator import Network, Setup, StageCosts, Times, quantities, runs, simulated
+from shardline_lab.simulator import Network, Setup, StageCosts, Times, runs, simulated
 
 JOB = ROOT / "benchmarks" / "simulated_job.py"
 PORT = 2422

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardline
-from shardline.simulator.workers import FORWARD
+from shardline_lab.simulator.workers import FORWARD
 
 LAYERS = 4
 PAUSES = 0.1

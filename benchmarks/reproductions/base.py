@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from shardline.errors import NonFiniteError
 from shardline.job import Job
-from shardline.simulator.gradients import parameters, training_contents
-from shardline.simulator.result import Result
-from shardline.simulator.simulation import Setup, Simulation
-from shardline.simulator.times import Gamma
+from shardline_lab.simulator.gradients import parameters, training_contents
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Setup, Simulation
+from shardline_lab.simulator.times import Gamma
 
 RESULTS = Path(__file__).parents[1] / "results" / "reproductions"
 SEEDS = (0, 1, 2)

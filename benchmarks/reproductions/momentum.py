@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.reproductions.base import Curve, Found, Reproduction, Row, accuracy, digits_job, mean, spread, train
 from shardline.core.contributions import Partial
-from shardline.simulator.servers import VirtualBucket
-from shardline.simulator.simulation import Simulation
+from shardline_lab.simulator.servers import VirtualBucket
+from shardline_lab.simulator.simulation import Simulation
 
 RATE, MOMENTUM = 0.01, 0.9
 WORKERS = (1, 4, 8, 12, 16, 20, 24)

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.reproductions.base import Found, Reproduction, Row, accuracy, digits_job, mean, perceptron, spread
 from shardline.errors import NonFiniteError, UsageError
-from shardline.simulator.gradients import parameters, training_contents
-from shardline.simulator.simulation import Setup, Simulation
-from shardline.simulator.times import Gamma
+from shardline_lab.simulator.gradients import parameters, training_contents
+from shardline_lab.simulator.simulation import Setup, Simulation
+from shardline_lab.simulator.times import Gamma
 
 WORKERS, SLOW = 4, 5.0
 TARGET = 0.97

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shlex
 import signal
@@ -20,7 +21,6 @@ from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.partition.command import partition
 from shardline.cli.roles import COMMANDS
-from shardline.cli.simulate import advise, simulate
 from shardline.cli.top import top
 from shardline.cli.train import train
 from shardline.host import files, lifeline
@@ -79,8 +79,10 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, check, simulate, advise, partition, *COMMANDS):
+for command in (train, check, partition, *COMMANDS):
     cli.add_command(command)
+for installed in importlib.metadata.entry_points(group="shardline.commands"):
+    cli.add_command(installed.load())
 for command in (top, page, status, stop, export, certs, health, bench):
     cli.add_command(command)
 

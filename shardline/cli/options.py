@@ -11,18 +11,29 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import TaskPlace, check_chief_port, locate, own_address, parse_address, wants_place
+from shardline.cluster import (
+    TaskPlace,
+    check_chief_port,
+    locate,
+    own_address,
+    parse_address,
+    read_spec,
+    wants_place,
+)
 from shardline.config import RoleConfig
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.lanes import AUTO, CHOICES, choices
 from shardline.security import Security
+
+if TYPE_CHECKING:
+    from shardline.job import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -301,6 +312,18 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
 
 JOB_FIELDS = ("steps", "seed", "loaders", *methods.FIELDS)
 """Fields of the job that have a flag of their own."""
+
+
+def loaded_job(flags: Mapping[str, Any]) -> Job:
+    """The job of a command that takes JOB.py, flags of its fields, and --workers or --cluster."""
+    path = existing_job(flags["job"])
+    assert path is not None
+    # Imports torch, which --help must not do.
+    from shardline.job import load_job
+
+    named = flags.get("cluster")
+    workers = len(read_spec(named).addresses("worker")) if named is not None else flags["workers"]
+    return load_job(path, overrides(flags), workers=workers)
 
 
 def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

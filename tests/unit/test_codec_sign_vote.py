@@ -14,9 +14,9 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.errors import JobError, UsageError
 from shardline.fit import check_fit
-from shardline.simulator.gradients import training_contents
-from shardline.simulator.simulation import Setup
-from shardline.simulator.times import Gamma
+from shardline_lab.simulator.gradients import training_contents
+from shardline_lab.simulator.simulation import Setup
+from shardline_lab.simulator.times import Gamma
 from tests.support.cluster import Cluster
 from tests.support.jobs import make_job
 

@@ -17,8 +17,10 @@ ROLES = {
     "shardline_worker": "worker",
     "shardline_chief": "chief",
     "shardline_evaluator": "evaluator",
+    "shardline_lab": "lab",
 }
-CONTAINERS = ("worker", "chief", "services", "evaluator", "proto")
+"""Packages beside the library, by folder: the roles, and the laboratory of simulations."""
+CONTAINERS = ("worker", "chief", "services", "evaluator", "lab", "proto")
 STUBS = "shardline.rpc.v1"
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
@@ -105,7 +107,7 @@ LAYERS = (
     ("topology", "checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),
-    ("server", "config", "simulator"),
+    ("server", "config"),
     ("observability",),
     ("client",),
     ("comparison",),
@@ -154,7 +156,11 @@ def refusal(item: Import) -> str | None:
     if top in CONTAINERS:
         return f"{top} is a folder, not a package: a person's own {top}.py must not clash with it"
     if top in ROLES and top != own:
-        return "the library imports no role" if own == "shardline" else "roles never import each other"
+        return (
+            "the library imports no package beside it"
+            if own == "shardline"
+            else "packages beside it never import each other"
+        )
     if within(item.module, STUBS) and not may_use_stubs(item.path):
         return "generated stubs are for the packages that speak the protocol"
     if any(under(item.path, folder) for folder in PURE) and any(within(item.module, outer) for outer in OUTER):
@@ -203,7 +209,7 @@ def test_layers_hold() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "says"),
     [
-        ("shardline/job.py", "from shardline_worker import loop", "the library imports no role"),
+        ("shardline/job.py", "from shardline_worker import loop", "the library imports no package beside it"),
         ("chief/shardline_chief/x.py", "def f():\n    import shardline_ps.store", "never import each other"),
         ("chief/shardline_chief/x.py", "import worker", "a folder, not a package"),
         ("shardline/job.py", "from chief.shardline_chief import state", "a folder, not a package"),

@@ -37,8 +37,8 @@ from shardline.host.awake import awake_s
 from shardline.job import Job
 from shardline.pipeline.across import cut, shared_layers
 from shardline.pipeline.model import Pipeline
-from shardline.simulator.simulation import Setup
 from shardline.testing import reference
+from shardline_lab.simulator.simulation import Setup
 
 
 class Block(nn.Module):

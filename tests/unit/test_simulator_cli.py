@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardline.cli import quantities
 from shardline.cli.main import main
 from shardline.codecs import CODECS
 from shardline.codecs.base import Memory
 from shardline.errors import UsageError
-from shardline.simulator import Death, Gamma, menu, quantities, runs
-from shardline.simulator.times import Measured
+from shardline_lab.commands import death
+from shardline_lab.simulator import Death, Gamma, menu, runs
+from shardline_lab.simulator.times import Measured
 
 JOB = """
 import torch
@@ -158,10 +160,10 @@ def test_bandwidths(text: str, value: float) -> None:
 
 
 def test_deaths() -> None:
-    assert quantities.death("worker/3@2min:back=10s", "--kill") == Death(worker=3, at_s=120, back_s=10)
-    assert quantities.death("worker/0@1.5s", "--kill") == Death(worker=0, at_s=1.5)
+    assert death("worker/3@2min:back=10s", "--kill") == Death(worker=3, at_s=120, back_s=10)
+    assert death("worker/0@1.5s", "--kill") == Death(worker=0, at_s=1.5)
     with pytest.raises(UsageError, match="worker/INDEX@TIME"):
-        quantities.death("worker@3", "--kill")
+        death("worker@3", "--kill")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,18 @@ from shardline.pipeline.layout import StageLayout
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
 from shardline.pipeline.runner import AtHome, StageRunner
-from shardline.simulator import Death, Gamma, Network, PipelineSimulation, Result, Setup, StageCosts, runs, simulated
-from shardline.simulator.gradients import training_contents
+from shardline_lab.simulator import (
+    Death,
+    Gamma,
+    Network,
+    PipelineSimulation,
+    Result,
+    Setup,
+    StageCosts,
+    runs,
+    simulated,
+)
+from shardline_lab.simulator.gradients import training_contents
 
 FLUSHING = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and PIPELINES.parse(one.name).flushes]
 UNBROKEN = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and not PIPELINES.parse(one.name).flushes]

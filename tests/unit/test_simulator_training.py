@@ -17,11 +17,11 @@ from shardline.core.choices import members
 from shardline.core.digest import params_sha256
 from shardline.errors import UsageError
 from shardline.schedule import cosine
-from shardline.simulator import Death, Gamma, Network, Result, Setup, Simulation
-from shardline.simulator.gradients import parameters, training_contents
-from shardline.simulator.simulation import Contents
 from shardline.testing import reference
 from shardline.update import RULES
+from shardline_lab.simulator import Death, Gamma, Network, Result, Setup, Simulation
+from shardline_lab.simulator.gradients import parameters, training_contents
+from shardline_lab.simulator.simulation import Contents
 from tests.support.cluster import Cluster
 from tests.support.covering import covering
 

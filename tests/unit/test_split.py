@@ -20,7 +20,7 @@ from shardline.pipeline.partition import coded, shapes
 from shardline.pipeline.partition.activations import Activations
 from shardline.pipeline.split.model import Split
 from shardline.pipeline.staged import StagedModel
-from shardline.simulator.runs import measure_stages
+from shardline_lab.simulator.runs import measure_stages
 from tests.conformance.test_pipeline import Skips, Words, skips, words, words_loss
 
 

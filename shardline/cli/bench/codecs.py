@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
+from shardline.cli.quantities import bytes_per_s
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def codecs(**flags: Any) -> int:
     from shardline.codecs.coding import JobCodec
     from shardline.codecs.measuring import measure_codec
     from shardline.core.plan import make_plan
-    from shardline.simulator.quantities import bytes_per_s
 
     link = bytes_per_s(flags["link"], "--link")
     chosen = [CODECS.parse(text) for text in flags["only"]] or [kind() for kind in CODECS if not kind().undecided]

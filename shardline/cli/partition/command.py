@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli import options
+from shardline.cli import options, quantities
 from shardline.cli.partition.report import figures, plain_bytes, report
 from shardline.errors import JobError, UsageError
 
@@ -64,10 +64,9 @@ def partition(**flags: Any) -> int:
     The job's model must be a shardline.Pipeline, one of Pipeline.split, or a torch.nn.Sequential; how it is cut now
     does not matter. A step keeps its samples: the job's replicas x accumulate x batch_size.
     """
-    from shardline.cli.simulate import load
     from shardline.pipeline.partition import choose, rated, smallest
 
-    job = load(flags)
+    job = options.loaded_job(flags)
     model = in_layers(replace(job, pipeline="whole-model", tensor_ranks=1).build_model())
     costs = make_costs(job, flags, model)
     choice = choose(costs, allow_mixed=flags["mixed"])
@@ -166,7 +165,6 @@ def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
 def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     """The cluster, from parsed flags. Raises UsageError."""
     from shardline.pipeline.partition import Cluster, LinkLevel
-    from shardline.simulator import quantities
 
     link, workers, group = quantities.bytes_per_s(flags["link"], "--link"), flags["workers"], flags["group"]
     memory = quantities.byte_count(flags["memory"], "--memory")

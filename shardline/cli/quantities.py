@@ -1,4 +1,4 @@
-"""Durations, bandwidths and deaths as people write them."""
+"""Durations, bandwidths and amounts of memory as people write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 
 from shardline.errors import UsageError
-from shardline.simulator.simulation import Death
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 BITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "Mbit": 125e3, "Gbit": 125e6}
@@ -14,7 +13,6 @@ BYTES_PER_S = {**BITS, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 """Capitals count: 1Gb could mean bits or bytes."""
 BYTES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([a-z]*)(?:/s)?", re.IGNORECASE)
-_DEATH = re.compile(r"worker/([0-9]{1,6})@([^:]+)(?::back=(.+))?")
 
 
 def seconds(text: str, option: str) -> float:
@@ -36,15 +34,6 @@ def byte_count(text: str, option: str) -> float:
     if found <= 0.0:
         raise UsageError(f"{option}: 0 bytes; give an amount above 0")
     return found
-
-
-def death(text: str, option: str) -> Death:
-    """A death such as worker/3@120s, or worker/3@120s:back=10s. Raises UsageError."""
-    found = _DEATH.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{option}: {text!r} is not of the form worker/INDEX@TIME or worker/INDEX@TIME:back=TIME")
-    index, at, back = found.groups()
-    return Death(worker=int(index), at_s=seconds(at, option), back_s=None if back is None else seconds(back, option))
 
 
 def _read(text: str, option: str, units: dict[str, float], form: str) -> float:

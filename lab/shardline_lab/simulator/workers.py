@@ -13,10 +13,10 @@ from shardline.consistency.worker import WorkerHalf
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
-from shardline.simulator.clock import VirtualClock
-from shardline.simulator.links import MessageStream
-from shardline.simulator.result import RunCounts
-from shardline.simulator.servers import NOTHING, PulledBucket, VirtualServer
+from shardline_lab.simulator.clock import VirtualClock
+from shardline_lab.simulator.links import MessageStream
+from shardline_lab.simulator.result import RunCounts
+from shardline_lab.simulator.servers import NOTHING, PulledBucket, VirtualServer
 
 FORWARD = 1 / 3
 """Share of the forward pass in a pass: the backward pass computes twice as much."""

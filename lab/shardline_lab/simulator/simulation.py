@@ -17,14 +17,14 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import clip_scale, global_norm
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import UsageError
-from shardline.simulator.clock import VirtualClock
-from shardline.simulator.links import Machines, Network
-from shardline.simulator.result import Result, RunCounts
-from shardline.simulator.servers import BucketPlan, VirtualServer
-from shardline.simulator.times import Gamma, Times, draws
-from shardline.simulator.workers import Gradients, VirtualWorker
 from shardline.topology import Flat
 from shardline.update import chosen
+from shardline_lab.simulator.clock import VirtualClock
+from shardline_lab.simulator.links import Machines, Network
+from shardline_lab.simulator.result import Result, RunCounts
+from shardline_lab.simulator.servers import BucketPlan, VirtualServer
+from shardline_lab.simulator.times import Gamma, Times, draws
+from shardline_lab.simulator.workers import Gradients, VirtualWorker
 
 PIECES = 8
 """Most buckets of a server in a simulation of the timing alone: enough to see pushes and pulls overlap."""

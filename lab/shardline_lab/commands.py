@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline.cli import options
+from shardline.cli import options, quantities
 from shardline.cli.partition.report import plain_bytes, plain_time
 from shardline.cluster import parse_address, read_spec
 from shardline.core.timeouts import Timeouts
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardline.job import Job
-    from shardline.simulator import Network, Result, Setup, StageCosts, Times
-    from shardline.simulator.menu import Choice, Menu
+    from shardline_lab.simulator import Death, Network, Result, Setup, StageCosts, Times
+    from shardline_lab.simulator.menu import Choice, Menu
 
+_DEATH = re.compile(r"worker/([0-9]{1,6})@([^:]+)(?::back=(.+))?")
 cluster_shape = options.together(
     options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers."),
     options.option("--workers", type=click.IntRange(min=1), default=1, help="Workers."),
@@ -88,12 +90,12 @@ def simulate(**flags: Any) -> int:
 
     The same seed gives the same result.
     """
-    from shardline.simulator import quantities, simulated
-    from shardline.simulator.gradients import training_contents
-    from shardline.simulator.plot import svg
+    from shardline_lab.simulator import simulated
+    from shardline_lab.simulator.gradients import training_contents
+    from shardline_lab.simulator.plot import svg
 
-    job = load(flags)
-    kills = tuple(quantities.death(text, "--kill") for text in flags["kills"])
+    job = options.loaded_job(flags)
+    kills = tuple(death(text, "--kill") for text in flags["kills"])
     fence_s = Timeouts(total_s=flags["timeout"]).dead_s
     setup = make_setup(job, flags, deaths=kills, fence_s=fence_s, seed=job.seed)
     for line in remarks(setup):
@@ -120,9 +122,9 @@ def advise(**flags: Any) -> int:
 
     Only speed is compared. Without --compute or --from it measures some passes on this machine.
     """
-    from shardline.simulator import menu
+    from shardline_lab.simulator import menu
 
-    job = load(flags)
+    job = options.loaded_job(flags)
     found = menu.simulated(job, make_setup(job, flags, compares=True, seed=job.seed))
     for line in [*table(found, menu.own(job)), "", *advice(job, found)]:
         click.echo(line)
@@ -177,15 +179,20 @@ def advice(job: Job, found: Menu) -> list[str]:
     ]
 
 
-def load(flags: Mapping[str, Any]) -> Job:
-    path = options.existing_job(flags["job"])
-    assert path is not None
+def death(text: str, option: str) -> Death:
+    """A death such as worker/3@120s, or worker/3@120s:back=10s. Raises UsageError."""
+    found = _DEATH.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{option}: {text!r} is not of the form worker/INDEX@TIME or worker/INDEX@TIME:back=TIME")
+    index, at, back = found.groups()
     # Imports torch, which --help must not do.
-    from shardline.job import load_job
+    from shardline_lab.simulator import Death
 
-    named = flags.get("cluster")
-    workers = len(read_spec(named).addresses("worker")) if named is not None else flags["workers"]
-    return load_job(path, options.overrides(flags), workers=workers)
+    return Death(
+        worker=int(index),
+        at_s=quantities.seconds(at, option),
+        back_s=None if back is None else quantities.seconds(back, option),
+    )
 
 
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
@@ -193,7 +200,7 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     from shardline import pipeline
     from shardline.pipeline.partition.automatic import cuts_for
     from shardline.pipeline.staged import StagedModel
-    from shardline.simulator import Setup, quantities
+    from shardline_lab.simulator import Setup
 
     workers, servers, machines = flags["workers"], flags["ps"], {}
     if flags["cluster"] is not None:
@@ -239,7 +246,7 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
 
 
 def network(flags: Mapping[str, Any]) -> Network:
-    from shardline.simulator import Network, quantities
+    from shardline_lab.simulator import Network
 
     return Network(
         bytes_per_s=quantities.bytes_per_s(flags["link"], "--link"),
@@ -250,7 +257,7 @@ def network(flags: Mapping[str, Any]) -> Network:
 def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
     """How long the workers compute, from parsed flags."""
     from shardline.cadence import CADENCES
-    from shardline.simulator import Gamma, quantities, runs
+    from shardline_lab.simulator import Gamma, runs
 
     if flags["source"] is not None and flags["compute"] is not None:
         raise UsageError("--from and --compute both say how long a pass takes; give one of them")
@@ -266,7 +273,7 @@ def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
 
 def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCosts:
     """What the stages of a pipeline cost, from parsed flags."""
-    from shardline.simulator import Gamma, quantities, runs
+    from shardline_lab.simulator import Gamma, runs
 
     if flags["source"] is not None and flags["compute"] is not None:
         raise UsageError("--from and --compute both say how long a pass takes; give one of them")

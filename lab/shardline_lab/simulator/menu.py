@@ -16,10 +16,10 @@ from shardline.core.plan import make_plan
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.pipeline import PIPELINES, WholeModel
-from shardline.simulator.result import Result
-from shardline.simulator.simulation import Setup, timing_contents
-from shardline.simulator.stages import simulated as simulation
-from shardline.simulator.stages import stage_buckets
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Setup, timing_contents
+from shardline_lab.simulator.stages import simulated as simulation
+from shardline_lab.simulator.stages import stage_buckets
 
 PASSES = 1500
 """Passes of all workers that a choice is simulated for, at least."""

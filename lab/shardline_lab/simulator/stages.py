@@ -21,12 +21,12 @@ from shardline.errors import InternalError, UsageError
 from shardline.pipeline import Pass
 from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.pipeline.timeline import Timeline
-from shardline.simulator.clock import VirtualClock
-from shardline.simulator.links import Machines, MessageStream
-from shardline.simulator.result import Result
-from shardline.simulator.servers import NOTHING, BucketPlan, PulledBucket, VirtualServer
-from shardline.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts
-from shardline.simulator.times import draws
+from shardline_lab.simulator.clock import VirtualClock
+from shardline_lab.simulator.links import Machines, MessageStream
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.servers import NOTHING, BucketPlan, PulledBucket, VirtualServer
+from shardline_lab.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts
+from shardline_lab.simulator.times import draws
 
 Unit = tuple[int, int]
 """(stage, replica)."""

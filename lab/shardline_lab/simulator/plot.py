@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from shardline.simulator.result import Result
+from shardline_lab.simulator.result import Result
 
 Numbers = npt.NDArray[np.float64]
 POINTS = 120

@@ -20,8 +20,8 @@ from shardline.pipeline import PIPELINES
 from shardline.pipeline.parcel import Parcel
 from shardline.pipeline.runner import AtHome, StageRunner
 from shardline.pipeline.staged import StagedModel
-from shardline.simulator.simulation import StageCosts
-from shardline.simulator.times import Measured, Times
+from shardline_lab.simulator.simulation import StageCosts
+from shardline_lab.simulator.times import Measured, Times
 
 FIRST_PASSES = 2
 """Passes of each task that are left out: they also load code and fill caches."""

@@ -24,11 +24,11 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import UsageError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.simulator.servers import BucketPlan, VirtualServer
-from shardline.simulator.simulation import Contents, Setup, coded_bytes
-from shardline.simulator.workers import Place
 from shardline.update import bucket_rule
 from shardline.update.torch_optim.inner import InnerOptimizers
+from shardline_lab.simulator.servers import BucketPlan, VirtualServer
+from shardline_lab.simulator.simulation import Contents, Setup, coded_bytes
+from shardline_lab.simulator.workers import Place
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.errors import UsageError
-from shardline.simulator.clock import VirtualClock
+from shardline_lab.simulator.clock import VirtualClock
 
 
 @dataclass(frozen=True, kw_only=True)

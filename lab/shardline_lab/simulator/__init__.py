@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardline.simulator.links import Network
-from shardline.simulator.result import Result
-from shardline.simulator.simulation import Contents, Death, Setup, Simulation, StageCosts
-from shardline.simulator.stages import PipelineSimulation, simulated
-from shardline.simulator.times import Gamma, Measured, Times
+from shardline_lab.simulator.links import Network
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Contents, Death, Setup, Simulation, StageCosts
+from shardline_lab.simulator.stages import PipelineSimulation, simulated
+from shardline_lab.simulator.times import Gamma, Measured, Times
 
 __all__ = [
     "Contents",
