@@ -149,6 +149,12 @@ class AccessServicer(access_pb2_grpc.AccessServicer):
         return access_pb2.ChallengeReply(challenge=self._access.challenge)
 
 
+WATCHER = "rpc_task"
+"""Name that grpc.aio gives the task beside each call."""
+CANCELLED_S = 2.0
+"""Seconds that calls have to end once they are cancelled."""
+
+
 class RpcServer:
     """Serves async servicers at one address.
 
@@ -273,7 +279,14 @@ class RpcServer:
     def _stop_loop(self) -> None:
         async def drain() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            # gRPC's watcher of a call ends with the call; one that is cancelled prints a traceback.
+            watchers = [task for task in tasks if task.get_name() == WATCHER]
             for task in tasks:
+                if task not in watchers:
+                    task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=CANCELLED_S)
+            for task in watchers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
@@ -21,7 +22,7 @@ from shardline.errors import ShardlineError, UsageError
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
 from shardline.rpc.messages.data import data_header, ps_stub, pull_request
-from shardline.rpc.server import RpcServer
+from shardline.rpc.server import WATCHER, RpcServer
 from tests.support.cluster import PATIENCE_S, Cluster, Ps
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for
@@ -161,6 +162,30 @@ def test_a_ps_that_ends_in_mid_training_leaves_its_workers_with_an_error_that_na
         assert any("ps/1 at " in str(error) for error in errors), errors
         skew = {bucket.step for bucket in cluster.shards[0].buckets}
         assert max(skew) - min(skew) <= 1
+
+
+def test_what_grpc_keeps_beside_a_call_ends_with_it_and_is_cancelled_only_where_it_does_not() -> None:
+    server = RpcServer("127.0.0.1:0")
+    server.start()
+    ended: list[str] = []
+
+    async def watch(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+            ended.append(f"{name} ended")
+        except asyncio.CancelledError:
+            ended.append(f"{name} was cancelled")
+
+    async def begin() -> list[asyncio.Task[None]]:
+        return [
+            asyncio.create_task(watch("soon", 0.1), name=WATCHER),
+            asyncio.create_task(watch("never", 600.0), name=WATCHER),
+            asyncio.create_task(watch("a call", 600.0)),
+        ]
+
+    kept = server.run(begin(), timeout_s=PATIENCE_S)
+    server.close(grace_s=0.0)
+    assert ended == ["a call was cancelled", "soon ended", "never was cancelled"] and all(task.done() for task in kept)
 
 
 def test_the_memory_of_a_training_ps_does_not_grow_with_its_steps() -> None:
