@@ -11,11 +11,9 @@ token grants every right.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import hmac
 import ipaddress
-import logging
 import re
 import socket
 from collections.abc import Iterable
@@ -24,18 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.errors import UsageError
-from shardline.host import files
+from shardline.tls.content import TlsInUse, TlsPaths, read_file
+from shardline.tls.files import TlsFiles
 
 if TYPE_CHECKING:
     import ssl
 
     import grpc
-    from cryptography import x509
 
-log = logging.getLogger("shardline.security")
-
-FILE_LIMIT_BYTES = 4 << 20
-"""Certificates are smaller; a wrong path (a checkpoint) is refused before it fills the memory."""
 TOKEN_LIMITS = (16, 4096)
 """Characters. A shorter token could be guessed; a longer one doesn't fit into a call's metadata."""
 TOKEN_KEY = "authorization"
@@ -44,13 +38,11 @@ ADMIN_KEY = "shardline-admin"
 """Metadata key of a call for the proof of the admin token, in addition to the job's; see rpc/auth/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
-SOON = datetime.timedelta(days=7)
-"""Warn at startup of a certificate that expires within this time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """TLS files and tokens of one process. Files are read and checked here.
+    """TLS files and tokens of one process. Files are read and checked here; TLS files again when they have changed.
 
     Raises UsageError naming the flag and the file if a file can't be read or is invalid.
     """
@@ -67,16 +59,14 @@ class Security:
     """File with the admin token in one line."""
     token: bytes = field(init=False, repr=False, compare=False, default=b"")
     admin_token: bytes = field(init=False, repr=False, compare=False, default=b"")
+    _files: TlsFiles | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             given, lacking = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
             raise UsageError(f"{given} is set without {lacking}; a certificate needs its private key")
         if self.tls:
-            # Report invalid files now, not in the middle of the first handshake.
-            self._client_context()
-        if self.tls_cert is not None:
-            _check_dates(self.tls_cert)
+            object.__setattr__(self, "_files", TlsFiles(TlsPaths(self.tls_cert, self.tls_key, self.tls_ca)))
         for name in ("token", "admin_token"):
             path: Path | None = getattr(self, f"{name}_file")
             if path is not None:
@@ -92,30 +82,47 @@ class Security:
         """Whether connections use TLS."""
         return self.tls_cert is not None or self.tls_ca is not None
 
+    # Certificates in use
+
+    def watch(self) -> None:
+        """Log which TLS files have changed or can't be used, and which certificate ends soon; see TlsFiles.watch()."""
+        if self._files is not None:
+            self._files.watch()
+
+    def expires(self) -> float:
+        """Unix time at which this task's certificate ends; 0 without one."""
+        chain = self._files.now().chain if self._files is not None else ()
+        return chain[0].not_valid_after_utc.timestamp() if chain else 0.0
+
     # gRPC
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of a gRPC server; None = plain. With a CA, clients must show a certificate signed by it."""
-        if not self.tls:
+        if self._files is None:
             return None
         import grpc
 
-        cert, key = self._own_files()
-        roots = _read(self.tls_ca, "--tls-ca") if self.tls_ca is not None else None
-        chain = [(_read(key, "--tls-key"), _read(cert, "--tls-cert"))]
-        return grpc.ssl_server_credentials(chain, root_certificates=roots, require_client_auth=roots is not None)
+        files = self._serving_files()
+        given = files.now()
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC at each handshake, on a thread of its own; None = no change."""
+            nonlocal given
+            before, given = given, files.now()
+            return given.server_configuration if given is not before else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            given.server_configuration,
+            newer,  # type: ignore[arg-type]  # its stub doesn't allow None
+            self.tls_ca is not None,
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of a gRPC channel; None = plain. gRPC checks the server's name against the host dialled."""
-        if not self.tls:
-            return None
-        import grpc
+        """Credentials of a gRPC channel, others once the files have changed; None = plain.
 
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.tls_ca, "--tls-ca") if self.tls_ca is not None else _system_roots(),
-            private_key=_read(self.tls_key, "--tls-key") if self.tls_key is not None else None,
-            certificate_chain=_read(self.tls_cert, "--tls-cert") if self.tls_cert is not None else None,
-        )
+        gRPC checks the server's name against the host dialled.
+        """
+        return self._files.now().channel_credentials if self._files is not None else None
 
     # Sockets
 
@@ -125,50 +132,41 @@ class Security:
         In TLS 1.3 the client's handshake ends before the server has checked its certificate: the client sees a refusal
         at its first read.
         """
-        if not self.tls:
+        if self._files is None:
             return None
         import ssl
 
+        files = self._serving_files()
+
+        def use_newest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = files.now().server_context
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        cert, key = self._own_files()
-        _load_chain(context, cert, key)
+        # Called in each handshake, whatever name the client gives, before a certificate is chosen.
+        context.sni_callback = use_newest
         # A client that only sends never reads tickets; closing with unread bytes resets the connection and may lose its
         # last bytes. Bulk sockets are long-lived and resume nothing.
         context.num_tickets = 0
         if self.tls_ca is not None:
-            _trust(context, self.tls_ca)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def client_context(self) -> ssl.SSLContext | None:
-        """TLS 1.3 for the dialling side of a bulk socket; None = plain.
+        """TLS 1.3 for one connection of the dialling side of a bulk socket; None = plain. Others share it.
 
         Wrap with server_hostname = the host dialled, a name or an IP address, which the server's certificate must have
         among its alternative names.
         """
-        return self._client_context() if self.tls else None
+        return self._files.now().client_context if self._files is not None else None
 
-    def _client_context(self) -> ssl.SSLContext:
-        import ssl
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if self.tls_ca is not None:
-            _trust(context, self.tls_ca)
-        else:
-            context.load_default_certs(ssl.Purpose.SERVER_AUTH)
-        if self.tls_cert is not None and self.tls_key is not None:
-            _load_chain(context, self.tls_cert, self.tls_key)
-        return context
-
-    def _own_files(self) -> tuple[Path, Path]:
-        if self.tls_cert is None or self.tls_key is None:
+    def _serving_files(self) -> TlsFiles:
+        if self._files is None or self.tls_cert is None:
             raise UsageError(
                 "--tls-ca is set without --tls-cert and --tls-key; that is enough for a command, but a task needs a "
                 "certificate of its own"
             )
-        return self.tls_cert, self.tls_key
+        return self._files
 
     # Tokens
 
@@ -194,8 +192,9 @@ class Security:
         """
         import ssl
 
-        context = self._client_context() if self.tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if not self.tls:
+        used = self._files.now() if self._files is not None else None
+        context = used.new_client_context() if used is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if used is None:
             # Only to find out whether it uses TLS at all; nothing is sent to it, and nothing it sends is used.
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -223,23 +222,18 @@ class Security:
             )
         except ssl.SSLError as error:
             reason = error.reason or str(error)
-            if not self.tls:
+            if used is None:
                 return _SPEAKS_TLS if "ALERT" in reason else ""
             if met:
-                return self._refused(reason.lower())
+                return _refused(used, reason.lower())
             return f"TLS with it fails ({reason.lower()}); were both sides started with TLS?"
         except ConnectionError:
             answered = False
         except OSError:
             return ""
-        if not self.tls:
+        if used is None:
             return _SPEAKS_TLS if met else ""
-        return self._refused("it closed the connection after the handshake") if met and not answered else ""
-
-    def _refused(self, how: str) -> str:
-        wrong = _out_of_date(self.tls_cert) if self.tls_cert is not None else ""
-        cause = f"--tls-cert {self.tls_cert} {wrong}" if wrong else "is --tls-cert signed by its --tls-ca?"
-        return f"it refused this side's certificate, or that there is none ({how}); {cause}"
+        return _refused(used, "it closed the connection after the handshake") if met and not answered else ""
 
 
 PLAIN = Security()
@@ -302,16 +296,15 @@ _OUT_OF_DATE = (9, 10)
 _SPEAKS_TLS = "it uses TLS and this side does not; set the --tls-ca, --tls-cert and --tls-key of this cluster"
 
 
-def _read(path: Path, flag: str) -> bytes:
-    try:
-        return files.read_bytes(path, FILE_LIMIT_BYTES)
-    except OSError as error:
-        raise UsageError(f"{flag} {path} can't be read: {error.strerror}") from None
+def _refused(used: TlsInUse, how: str) -> str:
+    wrong = used.wrong_dates()
+    cause = f"--tls-cert {used.paths.cert} {wrong}" if wrong else "is --tls-cert signed by its --tls-ca?"
+    return f"it refused this side's certificate, or that there is none ({how}); {cause}"
 
 
 def _read_token(path: Path, flag: str) -> bytes:
     # Errors about a token never show any of it.
-    token = _read(path, flag).strip()
+    token = read_file(path, flag).strip()
     shortest, longest = TOKEN_LIMITS
     if not shortest <= len(token) <= longest:
         raise UsageError(
@@ -323,107 +316,3 @@ def _read_token(path: Path, flag: str) -> bytes:
             f"{flag} {path} must contain one line of ASCII letters, digits and punctuation, without spaces"
         )
     return token
-
-
-def _trust(context: ssl.SSLContext, path: Path, flag: str = "--tls-ca") -> None:
-    import ssl
-
-    data = _read(path, flag)
-    try:
-        context.load_verify_locations(cadata=data.decode("ascii"))
-    except (ssl.SSLError, ValueError):
-        raise UsageError(f"{flag} {path} contains no PEM certificate") from None
-
-
-class _Encrypted(Exception):
-    """A private key requires a passphrase."""
-
-
-def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    import ssl
-
-    def passphrase() -> str:
-        # OpenSSL would ask at the terminal, and gRPC does not support passphrases.
-        raise _Encrypted
-
-    # OpenSSL has one error for both files: check them separately first.
-    _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, "--tls-cert")
-    _read(key, "--tls-key")
-    try:
-        # OpenSSL opens them by name again.
-        with files.pinned(cert) as pinned_cert, files.pinned(key) as pinned_key:
-            context.load_cert_chain(pinned_cert, pinned_key, password=passphrase)
-    except _Encrypted:
-        raise UsageError(
-            f"--tls-key {key} is encrypted; use a key without a passphrase, in a file that only you can read"
-        ) from None
-    except (ssl.SSLError, OSError, ValueError) as error:
-        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            raise UsageError(f"--tls-key {key} is not the private key of --tls-cert {cert}") from None
-        raise UsageError(f"--tls-key {key} contains no PEM private key") from None
-
-
-def _check_dates(path: Path) -> None:
-    """Raise UsageError if this task's own certificate is not valid now; warn about those above it in the file.
-
-    Peers that reject it at most log the reason; this side would only see that the connection is closed. A certificate
-    above it may be there for older peers, and the others may have another path to their CA.
-    """
-    for number, certificate in enumerate(_chain(path), 1):
-        wrong = _wrong_dates(certificate)
-        if wrong and number == 1:
-            raise UsageError(f"--tls-cert {path} {wrong}")
-        if wrong:
-            log.warning("--tls-cert %s: certificate %d in it %s", path, number, wrong)
-        elif certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC) < SOON:
-            log.warning(
-                "--tls-cert %s: certificate %d in it expires on %s; after that, this task can't open connections: no "
-                "task can rejoin and no checkpoint is written. Before then, stop the job and resume it with newer "
-                "certificates",
-                path,
-                number,
-                _moment(certificate.not_valid_after_utc),
-            )
-
-
-def _chain(path: Path) -> list[x509.Certificate]:
-    from cryptography import x509
-
-    try:
-        return x509.load_pem_x509_certificates(_read(path, "--tls-cert"))
-    except ValueError:
-        # OpenSSL has read it and decides about its form.
-        return []
-
-
-def _out_of_date(path: Path) -> str:
-    """What is wrong with the dates of this task's own certificate; empty if nothing is."""
-    chain = _chain(path)
-    return _wrong_dates(chain[0]) if chain else ""
-
-
-def _wrong_dates(certificate: x509.Certificate) -> str:
-    """What is wrong with the dates of a certificate, and what to do; empty if nothing is."""
-    now = datetime.datetime.now(datetime.UTC)
-    clock = f"by this machine's clock it is {_moment(now)}"
-    if now > certificate.not_valid_after_utc:
-        return (
-            f"expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; use a newer one with its --tls-key "
-            "(shardline certs makes them), or set the clock"
-        )
-    if now < certificate.not_valid_before_utc:
-        return f"is only valid from {_moment(certificate.not_valid_before_utc)}, and {clock}; is the clock right?"
-    return ""
-
-
-def _moment(at: datetime.datetime) -> str:
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _system_roots() -> bytes | None:
-    """The system's CAs as PEM: gRPC has its own, and both kinds of connection should trust the same ones."""
-    import ssl
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_default_certs(ssl.Purpose.SERVER_AUTH)
-    return "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True))).encode() or None

@@ -25,14 +25,26 @@ from shardline.rpc.auth.rights import ROLES
     show_default=True,
     help="Validity of the certificates, in days.",
 )
-def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | None, days: int) -> int:
+@click.option("--renew", is_flag=True, help="Replace all certificates of OUT but the CA's by new ones with new keys.")
+def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | None, days: int, renew: bool) -> int:
     """Create a CA and certificates in the folder OUT, for TLS on both sides of every connection.
 
     Creates one certificate for each --host, in OUT/NAME.pem and OUT/NAME.key, or for each task of --cluster, in
     OUT/ps-0.pem and so on; without either, one for this machine. Certificates made with --cluster or --role are
     restricted to what that role may do. An existing CA in OUT is used to sign further certificates. Existing files are
-    never overwritten.
+    never overwritten, except by --renew; tasks that run use the new ones without a restart.
     """
+    if renew:
+        if hosts or cluster or role:
+            raise UsageError(
+                "--renew is for all certificates of OUT, as they are; leave out --host, --cluster and --role"
+            )
+        from shardline.certs import renew_certificates
+
+        renewed = renew_certificates(out, days=days)
+        for cert, key in renewed.pairs.values():
+            print(f"{cert}, {key}: renewed, valid until {renewed.until:%Y-%m-%d}")
+        return 0
     tasks = _tasks(cluster)
     wanted = {**tasks, **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
     roles = {name: name.partition("-")[0] if name in tasks else role or "" for name in wanted}

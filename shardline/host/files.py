@@ -101,6 +101,18 @@ def pinned(path: Path) -> Iterator[Path]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def in_memory(data: bytes) -> Iterator[Path]:
+    """A path of a file with these bytes, in memory alone, for libraries that read only files. Raises OSError."""
+    fd = os.memfd_create("shardline", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+        yield _PROC_FD / str(fd)
+    finally:
+        os.close(fd)
+
+
 def append_fd(path: Path) -> int:
     """Descriptor for appending to a file, created if missing. Raises OSError if not a regular file; never blocks."""
     return _write_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -121,7 +133,7 @@ def open_append(path: Path) -> TextIO:
     return os.fdopen(append_fd(path), "a", encoding="utf-8")
 
 
-def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
+def replace(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace a file atomically: readers see the old content or the new. Raises OSError.
 
     A symbolic link at the path is replaced, not followed, and none can be planted at the temporary name. durable: on
@@ -130,7 +142,7 @@ def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
             file.write(content)
             file.flush()
             if durable:

@@ -201,6 +201,13 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
     ),
     _gauge("shardline_step", "steps", ALL, [], "Current step of this task"),
+    _gauge(
+        "shardline_certificate_expires_seconds",
+        "seconds",
+        ALL,
+        [],
+        "Unix time at which the certificate in use ends; absent without TLS",
+    ),
     _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step: data, compute and exchange"),
     _histogram("shardline_data_seconds", "seconds", ["worker"], [], "Part of a step spent waiting for batches"),
     _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
@@ -463,6 +470,8 @@ class Metrics:
                 "use another --metrics-port (0 = a free one) or --host"
             ) from None
         self._page, self.address, self.url = page, page.address, page.url
+        if security.tls_cert is not None:
+            self.gauge("shardline_certificate_expires_seconds").set_function(security.expires)
         return self.address
 
     def close(self) -> None:

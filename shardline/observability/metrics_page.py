@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from shardline.cluster import format_address
 from shardline.observability.host_header import names_loopback
-from shardline.security import Security, is_loopback
+from shardline.security import PLAIN, Security, is_loopback
 
 CONNECTIONS = 32
 """Concurrent connections; further ones are closed at once."""
@@ -111,6 +111,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = CONNECTIONS
+    security = PLAIN
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._since: dict[Any, float] = {}
@@ -143,7 +144,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             del self._since[request]
 
     def service_actions(self) -> None:
-        """Close connections that have taken too long; called at least every half second."""
+        """Look after certificates, and close connections that have taken too long. Called at least every half second.
+
+        Every task has this thread, and nobody waits for it: a heartbeat would be late if the disk is.
+        """
+        self.security.watch()
         for request, since_s in list(self._since.items()):
             if time.monotonic() - since_s > REQUEST_S:
                 with contextlib.suppress(OSError):
@@ -167,6 +172,7 @@ class MetricsPage:
             server_class=server_class,
             handler_class=_Handler,
         )
+        self._server.security = security
         if context is not None:
             # Each connection's own thread does the handshake.
             self._server.socket = context.wrap_socket(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partialmethod
+from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc
 import grpc.experimental
@@ -95,7 +97,7 @@ class _Bearer(
         """channel: without this interceptor. wait_s: how long to wait for the challenge."""
         self._tokens = security.metadata()
         self._prover = prover
-        self._challenge = access_pb2_grpc.AccessStub(channel).Challenge
+        self._channel = channel
         self._wait_s = wait_s
 
     def _call(self, continuation: Any, details: Any, request: Any) -> Any:
@@ -103,7 +105,8 @@ class _Bearer(
             return continuation(with_metadata(details, self._tokens), request)
         if not self._prover.ready:
             wait_s = self._wait_s if details.timeout is None else min(self._wait_s, details.timeout)
-            reply = self._challenge(access_pb2.ChallengeRequest(), timeout=wait_s, metadata=self._tokens)
+            stub = access_pb2_grpc.AccessStub(self._channel)
+            reply = stub.Challenge(access_pb2.ChallengeRequest(), timeout=wait_s, metadata=self._tokens)
             self._prover.answer(reply.challenge)
         more = (*self._tokens, *self._prover.metadata(details.method))
         return continuation(with_metadata(details, more), request)
@@ -131,25 +134,106 @@ def forget_if_stale(prover: Prover, trailing: Metadata) -> None:
         prover.forget()
 
 
+class _Method:
+    """A method of one channel. gRPC closes a channel that nobody refers to, so a running call does."""
+
+    def __init__(self, channel: grpc.Channel, method: Any) -> None:
+        self._channel = channel
+        self._method = method
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return self._held(self._method(*arguments, **settings))
+
+    def with_call(self, *arguments: Any, **settings: Any) -> Any:
+        return self._method.with_call(*arguments, **settings)
+
+    def future(self, *arguments: Any, **settings: Any) -> Any:
+        return self._held(self._method.future(*arguments, **settings))
+
+    def _held(self, made: Any) -> Any:
+        if isinstance(made, grpc.Call):
+            made.channel = self._channel  # type: ignore[attr-defined]
+        return made
+
+
+class _RenewedChannel:
+    """A channel with TLS that is opened anew for the next call once the TLS files have changed.
+
+    gRPC reconnects with the certificate that a channel was opened with. Calls that are running go on over the earlier
+    channel, which is closed with the last of them.
+    """
+
+    def __init__(self, security: Security, open_with: Callable[[grpc.ChannelCredentials], grpc.Channel]) -> None:
+        self._security = security
+        self._open_with = open_with
+        self._lock = threading.Lock()
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._channel: grpc.Channel | None = None
+        self._opened: weakref.WeakSet[grpc.Channel] = weakref.WeakSet()
+        self._closed = False
+
+    def _newest(self) -> grpc.Channel:
+        with self._lock:
+            credentials = self._security.channel_credentials()
+            assert credentials is not None
+            if self._channel is None or (credentials is not self._credentials and not self._closed):
+                self._credentials, self._channel = credentials, self._open_with(credentials)
+                self._opened.add(self._channel)
+            return self._channel
+
+    def _method(self, kind: str, *arguments: Any, **settings: Any) -> _Method:
+        channel = self._newest()
+        return _Method(channel, getattr(channel, kind)(*arguments, **settings))
+
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for channel in list(self._opened):
+                channel.close()
+
+
 class AioPeer:
     """A parameter server, called from the running event loop by another server, which has the admin token too."""
 
     def __init__(self, address: str, timeouts: Timeouts, security: Security = PLAIN) -> None:
-        credentials, options = security.channel_credentials(), channel_options(timeouts)
-        if credentials is None:
-            self.channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            self.channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._address = address
+        self._security = security
+        self._options = channel_options(timeouts)
+        self._credentials = security.channel_credentials()
+        self._channel = self._open()
         self._wait_s = timeouts.rpc_s
         self._tokens = security.metadata()
         self._prover = Prover(security, address)
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
+        return grpc.aio.secure_channel(self._address, self._credentials, options=self._options)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel for the next call, another one once the TLS files have changed.
+
+        Refer to it until the call has ended: gRPC closes a channel that nobody refers to.
+        """
+        credentials = self._security.channel_credentials()
+        if credentials is not self._credentials:
+            self._credentials = credentials
+            self._channel = self._open()
+        return self._channel
 
     async def metadata(self, method: str) -> Sequence[tuple[str, str]]:
         """Metadata for a call of a method. Raises grpc.aio.AioRpcError if the server doesn't give its challenge."""
         if not takes_proof(method):
             return self._tokens
         if not self._prover.ready:
-            stub: Any = access_pb2_grpc.AccessStub(self.channel)
+            channel = self.channel
+            stub: Any = access_pb2_grpc.AccessStub(channel)
             reply = await stub.Challenge(access_pb2.ChallengeRequest(), timeout=self._wait_s, metadata=self._tokens)
             self._prover.answer(reply.challenge)
         return (*self._tokens, *self._prover.metadata(method))
@@ -159,8 +243,8 @@ class AioPeer:
         self._prover.forget()
 
     async def close(self) -> None:
-        """Close the channel; running calls end."""
-        await self.channel.close()
+        """Close the channel; its running calls end."""
+        await self._channel.close()
 
 
 def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
@@ -177,18 +261,19 @@ def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
 def open_channel(
     address: str, timeouts: Timeouts, security: Security = PLAIN, prover: Prover | None = None
 ) -> grpc.Channel:
-    """A channel with its own connection; TLS and tokens according to `security`.
+    """A channel with its own connection; TLS, renewed with its files, and tokens according to `security`.
 
     prover: for the admin token; by default, one that expects a parameter server at this address.
     """
-    credentials = security.channel_credentials()
     options = (*channel_options(timeouts), (ONE_THREAD, 1))
-    if credentials is None:
-        channel = grpc.insecure_channel(address, options=options)
+    if security.tls:
+        renewed = _RenewedChannel(security, lambda given: grpc.secure_channel(address, given, options=options))
+        # With an interceptor, gRPC asks the channel for the method at each call.
+        channel = cast(grpc.Channel, renewed)
     else:
-        channel = grpc.secure_channel(address, credentials, options=options)
-    if not (security.token or security.admin_token):
-        return channel
+        channel = grpc.insecure_channel(address, options=options)
+        if not (security.token or security.admin_token):
+            return channel
     bearer = _Bearer(security, prover or Prover(security, address), channel, timeouts.rpc_s)
     return grpc.intercept_channel(channel, bearer)
 

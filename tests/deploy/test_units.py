@@ -114,11 +114,12 @@ def test_units_pass_systemds_own_check(tmp_path: Path) -> None:
     assert "RestartSecs" in wrong.stderr
 
 
-def test_drop_in_names_a_credential_for_every_file_it_tells_the_task_of() -> None:
+def test_drop_in_hands_over_the_token_and_leaves_files_that_are_renewed_where_they_are() -> None:
     service = unit(DROP_IN)["Service"]
-    loaded = [text.split(":", 1)[0] for text in service["LoadCredential"]]
+    assert service["LoadCredential"] == ["token:/etc/shardline/token"]
     told = dict(text.split("=", 1) for text in service["Environment"])
-    assert sorted(told.values()) == sorted(f"%d/{name}" for name in loaded)
+    names = ("task.pem", "task.key", "ca.pem")
+    assert list(told.values()) == ["%d/token", *(f"/etc/shardline/{name}" for name in names)]
     assert set(told) == {"SHARDLINE_TOKEN_FILE", "SHARDLINE_TLS_CERT", "SHARDLINE_TLS_KEY", "SHARDLINE_TLS_CA"}
     assert set(told) <= set(FLAGS)
     admin = unit(ADMIN_DROP_IN)["Service"]

@@ -154,10 +154,12 @@ class TcpBench(Bench[TcpLane]):
     def __init__(self, ps: Ps, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None) -> None:
         self.server_tls, self._theirs = tls or (None, None)
         offer = TcpOffer("127.0.0.1", self.server_tls, timeout_s=TIMEOUTS.rpc_s, take=ps.store.buffers.take)
-        super().__init__(ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS, tls=self._theirs))
+        super().__init__(
+            ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS, tls=lambda: self._theirs)
+        )
 
     def dial(self, port: int, token: bytes) -> socket.socket:
-        return bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0, tls=self._theirs)
+        return bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0, tls=lambda: self._theirs)
 
 
 def usable(names: Iterable[str]) -> list[str]:

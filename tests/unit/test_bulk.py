@@ -74,7 +74,7 @@ class Server:
 
     def dial(self, token: bytes, *, stall_s: float = PATIENCE_S) -> socket.socket:
         return bulk.dial(
-            "127.0.0.1", self.offer.port, token, timeout_s=PATIENCE_S, stall_s=stall_s, tls=self.client_tls
+            "127.0.0.1", self.offer.port, token, timeout_s=PATIENCE_S, stall_s=stall_s, tls=lambda: self.client_tls
         )
 
     def pair(self) -> tuple[TcpAttachment, socket.socket, socket.socket]:

@@ -100,8 +100,8 @@ OUTER = (
 LAYERS = (
     ("errors", "native", "rpc.v1"),
     ("core", "host", "data"),
-    ("plugins", "schedule", "cluster", "security", "storage", "wire", "loading"),
-    ("seams",),
+    ("plugins", "schedule", "cluster", "tls", "storage", "wire", "loading"),
+    ("seams", "security"),
     ("codecs",),
     ("cadence", "consistency", "update", "pipeline", "methods"),
     ("topology", "checkpoint", "model", "fit"),

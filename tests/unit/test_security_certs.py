@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,10 @@ def test_ca_that_is_there_signs_more_and_nothing_is_written_over(
     assert f"{tmp_path}/one.pem already exists; nothing was written" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
-    second = make_certificates(tmp_path, {"two": "two"}, days=400)
+    second = make_certificates(tmp_path, {"two": "two"}, days=3700)
     assert first.new_ca and not second.new_ca
     # No certificate outlives its CA.
-    assert abs((second.until - first.until).total_seconds()) < 2
+    assert abs((second.until - first.until).days - (3650 - 1)) <= 1
     assert all(path.read_bytes() == data for path, data in before.items())
     ca = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
     x509.load_pem_x509_certificate((tmp_path / "two.pem").read_bytes()).verify_directly_issued_by(ca)
@@ -149,8 +150,50 @@ def test_half_a_ca_and_a_folder_that_can_not_be_made_are_named(tmp_path: Path) -
     with pytest.raises(UsageError, match=r"ca\.pem exists, but only one of"):
         make_certificates(tmp_path, {"one": "one"}, days=1)
     (tmp_path / "ca.key").write_text("junk")
-    with pytest.raises(UsageError, match="are not a usable CA"):
+    with pytest.raises(UsageError, match="are not usable"):
         make_certificates(tmp_path, {"one": "one"}, days=1)
     with pytest.raises(UsageError, match=r"ca\.pem.* can't be read or written: Not a directory|can't be read or"):
         make_certificates(tmp_path / "ca.pem" / "below", {"one": "one"}, days=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
+
+
+def test_renewed_certificates_have_new_keys_and_dates_and_all_else_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", str(tmp_path), "--cluster", CLUSTER, "--days", "2"]) == 0
+    assert main(["certs", str(tmp_path), "--host", "a", "--role", "worker"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert main(["certs", str(tmp_path), "--renew", "--days", "30"]) == 0
+    said = capsys.readouterr().out
+    for name in ("a", "chief-0", "ps-0", "ps-1"):
+        pem, key = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
+        assert f"{pem}, {key}: renewed, valid until " in said
+        old, new = x509.load_pem_x509_certificate(before[pem]), x509.load_pem_x509_certificate(pem.read_bytes())
+        assert key.read_bytes() != before[key] and stat.S_IMODE(key.stat().st_mode) == 0o600
+        assert new.subject == old.subject and new.serial_number != old.serial_number
+        assert [item.value for item in new.extensions][2:5] == [item.value for item in old.extensions][2:5]
+        assert names_in(pem)[-1].startswith("urn:shardline:role:")
+        assert security(tmp_path, name).expires() == pytest.approx(time.time() + 30 * 86400, abs=60)
+    assert all(path.read_bytes() == before[path] for path in (tmp_path / "ca.pem", tmp_path / "ca.key"))
+    assert set(tmp_path.iterdir()) == set(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remove", "says"),
+    [
+        (["--host", "b"], "", "leave out --host, --cluster and --role"),
+        ([], "ca.key", "ca.key does not exist; only what shardline certs made can be renewed"),
+        ([], "one.key", "one.key does not exist"),
+    ],
+)
+def test_what_can_not_be_renewed_stays_as_it_was(
+    tmp_path: Path, arguments: list[str], remove: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_certificates(tmp_path, {"one": "one"}, days=1)
+    if remove:
+        (tmp_path / remove).unlink()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["certs", str(tmp_path), "--renew", *arguments]) == UsageError.exit_code
+    assert says in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

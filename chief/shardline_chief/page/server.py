@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -51,9 +51,6 @@ class PageServer:
         tls = exposed and security.tls_cert is not None
         self.address = format_address(host, int(self._socket.getsockname()[1]))
         self.url = f"{'https' if tls else 'http'}://{self.address}/"
-        settings: dict[str, Any] = {}
-        if tls:
-            settings = {"ssl_certfile": str(security.tls_cert), "ssl_keyfile": str(security.tls_key)}
         config = uvicorn.Config(
             self._page.application,
             http=_Patient,
@@ -69,8 +66,10 @@ class PageServer:
             limit_concurrency=CONNECTIONS,
             h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=1,
-            **settings,
         )
+        if tls:
+            config.load()
+            config.ssl = _for_browsers(security)
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
@@ -124,6 +123,15 @@ class PageServer:
         # The socket listens already: connections made now are answered as soon as the server accepts.
         self._loop.call_soon(self._ready.set)
         await self._server.serve(sockets=[self._socket])
+
+
+def _for_browsers(security: Security) -> ssl.SSLContext:
+    """TLS 1.2 or newer, without a certificate of the other side."""
+    context = security.server_context()
+    assert context is not None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def _bind(address: str, remedy: str) -> socket.socket:

@@ -190,7 +190,8 @@ class Voters:
         if address not in self._peers:
             self._peers[address] = AioPeer(address, self._timeouts, self._security)
         peer = self._peers[address]
-        stub = parameter_server_pb2_grpc.CoordinatorStub(peer.channel)
+        channel = peer.channel
+        stub = parameter_server_pb2_grpc.CoordinatorStub(channel)
         assert self._store.configuration is not None
         request.job = self._store.configuration.job
         try:

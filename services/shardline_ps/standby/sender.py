@@ -84,11 +84,6 @@ class StandbyStream:
         self._task = task
         self._timeouts = timeouts
         self._peer = peer
-        self._method: Callable[..., Any] = peer.channel.stream_stream(
-            METHOD,
-            request_serializer=None,
-            response_deserializer=parameter_server_pb2.ReplicaReply.FromString,
-        )
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
         self._connected = False
@@ -161,7 +156,14 @@ class StandbyStream:
             await asyncio.sleep(0.05 + 0.2 * random.random())
 
     async def _stream(self) -> None:
-        call = self._method(metadata=await self._peer.metadata(METHOD), timeout=STREAM_S)
+        metadata = await self._peer.metadata(METHOD)
+        channel = self._peer.channel
+        method: Callable[..., Any] = channel.stream_stream(
+            METHOD,
+            request_serializer=None,
+            response_deserializer=parameter_server_pb2.ReplicaReply.FromString,
+        )
+        call = method(metadata=metadata, timeout=STREAM_S)
         try:
             await self._send(call, self._head())
             reply = await self._answer(call, self._timeouts.rpc_s)

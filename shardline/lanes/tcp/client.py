@@ -11,7 +11,7 @@ import functools
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardline.cluster import parse_address
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
@@ -37,7 +37,7 @@ DIAL_S = 10.0
 class TcpLane(ShardCalls):
     """One shard over its ps's channel and a pair of bulk sockets.
 
-    tls: the context for both sockets, if the cluster has TLS. tls_name: the name in the ps's certificate, if it is not
+    tls: the context for new sockets, if the cluster has TLS. tls_name: the name in the ps's certificate, if it is not
     the host of its address.
     """
 
@@ -50,7 +50,7 @@ class TcpLane(ShardCalls):
         elements: Sequence[int],
         *,
         timeouts: Timeouts,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         tls_name: str = "",
     ) -> None:
         super().__init__(peer, shard, elements)

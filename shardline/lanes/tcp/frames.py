@@ -86,7 +86,7 @@ def dial(
     *,
     timeout_s: float,
     stall_s: float,
-    tls: ssl.SSLContext | None = None,
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     tls_name: str = "",
     hold: Callable[[socket.socket], None] = lambda sock: None,
 ) -> socket.socket:
@@ -98,12 +98,13 @@ def dial(
     Raises RefusedError if the token was refused, OSError if nobody answers.
     """
     errors: list[OSError] = []
+    context = tls()
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = kept_from_children(socket.socket(family, kind, protocol))
         try:
-            if tls is not None:
+            if context is not None:
                 # Before connecting: wrapping moves the descriptor to another object.
-                sock = TlsSocket(sock, tls, name=tls_name or host)
+                sock = TlsSocket(sock, context, name=tls_name or host)
             hold(sock)
             sock.settimeout(timeout_s)
             sock.connect(address)

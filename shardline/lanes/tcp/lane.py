@@ -29,7 +29,7 @@ class Tcp(LaneKind):
         from shardline.lanes.tcp.client import TcpLane
 
         elements = [bucket.elements for bucket in spec.buckets]
-        return TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=config.security.client_context())
+        return TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=config.security.client_context)
 
     def offer(
         self,

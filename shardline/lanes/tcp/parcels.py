@@ -44,7 +44,7 @@ def dial(
         opened.token,
         timeout_s=min(timeout_s, DIAL_S),
         stall_s=config.timeouts.rpc_s,
-        tls=config.security.client_context(),
+        tls=config.security.client_context,
     )
     frames.keep_alive(sock, config.timeouts.suspect_s)
     return sock

@@ -1,0 +1,210 @@
+"""The content of a process's TLS files, checked, and the contexts and credentials that are made of it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardline.errors import UsageError
+from shardline.host import files
+
+if TYPE_CHECKING:
+    import ssl
+
+    import grpc
+    from cryptography import x509
+
+FILE_LIMIT_BYTES = 4 << 20
+"""Certificates are smaller; a wrong path (a checkpoint) is refused before it fills the memory."""
+
+Seen = Sequence[tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class TlsPaths:
+    """PEM files, each by its flag; None = not given. A certificate has its key."""
+
+    cert: Path | None
+    key: Path | None
+    ca: Path | None
+
+    def __iter__(self) -> Iterator[Path]:
+        return (path for path in (self.cert, self.key, self.ca) if path is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsInUse:
+    """What TLS files contained when they were read; b"" = not given."""
+
+    paths: TlsPaths
+    seen: Seen
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+    def new_client_context(self) -> ssl.SSLContext:
+        """TLS 1.3 for a dialling side, with the certificate if there is one. Raises UsageError for invalid files."""
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if not self.ca:
+            context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+        return self._load(context)
+
+    @functools.cached_property
+    def client_context(self) -> ssl.SSLContext:
+        """The same for everybody who doesn't change it."""
+        return self.new_client_context()
+
+    @functools.cached_property
+    def server_context(self) -> ssl.SSLContext:
+        """Certificate and CA of an accepting side; the rest is up to Security.server_context()."""
+        import ssl
+
+        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    @functools.cached_property
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of gRPC channels."""
+        import grpc
+
+        return grpc.ssl_channel_credentials(self.ca or _system_roots(), self.key or None, self.cert or None)
+
+    @functools.cached_property
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Certificate and CA of a gRPC server."""
+        import grpc
+
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca or None)
+
+    @functools.cached_property
+    def chain(self) -> Sequence[x509.Certificate]:
+        """Certificates in the file, the task's own first."""
+        from cryptography import x509
+
+        try:
+            return x509.load_pem_x509_certificates(self.cert) if self.cert else ()
+        except ValueError:
+            # OpenSSL has read it and decides about its form.
+            return ()
+
+    def wrong_dates(self) -> str:
+        """Why the task's own certificate is not valid now, and what to do; empty if it is."""
+        if not self.chain:
+            return ""
+        now, own = datetime.datetime.now(datetime.UTC), self.chain[0]
+        clock = f"by this machine's clock it is {moment(now)}"
+        if now > own.not_valid_after_utc:
+            return (
+                f"expired on {moment(own.not_valid_after_utc)}, and {clock}; use a newer one with its --tls-key "
+                "(shardline certs makes them), or set the clock"
+            )
+        if now < own.not_valid_before_utc:
+            return f"is only valid from {moment(own.not_valid_before_utc)}, and {clock}; is the clock right?"
+        return ""
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        import ssl
+
+        if self.ca:
+            _trust(context, self.ca, f"--tls-ca {self.paths.ca}")
+        if self.cert:
+            # OpenSSL has one error for both files: check them separately first.
+            _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, f"--tls-cert {self.paths.cert}")
+            _load_chain(context, self)
+        return context
+
+
+def look(paths: Iterable[Path]) -> Seen:
+    """Tells files from those that were there before they were changed or replaced, also by a link; None = no file."""
+
+    def stat(path: Path) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+    return [stat(path) for path in paths]
+
+
+def read(paths: TlsPaths) -> TlsInUse:
+    """Read and check the files. Raises UsageError naming the flag and the file."""
+    # Before they are read: a change meanwhile is found at the next look.
+    seen = look(paths)
+    found = TlsInUse(
+        paths=paths,
+        seen=seen,
+        cert=read_file(paths.cert, "--tls-cert") if paths.cert is not None else b"",
+        key=read_file(paths.key, "--tls-key") if paths.key is not None else b"",
+        ca=read_file(paths.ca, "--tls-ca") if paths.ca is not None else b"",
+    )
+    # Report invalid files now, not in the middle of the first handshake.
+    _ = found.client_context
+    wrong = found.wrong_dates()
+    if wrong:
+        # Peers that reject it at most log the reason; this side would only see that the connection is closed.
+        raise UsageError(f"--tls-cert {paths.cert} {wrong}")
+    return found
+
+
+def read_file(path: Path, flag: str) -> bytes:
+    """All bytes of a small file. Raises UsageError naming flag and file."""
+    try:
+        return files.read_bytes(path, FILE_LIMIT_BYTES)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} can't be read: {error.strerror}") from None
+
+
+def _trust(context: ssl.SSLContext, pem: bytes, what: str) -> None:
+    import ssl
+
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise UsageError(f"{what} contains no PEM certificate") from None
+
+
+class _Encrypted(Exception):
+    """A private key requires a passphrase."""
+
+
+def _load_chain(context: ssl.SSLContext, found: TlsInUse) -> None:
+    import ssl
+
+    def passphrase() -> str:
+        # OpenSSL would ask at the terminal, and gRPC does not support passphrases.
+        raise _Encrypted
+
+    key = f"--tls-key {found.paths.key}"
+    try:
+        with files.in_memory(found.cert) as cert_path, files.in_memory(found.key) as key_path:
+            context.load_cert_chain(cert_path, key_path, password=passphrase)
+    except _Encrypted:
+        raise UsageError(
+            f"{key} is encrypted; use a key without a passphrase, in a file that only you can read"
+        ) from None
+    except (ssl.SSLError, OSError, ValueError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise UsageError(f"{key} is not the private key of --tls-cert {found.paths.cert}") from None
+        raise UsageError(f"{key} contains no PEM private key") from None
+
+
+def moment(at: datetime.datetime) -> str:
+    """A time for people."""
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _system_roots() -> bytes | None:
+    """The system's CAs as PEM: gRPC has its own, and both kinds of connection should trust the same ones."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    return "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True))).encode() or None
