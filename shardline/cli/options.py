@@ -361,6 +361,8 @@ def existing_job(path: Path | None) -> Path | None:
         raise JobError(f"{str(path)!r} is not a file name: {error}") from None
     if stat.S_ISDIR(mode):
         raise JobError(f"{path} is a folder, not a job file; {_job_files(path)}")
+    if not stat.S_ISREG(mode):
+        raise JobError(f"{path} is no regular file; give the .py file that defines the job: each task reads it")
     return path
 
 

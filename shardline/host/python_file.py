@@ -16,9 +16,12 @@ from pathlib import Path
 from types import ModuleType
 
 from shardline.errors import JobError, ShardlineError
+from shardline.host import files
 
 PREFIX = "shardline_"
 """Modules' names begin with it."""
+FILE_BYTES = 64 << 20
+"""Most bytes of a file."""
 
 
 class _FileFinder(MetaPathFinder):
@@ -31,8 +34,8 @@ class _FileFinder(MetaPathFinder):
         stem, _, digest = rest.rpartition("_")
         if not fullname.startswith(PREFIX) or not digest:
             return None
-        files = (Path(folder, f"{stem}.py") for folder in sys.path)
-        file = next((file for file in files if file.exists() and module_name(file, kind) == fullname), None)
+        found = (Path(folder, f"{stem}.py") for folder in sys.path)
+        file = next((file for file in found if file.exists() and module_name(file, kind) == fullname), None)
         return importlib.util.spec_from_file_location(fullname, file.resolve()) if file is not None else None
 
 
@@ -47,7 +50,7 @@ def find_files() -> None:
 
 def module_name(path: Path, kind: str) -> str:
     """The unique name of a file's module: shardline_KIND_STEM_DIGEST."""
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))
     return f"{PREFIX}{kind}_{resolved.stem}_{hashlib.blake2b(os.fsencode(resolved), digest_size=6).hexdigest()}"
 
 
@@ -58,9 +61,9 @@ def run_file(path: Path, kind: str, *, check: Callable[[ast.Module], None] = lam
     file's folder becomes first on sys.path, as with `python FILE`. Raises JobError with the file, the line and the
     original error.
     """
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))
     try:
-        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
+        tree = ast.parse(files.read_bytes(resolved, FILE_BYTES), filename=str(resolved))
     except OSError as error:
         raise JobError(f"{path} can't be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
@@ -89,9 +92,9 @@ def installed_imports(path: Path) -> list[str]:
 
     Nothing is run. Modules in the file's own folder are left out, also where they hide an installed one.
     """
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))
     try:
-        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
+        tree = ast.parse(files.read_bytes(resolved, FILE_BYTES), filename=str(resolved))
     except (OSError, SyntaxError, ValueError):
         return []
     search = [str(resolved.parent), *sys.path]

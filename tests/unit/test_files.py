@@ -23,12 +23,14 @@ from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.export import export
 from shardline.checkpoint.manifest import FileEntry, shard_file
 from shardline.cli.main import cli
+from shardline.cli.options import existing_job
 from shardline.cli.train import read_summary
 from shardline.cluster import ClusterSpec
 from shardline.core.plan import make_plan
-from shardline.errors import CheckpointError, ClusterSpecError, ShardlineError, UsageError
+from shardline.errors import CheckpointError, ClusterSpecError, JobError, ShardlineError, UsageError
 from shardline.host import files
 from shardline.host.files import UnsuitableFileError
+from shardline.host.python_file import installed_imports, run_file
 from shardline.observability.log import close, setup
 from shardline.observability.metrics import Metrics
 from shardline.rpc.limits import MAX_TENSORS
@@ -107,6 +109,20 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, put: Put, se
         with pytest.raises(OSError) as caught:
             use()
         assert sentence in str(caught.value.strerror) and str(path) in str(caught.value)
+
+
+@in_place_of_a_file
+def test_python_code_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, put: Put, sentence: str) -> None:
+    path = instead(tmp_path / "job.py", put)
+    with pytest.raises(JobError, match=rf"job\.py can't be read: .*{re.escape(sentence)}"):
+        run_file(path, "job")
+    assert installed_imports(path) == []
+
+
+def test_a_job_file_that_is_a_fifo_is_refused_before_a_task_starts(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.py")
+    with pytest.raises(JobError, match="is no regular file; give the"):
+        existing_job(tmp_path / "job.py")
 
 
 def test_a_file_is_read_up_to_its_limit_and_not_opened_where_it_is_larger(tmp_path: Path) -> None:
