@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from shardline.errors import UsageError
 
+LEAST_S = 2
+"""Least --timeout: a pause of this process counts as half a second of silence (host/awake.py), less than T/3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
@@ -18,9 +21,9 @@ class Timeouts:
     tasks are started by hand, one after another, and a busy machine needs minutes to import torch."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("--timeout", self.total_s), ("--join-timeout", self.join_s)):
-            if not 1.0 <= value <= 86_400.0:
-                raise UsageError(f"{flag} is {value}; it must be between 1 and 86400 seconds")
+        for flag, value, least in (("--timeout", self.total_s, LEAST_S), ("--join-timeout", self.join_s, 1)):
+            if not least <= value <= 86_400.0:
+                raise UsageError(f"{flag} is {value}; it must be between {least} and 86400 seconds")
 
     @functools.cached_property
     def rpc_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shardline.core.timeouts import Timeouts
+from shardline.core.timeouts import LEAST_S, Timeouts
 from shardline.errors import UnreachableError
 from shardline.rpc.channel import open_channel
 from shardline.security import PLAIN, Security
@@ -15,7 +15,7 @@ OFF_DUTY = "NOT_SERVING"
 
 def check(address: str, *, timeout_s: float, security: Security = PLAIN) -> str:
     """SERVING or NOT_SERVING, as reported by the task at host:port. Raises UnreachableError without an answer."""
-    channel = open_channel(address, Timeouts(total_s=max(1.0, timeout_s)), security)
+    channel = open_channel(address, Timeouts(total_s=max(LEAST_S, timeout_s)), security)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

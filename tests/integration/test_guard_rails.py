@@ -190,11 +190,11 @@ def test_a_heartbeat_stream_that_reaches_its_deadline_is_followed_by_another(
 ) -> None:
     chief, address = quiet_chief
     # Longer than T: silence of that length must not be mistaken for the chief's death.
-    monkeypatch.setattr(link_module, "STREAM_S", 1.5)
-    link = ChiefLink(address, Timeouts(total_s=1.0), Applicant(role="worker", index=0))
+    monkeypatch.setattr(link_module, "STREAM_S", 2.5)
+    link = ChiefLink(address, Timeouts(total_s=2.0), Applicant(role="worker", index=0))
     assert link.join()
     # Returns early only by raising what ends a task.
-    assert not link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=4.0)
+    assert not link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=6.0)
     assert chief.streams >= 2
     assert link.lost is None
     link.close()

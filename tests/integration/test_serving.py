@@ -145,7 +145,7 @@ def test_a_second_server_on_a_port_is_refused_with_the_port_named(capfd: pytest.
 
 def test_a_ps_that_ends_in_mid_training_leaves_its_workers_with_an_error_that_names_it() -> None:
     job = make_job("sgd", replicas=2, steps=10_000)
-    with Cluster(job, ps=2, timeouts=Timeouts(total_s=1.5)) as cluster:
+    with Cluster(job, ps=2, timeouts=Timeouts(total_s=2.0)) as cluster:
         workers = [cluster.worker(0), cluster.worker(1)]
         errors: list[BaseException] = []
 

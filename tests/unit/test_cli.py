@@ -145,7 +145,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
         (["worker", "--set", "batch_size"], "is not of the form FIELD=VALUE"),
         (["worker", "--steps", "0"], "0 is not in the range"),
         (["worker", "--steps", "5", "--set", "steps=6"], "'steps' is set 2 times"),
-        (["worker", "--timeout", "0"], "--timeout is 0.0; it must be between 1 and 86400"),
+        (["worker", "--timeout", "1.9"], "--timeout is 1.9; it must be between 2 and 86400"),
         (["worker", "--task", "ps/0"], "task ps/0 does not have the role worker; start it with: shardline ps"),
         (["worker", "--task", "worker/7"], "worker/7 is not in the cluster spec; it has chief/0, ps/0, worker/0"),
         (["worker", "--job", "missing.py"], "job file missing.py does not exist"),

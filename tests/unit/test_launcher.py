@@ -331,7 +331,7 @@ def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_t
     tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardline.cli.launcher.EVERY_S", 0.5)
-    options = launch(tmp_path, job=job_file(tmp_path, busy=True), timeouts=Timeouts(total_s=1.0, join_s=2.0))
+    options = launch(tmp_path, job=job_file(tmp_path, busy=True), timeouts=Timeouts(total_s=2.0, join_s=2.0))
     cluster = LocalCluster(options)
     said: list[str] = []
     cluster.say = said.append
@@ -401,7 +401,7 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(
     tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # This chief answers no question.
-    monkeypatch.setattr("shardline.cli.train.POLL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("shardline.cli.train.POLL_TIMEOUT_S", 2.0)
     job_file(tmp_path, **{"worker/0": 2, "worker/1": 2})
     assert main(["train", str(tmp_path / "job.py"), "--out", str(tmp_path / "run"), "--workers", "2"]) == 2
     assert "has had enough; no task is left to train" in capsys.readouterr().err.splitlines()[-2]

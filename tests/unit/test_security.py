@@ -242,7 +242,7 @@ def test_diagnosis_of_a_healthy_pair_finds_nothing(mutual: RpcServer, files: Fil
 def test_task_that_may_not_join_for_its_certificate_says_so(mutual: RpcServer, files: Files) -> None:
     link = ChiefLink(
         mutual.address,
-        Timeouts(total_s=1.0, join_s=1.0),
+        Timeouts(total_s=2.0, join_s=1.0),
         Applicant(role="worker", index=0),
         security=files.mutual(files.stranger),
     )

@@ -40,7 +40,7 @@ def test_a_task_whose_certificate_has_expired_says_so_at_its_start_and_ends(
     ca, cert, key = write(tmp_path, not_after=PAST)
     cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}))
-    place = ["--cluster", str(cluster), "--task", "ps/0", "--timeout", "1"]
+    place = ["--cluster", str(cluster), "--task", "ps/0", "--timeout", "2"]
     files = ["--tls-ca", str(ca), "--tls-cert", str(cert), "--tls-key", str(key)]
     assert main(["ps", *place, *files]) == UsageError.exit_code
     (said,) = capsys.readouterr().err.splitlines()
