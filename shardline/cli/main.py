@@ -16,12 +16,12 @@ from shardline import errors, methods
 from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
 from shardline.cli.check.command import check
-from shardline.cli.cluster_commands import export, page, status, stop
+from shardline.cli.cluster_commands import export, page, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.partition.command import partition
 from shardline.cli.roles import COMMANDS
-from shardline.cli.top import top
+from shardline.cli.status import status, top
 from shardline.cli.train import train
 from shardline.host import files, lifeline
 from shardline.host.printable import printable_lines
@@ -83,7 +83,7 @@ for command in (train, check, partition, *COMMANDS):
     cli.add_command(command)
 for installed in importlib.metadata.entry_points(group="shardline.commands"):
     cli.add_command(installed.load())
-for command in (top, page, status, stop, export, certs, health, bench):
+for command in (status, top, page, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

@@ -59,10 +59,10 @@ def line(status: ChiefStatus) -> str:
 
 def eta(status: ChiefStatus) -> str:
     """The time left, such as "ETA 5 s"; empty if it is unknown."""
-    return f"ETA {_duration(left)}" if (left := left_s(status)) else ""
+    return f"ETA {duration(left)}" if (left := left_s(status)) else ""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""The cluster at a glance: what the chief's page and `shardline top` show, computed from the chief's status.
+"""The cluster at a glance: what the chief's page and `shardline status` show, computed from the chief's status.
 
 view = cluster_view(ChiefWatch(address, timeouts).status())
 json.dumps(as_json(view))

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardline import errors, methods, plugins
-from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
+from shardline.cli import options, progress, roles
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import check_summary, launch_options, new_folder, report, train
@@ -28,7 +28,6 @@ from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill,
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
-from shardline.rpc import watch
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
 from tests.support.fake_roles import launch
@@ -460,7 +459,6 @@ def test_a_job_that_stands_still_has_no_rates_and_names_whom_it_waits_for() -> N
     said = "standing still for 12 s, waiting for worker/1"
     shown = progress.line(STILL)
     assert shown.endswith(f"  {said}") and "steps/s" not in shown and "ETA" not in shown
-    assert said in cluster_commands.headline(STILL)[0]
     console = PlainConsole(file=io.StringIO(), width=160, force_terminal=True)
     with progress.BarDisplay(console) as display:
         display.update(STILL)
@@ -496,48 +494,6 @@ def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_l
     assert shown.count("evaluated at step 100: accuracy 0.97, loss 0.2") == 1
     for part in ("loss 12.3456  1234.5 steps/s  1234.5 MB/s", "120/400"):
         assert part in shown, shown
-
-
-def test_status_table_has_a_row_per_task() -> None:
-    console = PlainConsole(file=io.StringIO(), width=200)
-    console.print(cluster_commands.table(RUNNING))
-    rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert len(rows) == 1 + len(RUNNING.tasks)
-    assert rows[1].split() == ["chief/0", "alive", "0", "0.00", "0.00", "0.0", "s", "ago", "1.1", "127.0.0.1:1"]
-    assert "0:119" in rows[2] and "2.00" in rows[2]
-    assert cluster_commands.headline(RUNNING)[1] == "checkpoint: step 100, /out/step-00000100"
-
-
-def test_status_table_says_where_standbys_are_in_a_job_that_has_them() -> None:
-    shards = (
-        ShardStatus(shard=0, standby="synced", standby_task="ps/1"),
-        ShardStatus(shard=2, standby="unprotected", standby_task="ps/2"),
-    )
-    tasks = (TaskStatus(task="ps/0", state="alive", shards=shards), TaskStatus(task="worker/0", state="alive"))
-    console = PlainConsole(width=200, file=io.StringIO())
-    console.print(cluster_commands.table(dataclasses.replace(RUNNING, tasks=tasks)))
-    console.print(cluster_commands.table(RUNNING))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("shard:standby") == 1
-    assert "0:ps/1 in step, 2:ps/2 unreachable" in text
-
-
-def test_status_shows_whole_addresses_where_the_output_has_no_width(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    class Client:
-        def status(self) -> ChiefStatus:
-            address = "a-host-with-a-long-name.example.org:50051"
-            return dataclasses.replace(
-                RUNNING, tasks=(TaskStatus(task="worker/12", state="alive", address=address, metrics_address=address),)
-            )
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(watch, "ChiefWatch", lambda address, timeouts, security: Client())
-    assert main(["status", "--cluster", json.dumps(SPEC)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].count("a-host-with-a-long-name.example.org:50051") == 2
 
 
 def test_report_names_only_what_is_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What fails while a job goes on is said where people look: in the launcher, in top and status, on the page."""
+"""What fails while a job goes on is said where people look: in the launcher, in status, on the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardline.cli.cluster_commands import headline
 from shardline.cli.process_exits import Ended, lacking
+from shardline.cli.status_frame import Frame
 from shardline.cli.status_warnings import AGAIN_S, StatusWarnings
-from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import Polled
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.observability.metrics import Metrics
@@ -91,13 +90,12 @@ def test_logs_that_can_not_be_written_are_a_fault_as_long_as_that_lasts(tmp_path
 # Where people look
 
 
-def test_faults_survive_the_wire_and_stand_in_status_top_and_the_pages_view() -> None:
+def test_faults_survive_the_wire_and_stand_in_status_and_the_pages_view() -> None:
     assert chief_status_from_proto(chief_status_to_proto(STATUS)).faults == (FAULT,)
-    assert FAULT in headline(STATUS)
     view = cluster_view(STATUS)
     assert as_json(view)["faults"] == [FAULT]
     console = Console(file=io.StringIO(), width=200)
-    console.print(frame(view, Curves(), width=200))
+    console.print(Frame(view=view))
     assert FAULT in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -12,10 +12,9 @@ import grpc
 import pytest
 
 from shardline.cli import main as cli
-from shardline.cli.cluster_commands import headline, table
 from shardline.cli.progress import BarDisplay, LineDisplay
+from shardline.cli.status_frame import Frame
 from shardline.cli.terminal import PlainConsole
-from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import report
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.errors import ProtocolError
@@ -78,18 +77,17 @@ def test_a_text_stays_on_its_line_and_keeps_what_people_write() -> None:
 
 def test_status_shows_names_as_they_are() -> None:
     by = console()
-    for text in headline(STATUS):
-        by.say(text)
-    by.print(table(STATUS))
+    task = dataclasses.replace(STATUS.tasks[0], task="worker/0")
+    view = cluster_view(dataclasses.replace(STATUS, tasks=(task,), missing=()))
+    by.print(Frame(view=dataclasses.replace(view, phase="ended"), silence=FORGED))
     harmless(said(by))
     assert said(by).count(SEEN) >= 9
 
 
 def test_an_address_in_brackets_is_no_markup() -> None:
     by = console()
-    by.print(
-        table(dataclasses.replace(STATUS, tasks=(TaskStatus(task="ps/0", state="alive", address="[fe80::1]:2222"),)))
-    )
+    tasks = (TaskStatus(task="ps/0", state="alive", address="[fe80::1]:2222"),)
+    by.print(Frame(view=cluster_view(dataclasses.replace(STATUS, tasks=tasks, missing=()))))
     assert "[fe80::1]:2222" in said(by)
 
 
@@ -107,16 +105,6 @@ def test_train_shows_names_as_they_are() -> None:
     assert SEEN in said(by)
     for code in ("\x1b]0;", "\x07", "\x1b[2J\x9b", "\x9b", "\u202e", "\x00"):
         assert code not in said(by)
-
-
-def test_top_shows_names_as_they_are() -> None:
-    by = console()
-    task = dataclasses.replace(STATUS.tasks[0], task="worker/0")
-    view = cluster_view(dataclasses.replace(STATUS, tasks=(task,), missing=()))
-    curves = Curves()
-    curves.add(view)
-    by.print(frame(view, curves, width=2000))
-    harmless(said(by))
 
 
 def test_what_a_run_prints_at_its_end_is_plain(tmp_path: Path) -> None:

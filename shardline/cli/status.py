@@ -1,0 +1,167 @@
+"""shardline status: a running cluster in one frame, or redrawn until its job has ended. `top` is `status --watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cli.cluster_commands import chief_address
+from shardline.core.status import ChiefStatus
+from shardline.core.timeouts import Timeouts
+from shardline.errors import UnreachableError
+from shardline.host.awake import awake_s
+
+if TYPE_CHECKING:
+    from shardline.cli.terminal import PlainConsole
+
+ASK_S = 3.0
+"""Deadline of one request, in seconds; after that the chief counts as silent."""
+POLL_S = 1.0
+"""Longest pause between two requests, in seconds: a chief whose job has ended stays only briefly."""
+PIPE_WIDTH = 1000
+"""Columns if the output has no width: nothing is cut."""
+Answers = Iterator[tuple[ChiefStatus | None, str]]
+"""The chief's last status, None before the first one, and since when it is silent, "" if it answers."""
+
+
+def answers(ask: Callable[[float], ChiefStatus], address: str, every_s: float, deadline_s: float) -> Answers:
+    """Ask the chief every every_s seconds until its job has ended. Raises UnreachableError after deadline_s of silence.
+
+    ask: returns the chief's status within a number of seconds, or raises UnreachableError.
+    """
+    from shardline.cli.status_frame import clock
+    from shardline.observability.view import doing
+
+    status: ChiefStatus | None = None
+    since: tuple[float, float] | None = None
+    while True:
+        asked = awake_s(), time.time()
+        silence = ""
+        try:
+            status, since = ask(min(ASK_S, max(0.5, deadline_s / 3))), None
+        except UnreachableError as error:
+            since = since or asked
+            if awake_s() - since[0] >= deadline_s:
+                last = "" if status is None else f"; the job was {doing(status)} at step {status.step}"
+                raise UnreachableError(
+                    f"the chief at {address} has not answered since {clock(since[1])}, for {deadline_s:.0f} s{last}: "
+                    f"{error}"
+                ) from error
+            until = f"retrying until {clock(since[1] + deadline_s)}"
+            silence = f"no answer from the chief at {address} since {clock(since[1])}; {until}: {error}"
+        yield status, silence
+        if status is not None and status.phase == "ended":
+            return
+        time.sleep(max(0.05, asked[0] + every_s - awake_s()))
+
+
+def lines(console: PlainConsole, found: Answers, every_s: float) -> None:
+    """Print a line every every_s seconds, and the chief's events as they come; no escape codes."""
+    from shardline.cli.progress import line
+    from shardline.cli.status_frame import clock, event_line
+
+    silent, next_s, events_until = False, 0.0, 0.0
+    for status, silence in found:
+        if bool(silence) != silent:
+            silent = not silent
+            console.say(silence or f"{clock(time.time())} the chief answers again")
+        if status is None or silent:
+            continue
+        for event in status.said:
+            if event.time > events_until:
+                console.say(event_line(event))
+        events_until = max([events_until, *(event.time for event in status.said)])
+        if status.phase == "ended" or awake_s() >= next_s:
+            # Slightly early is better than one whole interval late.
+            next_s = awake_s() + every_s - min(POLL_S, every_s) / 2
+            console.say(f"{clock(status.time)}  {status.job or 'job'}  {line(status)}")
+
+
+def live(console: PlainConsole, found: Answers, address: str) -> None:
+    """Redraw the frame at each answer; the last one stays on the terminal."""
+    from rich.live import Live
+
+    from shardline.cli.status_frame import Frame
+    from shardline.observability.view import cluster_view
+
+    # The frame says why the chief is silent.
+    logging.getLogger("shardline").addHandler(logging.NullHandler())
+    # Leave like after Ctrl-C, so that the terminal is restored.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    view, silence = None, f"waiting for the chief at {address}"
+    try:
+        with Live(Frame(view=view, silence=silence), console=console, screen=True, auto_refresh=False) as screen:
+            for status, silence in found:
+                view = None if status is None else cluster_view(status)
+                screen.update(Frame(view=view, silence=silence, height=console.height), refresh=True)
+    finally:
+        console.print(Frame(view=view, silence=silence))
+
+
+def show(cluster: str | None, interval: float, timeout: float, watch: bool, **files: Path | None) -> int:
+    address = chief_address(cluster)
+    security = options.security(files)
+    from shardline.cli.progress import on_terminal
+    from shardline.cli.status_frame import Frame
+    from shardline.cli.terminal import PlainConsole
+    from shardline.observability.view import cluster_view
+    from shardline.rpc.watch import ChiefWatch
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = PlainConsole(width=width, force_terminal=None if sys.stdout.isatty() else False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A bar is no reason to fail if the terminal's encoding lacks its characters.
+        sys.stdout.reconfigure(errors="replace")
+    client = ChiefWatch(address, Timeouts(total_s=timeout), security)
+    try:
+        if not watch:
+            console.print(Frame(view=cluster_view(client.status(timeout_s=timeout))))
+            return 0
+        found = answers(client.status, address, min(interval, POLL_S), timeout)
+        with contextlib.suppress(KeyboardInterrupt):
+            if on_terminal(console):
+                live(console, found, address)
+            else:
+                lines(console, found, interval)
+        return 0
+    finally:
+        client.close()
+
+
+watched = options.together(
+    options.cluster,
+    options.option("--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, help="Seconds between two lines."),
+    options.option("--timeout", type=float, default=15.0, help="Seconds without an answer until it gives up."),
+    options.secured,
+)
+
+
+@click.command(short_help="Show a running cluster.")
+@click.option("--watch", is_flag=True, help="Show it until the job has ended, or Ctrl-C.")
+@watched
+def status(**flags: Any) -> int:
+    """Show progress, tasks, shards and events of a running cluster.
+
+    With --watch they are redrawn; if the output is not a terminal, a line is printed every interval. The exit code is
+    0 when the job has ended, successfully or not, and 3 if the chief does not answer for --timeout.
+    """
+    return show(**flags)
+
+
+@click.command(short_help="Watch a running cluster: status --watch.")
+@click.option("--once", is_flag=True, help="Print one frame and exit, as `shardline status` does.")
+@watched
+def top(once: bool, **flags: Any) -> int:
+    """Show a running cluster until its job has ended or Ctrl-C, as `shardline status --watch` does."""
+    return show(watch=not once, **flags)
