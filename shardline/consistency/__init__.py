@@ -18,15 +18,19 @@ __all__ = [
     "CONSISTENCIES",
     "RESIDENTS",
     "SSP",
+    "Async",
     "Asynchronous",
     "Clock",
     "Consistency",
     "Eager",
     "SoftSync",
+    "Sync",
     "named",
     "of",
 ]
 
+Sync, Async = Eager, Asynchronous
+"""By the names that jobs use."""
 CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous, SoftSync, SSP)
 RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous, SoftSync, SSP)
 """All modes of the library: other settings of a job turn eager steps into voted ones."""
