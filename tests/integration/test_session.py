@@ -369,7 +369,7 @@ def test_steps_outside_of_a_loop_overlap_from_zero_grad_on(start: Callable[..., 
 @pytest.mark.parametrize("way", ["declared", "job"])
 def test_overlap_and_zero_copy_exclude_each_other_whatever_way_they_come_in(way: str) -> None:
     nobody = '{"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"], "worker": ["127.0.0.1:0"]}'
-    session = shardline.connect(cluster=nobody, task="worker/0", timeout_s=1.0)
+    session = shardline.connect(cluster=nobody, task="worker/0", timeout_s=2.0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     settings: dict[str, Any] = {"overlap": True} if way == "declared" else {"job": make_job("sgd").spec(model)}
