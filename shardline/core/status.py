@@ -226,7 +226,6 @@ class ChiefStatus:
     checkpoint_step: int = -1
     """-1 = none yet."""
     checkpoint_path: str = ""
-    events: tuple[str, ...] = ()
     exit_code: int = 0
     reason: str = ""
     out_dir: str = ""
@@ -237,7 +236,7 @@ class ChiefStatus:
     missing: tuple[str, ...] = ()
     """Tasks of the cluster spec that have never joined."""
     said: tuple[EventStatus, ...] = ()
-    """`events` with time and level."""
+    """The last events, newest last."""
     checkpoints: tuple[CheckpointStatus, ...] = ()
     last_metrics_step: int = -1
     best_step: int = -1

@@ -167,7 +167,7 @@ def test_a_forged_beat_changes_nothing_for_the_task_that_it_names(chief: Chief, 
         link.beat_now()
         assert not link.wait(lambda orders: orders.fenced, timeout_s=2 * TIMEOUTS.heartbeat_s)
         assert link.orders.phase is not Phase.ENDED
-        assert not any("suspect" in event for event in chief.client.status().events)
+        assert not any("suspect" in event.sentence for event in chief.client.status().said)
 
 
 def test_a_second_stream_of_the_same_life_takes_nothing_from_the_first(

@@ -153,7 +153,9 @@ def test_steps_far_ahead_wait_for_the_servers_and_stop_no_log(tmp_path: Path) ->
     reporter.report("ps/0", [], 5000)
     reporter.close()
     assert logged(tmp_path)[-1]["step"] == 5000
-    assert [event for event in reporter.events if "worker/0: 2 reports of steps that no server had reached" in event]
+    assert [
+        event for event in reporter.said if "worker/0: 2 reports of steps that no server had reached" in event.sentence
+    ]
 
 
 def test_a_worker_that_counts_its_own_steps_logs_about_as_many_as_servers_took(tmp_path: Path) -> None:

@@ -125,10 +125,12 @@ def test_logs_that_can_not_be_written_are_said_once_and_cost_nothing(
         reporter.event("joined", "worker/0 joined", "info", {})
     reporter.close()
     assert len([r for r in caplog.records if "can't be written" in r.getMessage()]) == 1
-    assert [event for event in reporter.events if "joined" not in event] == [
-        event for event in reporter.events if f"logs under {tmp_path / 'file' / 'logs'} can't be written" in event
+    assert [event for event in reporter.said if "joined" not in event.sentence] == [
+        event
+        for event in reporter.said
+        if f"logs under {tmp_path / 'file' / 'logs'} can't be written" in event.sentence
     ]
-    assert len(reporter.events) == 4
+    assert len(reporter.said) == 4
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -81,7 +81,7 @@ def test_status_names_tasks_with_their_state_and_the_last_events(chief: Chief) -
     status = chief.client.status()
     assert status.phase == "waiting"
     assert [(row.task, row.state) for row in status.tasks] == [("evaluator/0", "alive")]
-    assert any("evaluator/0 joined" in event for event in status.events)
+    assert any("evaluator/0 joined" in event.sentence for event in status.said)
     link.close()
 
 

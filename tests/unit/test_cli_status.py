@@ -30,6 +30,7 @@ from shardline.core.status import (
     ChiefStatus,
     EventStatus,
     ShardStatus,
+    StageStatus,
     Standstill,
     TaskStatus,
 )
@@ -229,6 +230,13 @@ def test_frame_of_a_large_cluster_is_no_higher_than_the_terminal(height: int) ->
 def test_silence_stands_over_the_last_frame() -> None:
     lines = drawn(VIEW, 60, silence="no answer from the chief at 10.0.0.1:2222 since 12:00:00; retrying until 12:00:15")
     assert " ".join(lines[:2]).endswith("retrying until 12:00:15") and lines[2].startswith("digits  sync")
+
+
+def test_stages_of_a_pipeline_have_a_line_each() -> None:
+    stage = StageStatus(stage=1, tasks=("worker/1",), bubble=0.25, forward_s=0.002, backward_s=0.004, held=3, behind=2)
+    lines = drawn(cluster_view(dataclasses.replace(STATUS, stages=(dataclasses.replace(stage, stage=0), stage))), 120)
+    text = "25% idle within steps, holds 3, 2 updates behind, on worker/1, forward 2.0 ms, backward 4.0 ms"
+    assert lines[6:8] == [f"stage 0: {text}", f"stage 1: {text}"]
 
 
 def test_ended_job_shows_why() -> None:

@@ -41,7 +41,6 @@ STATUS = ChiefStatus(
     page=FORGED,
     missing=(FORGED,),
     faults=(FORGED,),
-    events=(FORGED,),
     said=(EventStatus(time=1.0, level="error", sentence=FORGED),),
     tasks=(TaskStatus(task=FORGED, state=FORGED, address=FORGED, metrics_address=FORGED),),
     last_metrics={FORGED: 0.5},

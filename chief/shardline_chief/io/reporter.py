@@ -212,7 +212,6 @@ class Reporter:
         """Why the logs can't be written now; empty if they can."""
         self._board: Any = None
         self.steps: StepBoard | None = None
-        self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
         self._drawn = recall(history, folder) if history is not None else None
         """Timeline of the curves; None before the first."""
@@ -247,7 +246,6 @@ class Reporter:
         """Log one event. level: "info", "warning" or "error"."""
         sentence = sentence[:SENTENCE]
         now = datetime.now(UTC)
-        self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
         self.said.append(EventStatus(time=now.timestamp(), level=level, sentence=sentence))
         log.log(LEVELS[level], "%s", sentence)
         stamp = now.isoformat(timespec="milliseconds")

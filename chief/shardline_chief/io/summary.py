@@ -177,7 +177,6 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         checkpoint_step=state.saves.checkpoint_step,
         checkpoint_path=state.saves.checkpoint_path,
         checkpoints=reporter.shelf.list(now),
-        events=tuple(reporter.events),
         said=tuple(reporter.said),
         exit_code=state.exit_code,
         reason=state.reason,

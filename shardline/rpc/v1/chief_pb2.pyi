@@ -1205,7 +1205,6 @@ class ChiefStatusReply(_message.Message):
     LAST_METRICS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PATH_FIELD_NUMBER: _builtins.int
-    EVENTS_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     OUT_DIR_FIELD_NUMBER: _builtins.int
@@ -1281,14 +1280,12 @@ class ChiefStatusReply(_message.Message):
     @_builtins.property
     def last_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
-    def events(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tasks of the cluster spec that have never joined."""
 
     @_builtins.property
     def said(self) -> _containers.RepeatedCompositeFieldContainer[Global___EventStatus]:
-        """`events` with their time and level."""
+        """The last events, newest last."""
 
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointStatus]: ...
@@ -1329,7 +1326,6 @@ class ChiefStatusReply(_message.Message):
         last_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         checkpoint_step: _builtins.int = ...,
         checkpoint_path: _builtins.str = ...,
-        events: _abc.Iterable[_builtins.str] | None = ...,
         exit_code: _builtins.int = ...,
         reason: _builtins.str = ...,
         out_dir: _builtins.str = ...,
@@ -1362,7 +1358,7 @@ class ChiefStatusReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counting", b"counting", "standstill", b"standstill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "counting", b"counting", "dead_s", b"dead_s", "done", b"done", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "standstill", b"standstill", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "codec_down", b"codec_down", "codec_parcels", b"codec_parcels", "codec_up", b"codec_up", "consistency", b"consistency", "counting", b"counting", "dead_s", b"dead_s", "done", b"done", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "stages", b"stages", "staleness", b"staleness", "staleness_max", b"staleness_max", "standstill", b"standstill", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
