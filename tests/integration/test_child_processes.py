@@ -84,7 +84,7 @@ def test_what_a_child_does_at_its_end_leaves_its_parent_connected(start: Callabl
 @pytest.mark.usefixtures("start")
 def test_a_forked_child_of_a_connected_process_cannot_take_its_task() -> None:
     def connect() -> Session:
-        return shardline.connect(cluster=json.dumps(CLUSTER), task="worker/0", timeout_s=1.0)
+        return shardline.connect(cluster=json.dumps(CLUSTER), task="worker/0", timeout_s=2.0)
 
     session = connect()
 

@@ -16,7 +16,7 @@ CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"], "worker": ["127.0.0.
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_a_worker_knows_its_replica_before_it_is_attached(consistency: str) -> None:
     session = shardline.connect(
-        cluster=json.dumps(CLUSTER), task="worker/2", consistency=consistency, timeout_s=1.0, name="script"
+        cluster=json.dumps(CLUSTER), task="worker/2", consistency=consistency, timeout_s=2.0, name="script"
     )
     try:
         assert (session.replica, session.num_replicas) == (2, 3)
