@@ -182,14 +182,9 @@ class ParameterStore:
         return self._coding
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
-        """Run tensor work in the pool. It must never wait for other work in the pool."""
         return await self.work_whole(functools.partial(function, *args), _nothing)
 
     def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> asyncio.Future[T]:
-        """Like work(), but completes even if its caller is cancelled, once it has begun.
-
-        after() is called, from any thread, once the work has ended or will never begin; keep what it uses until then.
-        """
         loop = asyncio.get_running_loop()
         done: PoolWork[T] = PoolWork(after, loop=loop)
 
@@ -461,7 +456,6 @@ class ParameterStore:
             signal.notify()
 
     def shard(self, number: int) -> Shard:
-        """The shard of this number. Raises ProtocolError if this ps doesn't host it."""
         try:
             return self.shards[number]
         except KeyError:
@@ -488,7 +482,6 @@ class ParameterStore:
         self.on_pulled(task, codec, lane, raw_bytes, wire_bytes, seconds)
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
-        """Add bytes to the traffic figures."""
         with self.traffic_lock:
             self.traffic.push_raw += push_raw
             self.traffic.push_wire += push_wire

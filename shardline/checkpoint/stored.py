@@ -68,7 +68,6 @@ class StoredRows:
     key: str = field(compare=False)
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows [start, stop) of the entry, as a tensor of its own."""
         try:
             if start == 0 and (stop is None or stop == self.rows):
                 stored = self.file.handle.get_tensor(self.key)

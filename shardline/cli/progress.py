@@ -146,7 +146,6 @@ class BarDisplay:
         )
 
     def say(self, sentence: str) -> None:
-        """Print a line above the bar."""
         self._console.say(sentence)
 
     def __enter__(self) -> BarDisplay:

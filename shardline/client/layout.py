@@ -122,7 +122,11 @@ class ModelLayout:
 
     def keep(self, shard: int, bucket: int) -> None:
         """Save the buffers of a bucket that was just loaded as those of this step."""
-        copy_each(self._saved_views(shard, bucket), self._views[shard][bucket])
+        spec = self.plan.shards[shard].buckets[bucket]
+        copy_each(
+            [self._saved[piece.tensor].reshape(-1)[span_of(self.plan, piece)] for piece in spec.slices],
+            self._views[shard][bucket],
+        )
 
     def restore(self) -> None:
         for number in self.buffers:
@@ -191,10 +195,6 @@ class ModelLayout:
         self._tensors = [tensor.detach() for tensor in self.tensors]
         self.moves += 1
         self._map()
-
-    def _saved_views(self, shard: int, bucket: int) -> list[torch.Tensor]:
-        spec = self.plan.shards[shard].buckets[bucket]
-        return [self._saved[piece.tensor].reshape(-1)[span_of(self.plan, piece)] for piece in spec.slices]
 
 
 _VERSION = operator.attrgetter("_version")

@@ -19,11 +19,9 @@ class Cast(Codec):
     wire_dtype: ClassVar[str]
 
     def max_bytes(self, layout: Layout) -> int:
-        """Elements times the wire type's size."""
         return layout.bucket.elements * itemsize(self.wire_dtype)
 
     def stays_finite(self, magnitude: float) -> bool:
-        """Whether it is in the wire type's range, rounded."""
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(DTYPES[self.wire_dtype]).isfinite())
 
     def encoder(self, layout: Layout) -> CastCoder:

@@ -83,7 +83,6 @@ class Delta(Codec):
         return self.inner.wants_whole(shape)
 
     def max_bytes(self, layout: Layout) -> int:
-        """The bucket itself, where it is sent whole."""
         return layout.bucket.nbytes
 
     def encoder(self, layout: Layout) -> DeltaCoder:

@@ -41,7 +41,6 @@ class Lossy(PartCodec):
     writes_nonfinite = False
 
     def stays_finite(self, magnitude: float) -> bool:
-        """Whether it is in float32's range: scales are float32."""
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(torch.float32).isfinite())
 
     @property

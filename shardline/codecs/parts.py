@@ -67,7 +67,6 @@ class PartCodec(Codec):
         return part.elements * part.dtype.itemsize
 
     def max_bytes(self, layout: Layout) -> int:
-        """Upper bound for all parts, at most the bucket's own bytes."""
         parts = layout.parts(self.scope)
         return min(layout.bucket.nbytes, sum(LENGTH.size + self._bound(part) for part in parts))
 

@@ -51,6 +51,5 @@ class AsynchronousPushes(NumberedPushes):
     """Every push that counts is an update."""
 
     def take(self, totals: Totals, context: PushContext, *, outcome: Outcome, scale: float, record: int | None) -> None:
-        """Apply the push to every bucket."""
         for bucket, total in totals:
             self.storage.apply_now(bucket, total, scale=scale, context=context, record=record)

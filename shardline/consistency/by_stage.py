@@ -153,7 +153,6 @@ class StageUpdates(ReplicaSteps):
         return self._furthest
 
     def waiting_for(self) -> list[int]:
-        """The replicas that others may be waiting for."""
         found: set[int] = set()
         for bucket in self.storage.buckets if self._slack >= 0 else ():
             least = min(bucket.counted)

@@ -160,7 +160,6 @@ class NumberedPushes(ServerHalf):
         return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
 
     def progress(self, replica: int) -> int:
-        """The shard's version, since no replica is waited for."""
         return min(bucket.step for bucket in self.storage.buckets)
 
     def last_push(self, task: str, incarnation: int = 0) -> int:

@@ -187,7 +187,6 @@ class PacedByTheSlowest(AsynchronousPushes):
         return super().serve(bucket, want)
 
     def progress(self, replica: int) -> int:
-        """The clock at which a worker begins."""
         return self._clocks.least
 
     def slowest(self) -> list[str]:

@@ -64,7 +64,6 @@ class VotedSteps(ReplicaSteps):
         """Does nothing: the step waits for the other buckets."""
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """Report once that every bucket has all contributions of the step."""
         for other in self.storage.buckets:
             with other.lock:
                 if other.step != step or not self.ready(other):

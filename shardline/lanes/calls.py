@@ -329,7 +329,6 @@ class _Conversation:
                 self._call.cancel()
 
     def sending(self, requests: Iterable[Item]) -> Iterator[Item]:
-        """The requests; an error that they raise is stored, since gRPC would turn it into CANCELLED."""
         try:
             yield from requests
         except Exception as error:
@@ -339,7 +338,6 @@ class _Conversation:
             self._give_up()
 
     def follow(self, requests: Iterator[Item]) -> None:
-        """What comes after the only request: bytes over the attachment."""
         try:
             next(requests, None)
         except UnreachableError as error:

@@ -55,7 +55,6 @@ class NegotiatedLane:
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
-        """Push and pull over the best lane; see Lane.exchange."""
         try:
             return self._exchange(sender, contributions, want, sink, timeout_s=timeout_s)
         finally:

@@ -209,7 +209,6 @@ class TokenAcceptor(Generic[T]):
             self.turn_away(guest, "this server is ending")
 
     def stalled(self) -> None:
-        """Accept again after the pause."""
         self._thread.unguard(self)
         self._look()
 

@@ -67,7 +67,9 @@ class Pipeline(nn.Sequential, StagedModel):
         """Begin stages with these layers. Raises JobError, see Pipeline."""
         self._cuts = tuple(self._checked(list(cuts)))
         self._check_ties()
-        self._check_stages()
+        for stage in range(self.num_stages):
+            if not any(True for number in self.span(stage) for _ in self[number].parameters()):
+                raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -183,8 +185,3 @@ class Pipeline(nn.Sequential, StagedModel):
                     f"stages {self.stage_of(home)} and {self.stage_of(layer)} can't share weights; cut the model so "
                     "that both are in one stage, give each its own, or use Pipeline.split, which hands them on"
                 )
-
-    def _check_stages(self) -> None:
-        for stage in range(self.num_stages):
-            if not any(True for number in self.span(stage) for _ in self[number].parameters()):
-                raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")

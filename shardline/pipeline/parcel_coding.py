@@ -76,7 +76,11 @@ class ParcelCoding:
             return value, None
         values = flat(value, order)
         self._check(values, key, what)
-        turn = Turn(step=key.step, replica=key.replica, seed=self._seed_of(key, number))
+        turn = Turn(
+            step=key.step,
+            replica=key.replica,
+            seed=derive(self._seed, key.step, key.replica, key.stage, key.microbatch, key.back, number),
+        )
         payload = borrowed_tensor(coder.encoder.encode(values, turn), "uint8")
         return payload, Form(self._name, dtype, tuple(value.shape), order)
 
@@ -129,9 +133,6 @@ class ParcelCoding:
         layout = Layout(bucket=bucket, tensors=(tensor,))
         coders = codec.encoder(layout), codec.decoder(layout)
         return BucketCoding(codec, self._name, layout, *coders, codec.usual_bytes(layout), codec.max_bytes(layout))
-
-    def _seed_of(self, key: ParcelKey, number: int) -> int:
-        return derive(self._seed, key.step, key.replica, key.stage, key.microbatch, key.back, number)
 
 
 def is_encoded(value: torch.Tensor) -> bool:

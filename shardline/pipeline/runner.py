@@ -126,7 +126,6 @@ class AtHome:
         return key in self._here
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
-        """See Parcels.wait. Raises JobError: nobody else can send them."""
         raise JobError(f"no stage computes {keys[0]}")
 
     def take(self, key: ParcelKey) -> Parcel:

@@ -245,7 +245,11 @@ class StageWork:
         if parcel is None:
             return _Given(batch, buffers)
         values = self._decoded(parcel, self._border(parcel.key.stage - 1))
-        self._check_random_state(parcel)
+        try:
+            self._spare.set_state(torch.frombuffer(bytearray(parcel.random_state), dtype=torch.uint8))
+        except (RuntimeError, TypeError, ValueError) as error:
+            size = len(parcel.random_state)
+            raise parcel.unusable(f"its {size} bytes are no state of {self._device}'s random generator") from error
         moved = [value.to(self._device).detach() for value in values]
         leaves = tuple(value.requires_grad_(needs) for value, needs in zip(moved, parcel.needs_grad, strict=True))
         encoded = tuple(parcel.form(number) is not None for number in range(len(leaves)))
@@ -355,13 +359,6 @@ class StageWork:
             return self._coding.decoded(parcel, what)
         except ProtocolError as error:
             raise parcel.unusable(error) from error
-
-    def _check_random_state(self, parcel: Parcel) -> None:
-        try:
-            self._spare.set_state(torch.frombuffer(bytearray(parcel.random_state), dtype=torch.uint8))
-        except (RuntimeError, TypeError, ValueError) as error:
-            size = len(parcel.random_state)
-            raise parcel.unusable(f"its {size} bytes are no state of {self._device}'s random generator") from error
 
     def _holds(self, at: At) -> int:
         return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)

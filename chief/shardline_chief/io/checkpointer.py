@@ -46,7 +46,6 @@ class ResumePoint:
 
     @property
     def path(self) -> str:
-        """Path of its folder."""
         return str(self.checkpoint.path)
 
     @property
@@ -59,22 +58,18 @@ class ResumePoint:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each shard of the checkpoint's plan."""
         return tuple(self.checkpoint.manifest.versions)
 
     @property
     def sequences(self) -> Sequence[Mapping[str, WorkerSequence]]:
-        """For each shard of that plan: each worker's last push that it includes."""
         plan = self.checkpoint.plan
         return [self.checkpoint.sequences(plan, shard) for shard in range(len(plan.shards))]
 
     @property
     def owes(self) -> bool:
-        """Whether replicas may have owed the servers something then, which is gone with their workers."""
         return codecs.owes_at(self.checkpoint.job, self.step)
 
     def check(self, job: JobSpec) -> Sequence[str]:
-        """Changed settings, one phrase each. Raises CheckpointError if the checkpoint belongs to another job."""
         self.checkpoint.compatible(job)
         changes = resume_changes(self.checkpoint.job, job)
         return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]

@@ -75,7 +75,6 @@ class TrainerCluster(ClusterSpec):
     """The cluster for the training process: `chief` is the address to call; its own services need another port."""
 
     def address(self, task: str) -> str:
-        """Address to serve at, "host:port"; any free port for chief/0."""
         if task != "chief/0":
             return super().address(task)
         host, _ = parse_address(self.chief)

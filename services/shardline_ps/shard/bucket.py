@@ -83,11 +83,9 @@ class Bucket:
         return self._pub[self.step & 1]
 
     def values_at(self, step: int) -> torch.Tensor:
-        """theta_step or theta_{step-1}, flat; check with serve_pull first."""
         return self._pub[step & 1]
 
     def bytes_at(self, step: int) -> memoryview:
-        """The bytes of values_at(), not copied. Only in host memory."""
         return self._bytes[step & 1]
 
     def previous(self) -> torch.Tensor | None:

@@ -74,7 +74,6 @@ class Shard:
 
     @property
     def step_min(self) -> int:
-        """Lowest step over the buckets; the shard's open step."""
         return min([bucket.step for bucket in self.buckets])
 
     @property
@@ -83,7 +82,6 @@ class Shard:
 
     @property
     def version(self) -> int:
-        """Number of updates applied to every bucket."""
         return self.storage.version
 
     @property
@@ -107,7 +105,6 @@ class Shard:
 
     @property
     def stop_step(self) -> int | None:
-        """Step that nothing goes past; None if unknown."""
         return self.storage.stop_step
 
     @property
@@ -118,7 +115,6 @@ class Shard:
         return self.mode.serve(self.buckets[bucket], want)
 
     async def answerable(self) -> None:
-        """Return once this ps's death can no longer undo what an answer reports; see RecordLog.passed()."""
         log = self.storage.log
         if log is not None and not self.consistency.publishes_after_standby:
             await log.passed()
@@ -130,7 +126,6 @@ class Shard:
     # Contributions
 
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
-        """Set one bucket's first values; repeating it changes nothing."""
         held = self.buckets[bucket]
         with held.lock:
             fresh = held.initialize(values)

@@ -122,14 +122,6 @@ class TensorHolder(nn.Module):
             yield tensor
 
 
-def _meter_codec(metrics: Metrics, trainer: Trainer) -> None:
-    push = trainer.weights.coding.push
-    if push.relative_error is not None:
-        metrics.gauge("shardline_codec_error_ratio", codec=push.name, way="push").set(push.relative_error)
-    if trainer.encoders.memory_norm is not None:
-        metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
-
-
 def meter_step(
     metrics: Metrics,
     trainer: Trainer,
@@ -154,7 +146,11 @@ def meter_step(
         metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
     if figures.gap is not None:
         metrics.histogram("shardline_gap").observe(figures.gap)
-    _meter_codec(metrics, trainer)
+    push = trainer.weights.coding.push
+    if push.relative_error is not None:
+        metrics.gauge("shardline_codec_error_ratio", codec=push.name, way="push").set(push.relative_error)
+    if trainer.encoders.memory_norm is not None:
+        metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
     for shard, outcome in figures.outcomes.items():
         peer = peers.get(shard, "ps")
         coding = trainer.weights.coding

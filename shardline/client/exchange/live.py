@@ -57,12 +57,10 @@ class LivePayloads:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound for the bytes of all payloads together."""
         return self._nbytes
 
     @property
     def empty(self) -> Sequence[int]:
-        """Buckets without a gradient; known once batches() has ended."""
         return self._empty
 
     @property
@@ -215,7 +213,6 @@ class ReadyPayloads:
         self._interrupted = interrupted
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """Yield everything at once. Raises the error that `interrupted` returns."""
         refusal = self._interrupted()
         if refusal is not None:
             raise refusal

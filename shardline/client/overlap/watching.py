@@ -39,12 +39,10 @@ class StepWatch(Watch):
         self._expect = expect
 
     def unread(self) -> AbstractContextManager[None]:
-        """Context manager around code that goes through the model's parameters and reads no values."""
         return self._gate.unread() if self._gate is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Context manager around every call of the job's loss."""
         if self._gate is None:
             yield
             return
@@ -52,5 +50,4 @@ class StepWatch(Watch):
             yield
 
     def backward(self, loss: Callable[[], float], samples: int) -> None:
-        """Call right before the last backward pass."""
         self._expect(loss, samples)

@@ -110,7 +110,12 @@ class Mailbox:
             while True:
                 found = self._wanted(parcel.job, parcel.timeline, parcel.posting, parcel.key)
                 if found is not None:
-                    self._check_codecs(parcel)
+                    assert self._job is not None
+                    for codec in parcel.codecs - {self._job.codec_parcels}:
+                        raise ProtocolError(
+                            f"{parcel.key} is encoded with codec {codec[:MAX_NAME]!r}, but the job's codec_parcels is "
+                            f"{self._job.codec_parcels!r}"
+                        )
                     return found
                 left_s = end_s - awake_s()
                 if left_s <= 0.0 or self._closed:
@@ -135,14 +140,6 @@ class Mailbox:
         if posting > self._posting or key.step > self._step + self._stages:
             return None
         return key.step >= self._step
-
-    def _check_codecs(self, parcel: ParcelReader) -> None:
-        assert self._job is not None
-        for codec in parcel.codecs - {self._job.codec_parcels}:
-            raise ProtocolError(
-                f"{parcel.key} is encoded with codec {codec[:MAX_NAME]!r}, but the job's codec_parcels is "
-                f"{self._job.codec_parcels!r}"
-            )
 
     def deliver(self, who: Identity, timeline: int, parcel: Parcel) -> bool:
         life = (who.task, who.incarnation)

@@ -146,7 +146,6 @@ class PostOffice:
     # See shardline.pipeline.stage_work.Parcels
 
     def send(self, parcel: Parcel) -> None:
-        """Hand a parcel over; it is delivered in the background."""
         assert self._job is not None
         post = self.mailbox.neighbours.get((parcel.key.stage, parcel.key.replica))
         if post is None:

@@ -327,7 +327,6 @@ class InPlace:
 
     @property
     def shared(self) -> list[str]:
-        """Names of the tensors that are currently in shared memory."""
         showing = {shard for shard, held in self._shards.items() if held.window.shows}
         return [self._plan.tensors[number].name for number, region in self._regions.items() if region.shard in showing]
 

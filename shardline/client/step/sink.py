@@ -125,7 +125,6 @@ class BucketSink:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def done(self, arrival: Arrival) -> None:
-        """Load a complete bucket. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
         if arrival.unchanged:
             self._residence.stands((self._shard, arrival.bucket), arrival.step)

@@ -85,7 +85,6 @@ class FP8(Quantizer):
         return self.joined(scales.numpy(), codes.view(-1)[: part.elements].numpy())
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """Floats times scales."""
         scales, codes = self.parted(payload, part)
         found = _values(self.kind)[codes]
         if scales.min() < 0.0 or not np.isfinite(found).all():

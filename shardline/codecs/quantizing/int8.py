@@ -71,7 +71,6 @@ class Int8(Quantizer):
         return self.joined(scales.numpy(), codes.view(torch.uint8).numpy())
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """Integers times scales."""
         check_size(payload, self.max_part_bytes(part), part)
         values = codecs.int8_decode(payload, part.elements, self.block)
         if values is not None:

@@ -131,7 +131,6 @@ class EFSign(_Signs):
         return ((above - below) / elements,)
 
     def pair(self, scales: Sequence[float], part: Part) -> tuple[float, float]:
-        """Plus or minus the mean magnitude."""
         (mean,) = scales
         if mean < 0.0:
             raise refuse(part, f"the mean magnitude is {mean}")

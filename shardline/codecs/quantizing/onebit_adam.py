@@ -50,7 +50,6 @@ class OneBitAdam(Lossy):
 
     @property
     def server_rule(self) -> str:
-        """Adam in two phases, with the same settings."""
         return f"onebit-adam:warmup={self.warmup},momentum={self.momentum}"
 
     def takes(self, tensor: TensorSpec) -> bool:

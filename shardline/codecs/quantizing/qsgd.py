@@ -50,11 +50,9 @@ class QSGD(Quantizer):
 
     @property
     def bits(self) -> int:
-        """ceil(log2(2 * levels + 1))."""
         return (2 * self.levels).bit_length()
 
     def scales(self, part: Part) -> int:
-        """One norm per block."""
         return num_blocks(part.elements, self.block)
 
     def write(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
@@ -67,7 +65,6 @@ class QSGD(Quantizer):
         return self.joined(found, codes)
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """Levels times norms."""
         scales, codes = self.parted(payload, part)
         if codes.max() > 2 * self.levels or scales.min() < 0.0:
             raise refuse(part, f"a code is above {2 * self.levels}, or a norm is negative")

@@ -47,7 +47,6 @@ class SignVote(PartCodec):
         return Codec.takes(self, tensor)
 
     def max_part_bytes(self, part: Part) -> int:
-        """A bit per value."""
         return max(packed_bytes(part.elements, BITS), len(NOT_FINITE) + 1)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:

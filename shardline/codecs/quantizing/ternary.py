@@ -39,7 +39,6 @@ class _Ternary(Quantizer):
         return self.joined((scale,), codes.numpy())
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """Zero, plus or minus the scale."""
         scales, codes = self.parted(payload, part)
         if codes.max() > MINUS or scales[0] < 0.0:
             raise refuse(part, f"a code is above {MINUS}, or the scale is negative")

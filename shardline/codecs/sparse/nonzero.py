@@ -28,7 +28,6 @@ class Sparse(PartCodec):
     direction = Direction.PUSH
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """Entries, or the part's own bytes."""
         bits = values.view(_SAME_SIZE[part.dtype])
         data = write_entries(bits, np.flatnonzero(bits.numpy()), part)
         return data if len(data) < part.elements * part.dtype.itemsize else bytes(tensor_bytes(values))

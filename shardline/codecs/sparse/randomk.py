@@ -42,7 +42,6 @@ class RandomK(Lossy):
         return False
 
     def error_bound(self, elements: int) -> float:
-        """1 - 1 / ceil(d / k)."""
         return 1.0 - 1.0 / -(-elements // share(self.ratio, elements))
 
     def max_part_bytes(self, part: Part) -> int:
@@ -54,7 +53,6 @@ class RandomK(Lossy):
         return SEED.pack(seed) + values.numpy()[drawn(seed, share(self.ratio, part.elements), part.elements)].tobytes()
 
     def read(self, payload: memoryview, part: Part) -> torch.Tensor:
-        """The values at the same entries."""
         check_size(payload, self.max_part_bytes(part), part)
         (seed,) = SEED.unpack_from(payload)
         found = torch.zeros(part.elements, dtype=part.dtype)

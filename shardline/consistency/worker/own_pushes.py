@@ -28,7 +28,6 @@ class OwnPushes(WorkerHalf):
 
     @property
     def job_step(self) -> int:
-        """The fewest updates of any shard."""
         return min(self.base.values(), default=0)
 
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:

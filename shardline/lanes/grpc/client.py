@@ -17,7 +17,6 @@ class GrpcLane(ShardCalls):
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
-        """Push and pull in full duplex on one stream; see Lane.exchange."""
         self._arm()
         requests = exchange_requests(sender, self._shard, contributions, want)
         single = len(self._elements) < 2 and is_small(contributions)

@@ -56,7 +56,6 @@ class Mapped:
 
     @property
     def is_read(self) -> bool:
-        """Whether the shard may still read pushed bytes, since no pull has shown a later step yet."""
         return bool(self._read)
 
     def reads(self, bucket: int) -> bool:
@@ -80,7 +79,6 @@ class Mapped:
         return self._gradients.nbytes // max(1, length)
 
     def slot(self, offset: int, nbytes: int) -> memoryview:
-        """A part of the gradient segment."""
         return self._gradients.memory[offset : offset + nbytes]
 
     def lent(self, offset: int, nbytes: int) -> memoryview:
@@ -209,7 +207,6 @@ class ShmLane(ShardCalls):
         return self._offsets[bucket]
 
     def close(self) -> None:
-        """End a running exchange and release the segments. The channel belongs to Peers."""
         self.cancel()
         if not self._busy:
             self._drop()

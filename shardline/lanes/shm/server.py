@@ -93,8 +93,7 @@ class ShmTicket:
             found = self._tensors[dtype] = self._values.view(DTYPES[dtype])
         return found
 
-    async def wait(self) -> None:
-        """Nothing to wait for."""
+    async def wait(self) -> None: ...
 
 
 class ShmAttachment:
@@ -170,14 +169,12 @@ class ShmAttachment:
         return made
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
-        """(area, offset) at which the worker reads theta_step; None without references."""
         if not self._by_reference:
             return None
         area = step & 1 if self._publication.areas_of[bucket] == 2 else 0
         return area, self._publication.offset(bucket)
 
     def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
-        """The bucket's place among the replies to this worker."""
         # Read once: close() may come from the loop meanwhile, and code under a shard's lock must not fail for that.
         replies = self._replies
         if replies is None:
@@ -186,7 +183,6 @@ class ShmAttachment:
         return offset, replies.memory[offset : offset + nbytes]
 
     async def send(self, payload: Buffer, intact: Intact | None) -> None:
-        """Nothing is sent on this lane: raises ProtocolError."""
         raise ProtocolError(
             f"{self.holder.task} asked shard {self.holder.shard} on lane shm for something other than an exact step; "
             "use lane grpc"
@@ -200,7 +196,6 @@ class ShmAttachment:
         self._tickets.clear()
 
     def close(self) -> None:
-        """Free everything that no running call uses."""
         self.abort("closed")
         self._replies = None
 
@@ -216,7 +211,6 @@ class SegmentHandshake:
         self._fds: list[int] = []
 
     def hear(self) -> bytes:
-        """The token, once the message has arrived. Raises LeftQuietly if a neighbour only probed the socket."""
         try:
             segments.check_user(self.sock)
             token, self._nbytes, self._fds = segments.hear_knock(self.sock)
@@ -295,7 +289,6 @@ class ShmOffer:
         return Opening(attachment=attachment, socket=self.address, token=token)
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
-        """Segments if this machine has them."""
         return publish(spec, keeps_previous)
 
     def close(self) -> None:

@@ -46,7 +46,6 @@ class TcpTicket:
         return tensor_from_bytes(self.memory, dtype)
 
     async def wait(self) -> None:
-        """Wait until all bytes have arrived. Raises UnreachableError if they won't come."""
         if not self.whole:
             await self._attachment.arrivals.until(lambda: self.done)
             if not self.whole:
@@ -127,13 +126,11 @@ class TcpAttachment:
             self._check()
         return ticket
 
-    def published(self, bucket: int, step: int) -> None:
-        """Nothing is read in place on this lane."""
+    def published(self, bucket: int, step: int) -> None: ...
 
     def reply_slot(self, bucket: int, nbytes: int) -> None: ...
 
     async def send(self, payload: Buffer, intact: Intact | None) -> None:
-        """Queue bytes; returns when the queue is short enough. Raises UnreachableError if the sockets broke."""
         self._check()
         view = memoryview(payload)
         if view.nbytes == 0:
@@ -144,7 +141,6 @@ class TcpAttachment:
             self._check()
 
     def abort(self, reason: str) -> None:
-        """Close both sockets: bytes in flight have no meaning any more."""
         self._fail(reason)
 
     def close(self) -> None:

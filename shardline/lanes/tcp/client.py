@@ -105,7 +105,6 @@ class TcpLane(ShardCalls):
                 self.sockets.shut()
 
     def close(self) -> None:
-        """End a running exchange and close the sockets. The channel belongs to Peers."""
         self.cancel()
         if not self._busy:
             self._abandon()

@@ -59,7 +59,6 @@ class Tcp(LaneKind):
     def dial(
         self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float
     ) -> socket.socket:
-        """The sending half for parcels."""
         from shardline.lanes.tcp.parcels import dial
 
         return dial(config, address, opened, timeout_s=timeout_s)

@@ -189,6 +189,5 @@ class EngineSend(_EngineLine):
         self.queued_bytes -= len(post.memory)
 
     def fail(self) -> None:
-        """Close the socket. From any thread; may be called twice."""
         super().fail()
         self.queued_bytes = 0

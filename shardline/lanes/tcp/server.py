@@ -39,7 +39,6 @@ class BulkHandshake:
         self._filled = 0
 
     def hear(self) -> bytes:
-        """The token, once the preamble has arrived."""
         if not self._tuned:
             self.tune()
             if self._tls is not None:

@@ -78,14 +78,12 @@ def parcels(costs: Costs, plan: Stages, size: int) -> dict[int, list[float]]:
     for one, other in itertools.pairwise(plan):
         output, gradient = costs.handed[one.end - 1]
         homes, others = ([worker // size for worker in stage.workers] for stage in (one, other))
-        for left, right, share in _pairs(homes, others, costs.microbatches):
+        # Which groups hand how many microbatches to each other: microbatch m is computed by worker m mod r.
+        cycle = math.lcm(len(homes), len(others))
+        for left, right, share in [
+            (homes[m % len(homes)], others[m % len(others)], costs.microbatches / cycle) for m in range(cycle)
+        ]:
             if left != right:
                 add(left, share * output, share * gradient)
                 add(right, share * gradient, share * output)
     return found
-
-
-def _pairs(left: Sequence[int], right: Sequence[int], microbatches: int) -> list[tuple[int, int, float]]:
-    """Which groups hand how many microbatches to each other: microbatch m is computed by worker m mod r."""
-    cycle = math.lcm(len(left), len(right))
-    return [(left[m % len(left)], right[m % len(right)], microbatches / cycle) for m in range(cycle)]

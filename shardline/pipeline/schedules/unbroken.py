@@ -25,7 +25,6 @@ class Unbroken(PipelineSchedule, abc.ABC):
 
     @property
     def predict(self) -> bool:
-        """Whether passes use parameters as they will be: see Stashing."""
         return False
 
     @property
@@ -84,7 +83,6 @@ class Unbroken(PipelineSchedule, abc.ABC):
                 yield True
 
     def late(self, version: int, stage: int, layout: StageLayout, *, first: int = 0) -> set[int]:
-        """How many updates after a version the gradients of its passes are applied, 0 included."""
         span = range(layout.first(version), layout.first(version + 2) + 2 * sum(layout.workers))
         own = [number for number in span if self.version(number, stage, layout, first=first) == version]
         return {layout.step(number) - version for number in own}
