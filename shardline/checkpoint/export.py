@@ -67,7 +67,12 @@ def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoin
     checkpoint = find_checkpoint(checkpoint_path, best=best)
     state = checkpoint.state_dict()
     if out.suffix == ".safetensors":
-        state = _separate(checkpoint, state)
+        # Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks.
+        for name, tensor in state.items():
+            if tensor.dtype is torch.complex128:
+                raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't store; export to .pt")
+        aliases = checkpoint.manifest.aliases
+        state = {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}
     try:
         # Both libraries open files by name and follow links. A folder of our own contains none.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
@@ -83,12 +88,3 @@ def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoin
         cause = os_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{out} can't be written: {cause}") from error
     return checkpoint
-
-
-def _separate(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks."""
-    for name, tensor in state.items():
-        if tensor.dtype is torch.complex128:
-            raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't store; export to .pt")
-    aliases = checkpoint.manifest.aliases
-    return {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}

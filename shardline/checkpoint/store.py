@@ -89,7 +89,10 @@ class CheckpointStore:
         """Held while choosing what to delete: no step may be deleted between being listed and being marked."""
         self._protected = Counter[int]()
         """How many readers need a step."""
-        self._sweep()
+        if self.dir.is_dir():
+            for path in sorted(self.dir.iterdir()):
+                if path.name.startswith((_TEMPORARY, _TRASH)) and path.is_dir():
+                    self._sweep_one(path)
 
     # Writing.
 
@@ -102,7 +105,12 @@ class CheckpointStore:
         """
         with self._committing:
             target = self.dir / step_folder(cut.step)
-            _check_cut(cut)
+            if cut.plan.tensors != cut.job.tensors:
+                raise CheckpointError(f"the tensors in the plan of the cut of step {cut.step} are not those of its job")
+            if len(cut.versions) != len(cut.plan.shards):
+                raise CheckpointError(
+                    f"the cut of step {cut.step} has {len(cut.versions)} versions for {len(cut.plan.shards)} shards"
+                )
             lost = f"the checkpoint of step {cut.step} was not written"
             with explained("writing a checkpoint:", self.dir, lost):
                 if not self.dir.is_dir():
@@ -275,13 +283,10 @@ class CheckpointStore:
             if step not in kept:
                 path = self.dir / step_folder(step)
                 try:
-                    self._trash(path)
+                    # Delete a checkpoint; it is renamed first, so no one ever lists a half-deleted one.
+                    self._discard(self._set_aside(path))
                 except OSError as error:
                     _log.warning("%s can't be deleted: %s", path, os_text(error))
-
-    def _trash(self, path: Path) -> None:
-        """Delete a checkpoint; it is renamed first, so no one ever lists a half-deleted one."""
-        self._discard(self._set_aside(path))
 
     def _set_aside(self, path: Path) -> Path:
         trash = self.dir / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
@@ -302,13 +307,6 @@ class CheckpointStore:
             self._sweep_one(temporary)
         if temporary.exists():
             raise CheckpointError(f"{temporary} is being written by another process; is a second chief running?")
-
-    def _sweep(self) -> None:
-        if not self.dir.is_dir():
-            return
-        for path in sorted(self.dir.iterdir()):
-            if path.name.startswith((_TEMPORARY, _TRASH)) and path.is_dir():
-                self._sweep_one(path)
 
     def _sweep_one(self, path: Path) -> None:
         try:
@@ -380,15 +378,6 @@ def _steps_text(steps: Sequence[int]) -> str:
         return "none"
     shown = ", ".join(map(str, steps[-10:]))
     return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)} steps, the last {shown}"
-
-
-def _check_cut(cut: CheckpointContents) -> None:
-    if cut.plan.tensors != cut.job.tensors:
-        raise CheckpointError(f"the tensors in the plan of the cut of step {cut.step} are not those of its job")
-    if len(cut.versions) != len(cut.plan.shards):
-        raise CheckpointError(
-            f"the cut of step {cut.step} has {len(cut.versions)} versions for {len(cut.plan.shards)} shards"
-        )
 
 
 def _fetch(cut: CheckpointContents, shard: int) -> list[BucketImage]:

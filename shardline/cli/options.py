@@ -389,7 +389,8 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
             tf_config=environ.get("TF_CONFIG") or None,
             host=flags["host"],
         )
-    place = _with_own_address(place, flags["address"])
+    address = own_address(flags["address"] or place.spec.address(place.task))
+    place = TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)
     check_chief_port(place, ready_fd=flags["ready_fd"])
     return RoleConfig(
         role=role,
@@ -437,8 +438,3 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Ta
     return assigned_place(
         flags["task"], flags["cluster"], address=flags["address"], timeouts=timeouts(flags), security=secured_by
     )
-
-
-def _with_own_address(place: TaskPlace, given: str | None) -> TaskPlace:
-    address = own_address(given or place.spec.address(place.task))
-    return TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)

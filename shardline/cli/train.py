@@ -365,7 +365,12 @@ class LaunchedRun:
                 if event.status.page and (self._last is None or event.status.page != self._last.page):
                     # Printed again for a restarted chief: with port 0 its address has changed.
                     display.say(f"page: {event.status.page}")
-                self._tell_plan(event.status, display)
+                # Say, once, how many passes the job's steps will be if they are more than one each.
+                from shardline.observability.counting import plan
+
+                told = self._last is not None and plan(self._last.counting, self._last.steps)
+                if not told and (text := plan(event.status.counting, event.status.steps)):
+                    display.say(f"{text}; --steps sets the {event.status.counting.asked}s, not the passes")
                 self._last = event.status
                 display.update(event.status)
                 for sentence in self._warnings.of(event.status, awake_s()):
@@ -375,14 +380,6 @@ class LaunchedRun:
                     self._hopeless.polls += 1
                 if self._gives_up(display):
                     return None
-
-    def _tell_plan(self, status: ChiefStatus, display: Display) -> None:
-        """Say, once, how many passes the job's steps will be if they are more than one each."""
-        from shardline.observability.counting import plan
-
-        told = self._last is not None and plan(self._last.counting, self._last.steps)
-        if not told and (text := plan(status.counting, status.steps)):
-            display.say(f"{text}; --steps sets the {status.counting.asked}s, not the passes")
 
     def _gone(self, event: Ended) -> None:
         if event.code == 0:
@@ -465,13 +462,6 @@ class LaunchedRun:
         for text in [words] if words else self._cluster.log_tail(event.task, 5):
             display.say(f"  {event.task}: {text}")
 
-    def _end_strangers(self) -> None:
-        """After a failure: end tasks that never joined, which would keep asking a chief that is gone."""
-        joined = {row.task for row in self._last.tasks} if self._last is not None else set()
-        for task in self._cluster.running():
-            if task not in joined:
-                self._cluster.kill(task, restart=False)
-
     def _await_others(self) -> None:
         deadline_s = awake_s() + self._cluster.options.timeouts.dead_s
         while self._cluster.running():
@@ -494,7 +484,11 @@ class LaunchedRun:
         elif code != 0:
             _show_failure(self._cluster, self._last_words(), code)
         if code != 0:
-            self._end_strangers()
+            # After a failure: end tasks that never joined, which would keep asking a chief that is gone.
+            joined = {row.task for row in self._last.tasks} if self._last is not None else set()
+            for task in self._cluster.running():
+                if task not in joined:
+                    self._cluster.kill(task, restart=False)
         self._await_others()
         late = self._cluster.running()
         self._cluster.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -128,7 +128,8 @@ class DeltaCoder:
             elif last == turn.step - 1:
                 after = self._changed(values, before, turn)
         memory[_value(turn.step)] = after
-        _forget(memory, turn.step - KEPT)
+        for key in [key for key in memory if key[1] <= turn.step - KEPT]:
+            del memory[key]
 
     def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
@@ -201,8 +202,3 @@ def _value(step: int) -> MemoryKey:
 
 def _change(step: int) -> MemoryKey:
     return ("", step, "change")
-
-
-def _forget(memory: MutableMapping[MemoryKey, torch.Tensor], last: int) -> None:
-    for key in [key for key in memory if key[1] <= last]:
-        del memory[key]

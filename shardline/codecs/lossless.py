@@ -69,7 +69,11 @@ class LosslessCoder:
         """One Zstandard frame of the planes, or a copy of the bytes."""
         octets = np.frombuffer(tensor_bytes(values), np.uint8)
         planes = np.ascontiguousarray(octets.reshape(-1, self._size).T)
-        data = _compressor(self._level).compress(planes)  # type: ignore[arg-type]  # an array is a buffer
+        # One per thread: its memory is large, and two threads can't share it.
+        held: dict[int, zstandard.ZstdCompressor] = _OF_THREAD.__dict__.setdefault("compressors", {})
+        if self._level not in held:
+            held[self._level] = zstandard.ZstdCompressor(level=self._level)
+        data = held[self._level].compress(planes)  # type: ignore[arg-type]  # an array is a buffer
         return data if self._least <= len(data) < octets.nbytes else octets.tobytes()
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
@@ -89,11 +93,3 @@ class LosslessCoder:
 
 
 _OF_THREAD = threading.local()
-
-
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """One per thread: its memory is large, and two threads can't share it."""
-    held: dict[int, zstandard.ZstdCompressor] = _OF_THREAD.__dict__.setdefault("compressors", {})
-    if level not in held:
-        held[level] = zstandard.ZstdCompressor(level=level)
-    return held[level]

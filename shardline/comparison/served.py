@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from shardline.checkpoint import Checkpoint
 from shardline.checkpoint.manifest import step_folder
@@ -20,7 +19,6 @@ from shardline.client.api.session import Session
 from shardline.client.job_loop import run_replicas
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.data import BatchSource
 from shardline.errors import InternalError, UnreachableError, telling
@@ -62,7 +60,15 @@ def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, tor
         config = _config(cluster, "ps", spec, index, device=cluster.ps_device)
         tasks[config.task] = _start(cluster.role("ps"), config)
     try:
-        _train(job, model, jobspec, _config(cluster, "worker", spec, 0, device=cluster.device))
+        session = Session(_config(cluster, "worker", spec, 0, device=cluster.device))
+        try:
+            with telling(session.fail):
+                optimizer = session.attach(model, job.build_optimizer(model), job=jobspec)
+                # After the servers have set theirs.
+                with torch_threads(job.threads):
+                    run_replicas(session, optimizer, model, job, BatchSource(job, session.data_took))
+        finally:
+            session.shutdown()
     except Exception:
         # They write into a folder that the caller removes.
         wait(tasks.values(), cluster.timeouts.total_s)
@@ -73,18 +79,6 @@ def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, tor
             raise InternalError(f"{name} of the comparison ended with exit code {code} after its last step")
     folder = cluster.out / "checkpoints"
     return {step: Checkpoint(folder / step_folder(step)).state_dict() for step in (0, job.steps)}
-
-
-def _train(job: Job, model: nn.Module, spec: JobSpec, config: RoleConfig) -> None:
-    session = Session(config)
-    try:
-        with telling(session.fail):
-            optimizer = session.attach(model, job.build_optimizer(model), job=spec)
-            # After the servers have set theirs.
-            with torch_threads(job.threads):
-                run_replicas(session, optimizer, model, job, BatchSource(job, session.data_took))
-    finally:
-        session.shutdown()
 
 
 def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int, *, device: str = "cpu") -> RoleConfig:

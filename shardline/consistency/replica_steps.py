@@ -158,16 +158,13 @@ class ReplicaSteps(ServerHalf):
     def _add(self, to: BucketView, block: Block, gradient: Gradient, bound: float) -> None:
         values, borrowed = on_device(gradient, to.device)
         if to.number == 0:
-            self._time_barrier(to, block)
+            # Report how long the step's first contribution waited for its last, measured at bucket 0.
+            now_s = time.monotonic()
+            if self._opened_s is None or not to.contributions.counted:
+                self._opened_s = now_s
+            if len(to.contributions.counted) + block.count == self.divisor:
+                self.storage.observers.on_barrier(now_s - self._opened_s)
         to.contributions.add(block, values, gradient.present, gradient.fingerprint, borrowed=borrowed, bound=bound)
-
-    def _time_barrier(self, bucket: BucketView, block: Block) -> None:
-        """Report how long the step's first contribution waited for its last, measured at bucket 0."""
-        now_s = time.monotonic()
-        if self._opened_s is None or not bucket.contributions.counted:
-            self._opened_s = now_s
-        if len(bucket.contributions.counted) + block.count == self.divisor:
-            self.storage.observers.on_barrier(now_s - self._opened_s)
 
     def _mismatch(self, bucket: BucketView, step: int, block: Block) -> Decision:
         with self.storage.lock:

@@ -178,7 +178,9 @@ class PacedByTheSlowest(AsynchronousPushes):
                 self._clocks.begin(task, incarnation)
             else:
                 self._clocks.rest(task)
-        self._check_again()
+        # Have waiting pulls check whether they still have to wait.
+        for bucket in self.storage.buckets:
+            self.storage.observers.on_publish(bucket.number)
 
     def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """See ServerHalf. Once the job stops, nobody waits: the others may push no more."""
@@ -204,8 +206,3 @@ class PacedByTheSlowest(AsynchronousPushes):
         super().restored(sequences)
         with self.storage.lock:
             self._clocks.anew()
-
-    def _check_again(self) -> None:
-        """Have waiting pulls check whether they still have to wait."""
-        for bucket in self.storage.buckets:
-            self.storage.observers.on_publish(bucket.number)

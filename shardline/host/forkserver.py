@@ -247,10 +247,6 @@ def import_all(modules: Sequence[str] = ()) -> None:
         for name in modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    _check_forkable()
-
-
-def _check_forkable() -> None:
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
         raise RuntimeError(f"an import has started threads, which a forked process would not have: {names}")
@@ -326,12 +322,20 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
     os.close(output)
     _place(dict(zip(fds[1:], kept, strict=True)))
     # Before the environment changes: the new title takes the memory of the one that the process began with.
-    _rename(command)
+    # Show the task's own command line and name in lists of processes.
+    setproctitle.setproctitle(" ".join(command).encode(errors="backslashreplace").decode())
+    if "--task" in command:
+        with contextlib.suppress(OSError):
+            prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
     # What a module set as it was imported stays, as it would in a new interpreter.
     for name in BEGUN_WITH - request["environment"].keys():
         os.environ.pop(name, None)
     os.environ.update(request["environment"])
-    _reseed()
+    # Generators that a new interpreter would seed from the system differ between tasks here too.
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
     sys.argv = ["shardline", *command[len(COMMAND) :]]
     return int(importlib.import_module(MAIN).main(sys.argv[1:]))
 
@@ -342,23 +346,11 @@ def _place(wanted: Mapping[int, int]) -> None:
     above = 3 + max((*wanted.keys(), *wanted.values()), default=0)
     moved = {}
     for fd, number in wanted.items():
-        moved[_duplicate(fd, above)] = number
+        moved[fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)] = number
         os.close(fd)
     for fd, number in moved.items():
         os.dup2(fd, number)
         os.close(fd)
-
-
-def _duplicate(fd: int, least: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
-
-
-def _rename(command: Sequence[str]) -> None:
-    """Show the task's own command line and name in lists of processes."""
-    setproctitle.setproctitle(" ".join(command).encode(errors="backslashreplace").decode())
-    if "--task" in command:
-        with contextlib.suppress(OSError):
-            prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
 
 
 def reap_group(group: int) -> None:
@@ -366,14 +358,6 @@ def reap_group(group: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
-
-
-def _reseed() -> None:
-    """Generators that a new interpreter would seed from the system differ between tasks here too."""
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
 
 
 def _main() -> int:

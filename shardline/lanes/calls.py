@@ -229,7 +229,12 @@ class ShardCalls:
         talk = _Conversation(sink, self._elements, fill, single=single)
         try:
             if calls is not None:
-                replies = self._over_socket(calls, talk, requests, timeout_s, single=single)
+                # The replies to a call over the attachment's own socket.
+                with self._lock:
+                    self._sending = calls
+                    if self._cancelled:
+                        raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
+                replies = calls.call(talk, requests, timeout_s, single=single)
             else:
                 replies = _statuses((self._begin_single if single else self._begin)(talk, requests, timeout_s))
             for reply in replies:
@@ -249,22 +254,6 @@ class ShardCalls:
                 f"{len(contributions)} acks" + ("" if talk.reader.end else " and without the end of the pull")
             )
         return talk.result()
-
-    def _over_socket(
-        self,
-        calls: CallSocket,
-        talk: _Conversation,
-        requests: Iterable[Request],
-        timeout_s: float,
-        *,
-        single: bool,
-    ) -> Iterator[ReplyView]:
-        """The replies to a call over the attachment's own socket."""
-        with self._lock:
-            self._sending = calls
-            if self._cancelled:
-                raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
-        return calls.call(talk, requests, timeout_s, single=single)
 
     def _begin(self, talk: _Conversation, requests: Iterable[Request], timeout_s: float) -> Any:
         """The replies to requests that a gRPC thread sends."""
@@ -362,14 +351,11 @@ class _Conversation:
         if reply.pull is not None:
             for arrival in self.reader.feed(reply.pull):
                 if self._patience is None:
-                    self._take(arrival)
+                    try:
+                        self._fill(arrival)
+                    except UnreachableError as error:
+                        self._await_last_word(error)
         return True
-
-    def _take(self, arrival: Arrival) -> None:
-        try:
-            self._fill(arrival)
-        except UnreachableError as error:
-            self._await_last_word(error)
 
     def cause(self, error: CallError, peer: str) -> Exception:
         """The error for the caller of a failed call: the shard's own status, unless this side gave up."""

@@ -157,7 +157,18 @@ class ParcelReceiver:
     def _run(self) -> None:
         try:
             while True:
-                self._take_one()
+                reader = ParcelReader(self._header())
+                wanted = self._inbox.awaits(reader, wait_s=self._timeout_s)
+                if wanted:
+                    while len(room := reader.room()):
+                        reader.filled(self._receive(room))
+                    self._inbox.deliver(self.who, reader.timeline, reader.parcel())
+                else:
+                    nbytes = reader.nbytes
+                    scratch = memoryview(bytearray(min(nbytes, SCRATCH_BYTES)))
+                    while nbytes:
+                        nbytes -= self._receive(scratch[: min(nbytes, len(scratch))])
+                self._answer(frame(Kind.DONE))
         except OSError as error:
             log.debug("parcels from %s: %s", self.who.task, error or type(error).__name__)
         except ShardlineError as error:
@@ -168,17 +179,6 @@ class ParcelReceiver:
             self._answer(failure(*status_of(error, self.who.task)))
         finally:
             self._sock.close()
-
-    def _take_one(self) -> None:
-        reader = ParcelReader(self._header())
-        wanted = self._inbox.awaits(reader, wait_s=self._timeout_s)
-        if wanted:
-            while len(room := reader.room()):
-                reader.filled(self._receive(room))
-            self._inbox.deliver(self.who, reader.timeline, reader.parcel())
-        else:
-            self._skip(reader.nbytes)
-        self._answer(frame(Kind.DONE))
 
     def _header(self) -> worker_pb2.ParcelHeader:
         start = memoryview(bytearray(HEADER.size))
@@ -195,11 +195,6 @@ class ParcelReceiver:
         if header.task or header.secret or len(header.job) > MAX_NAME:
             raise ProtocolError("the header of a parcel on a lane names a sender, or its job's name is too long")
         return header
-
-    def _skip(self, nbytes: int) -> None:
-        scratch = memoryview(bytearray(min(nbytes, SCRATCH_BYTES)))
-        while nbytes:
-            nbytes -= self._receive(scratch[: min(nbytes, len(scratch))])
 
     def _fill(self, memory: memoryview, *, idle: bool = False) -> None:
         """Receive so many bytes. idle: there need not be any for a long time."""

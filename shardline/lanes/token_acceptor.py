@@ -231,16 +231,13 @@ class TokenAcceptor(Generic[T]):
                 self.moved_s = awake_s()
                 self._thread.guard(self)
                 break
-            self._enters(sock, address)
+            sock.setblocking(False)
+            place = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+            guest = Guest(self, self._handshake(sock, place))
+            self._guests.add(guest)
+            self._thread.guard(guest)
+            guest.step()
         self._thread.unwatch(self._listener)
-
-    def _enters(self, sock: socket.socket, address: object) -> None:
-        sock.setblocking(False)
-        place = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
-        guest = Guest(self, self._handshake(sock, place))
-        self._guests.add(guest)
-        self._thread.guard(guest)
-        guest.step()
 
     def hear(self, guest: Guest[T]) -> None:
         """Admit a guest, turn it away, or wait for the rest of its handshake."""

@@ -238,7 +238,9 @@ class ClusterView:
 def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterView:
     started = status.step > status.first_step
     ended = status.phase == "ended"
-    tasks = _tasks(status)
+    rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
+    found = [_task(task, status.phase) for task in rows]
+    tasks = tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
     return ClusterView(
         time=status.time,
         job=status.job,
@@ -384,12 +386,6 @@ def codec_text(codec: CodecView) -> str:
     if codec.owed is not None:
         parts.append(f"owed {codec.owed:.3g}")
     return ", ".join(parts)
-
-
-def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:
-    rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
-    found = [_task(task, status.phase) for task in rows]
-    return tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
 
 
 def _step(task: TaskStatus) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Size = Callable[[int, int, int], tuple[float, float]]
@@ -45,7 +45,7 @@ def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Seq
     known: list[int] = []
     for stage in range(stages):
         later = sorted({*known, *homes[stage]} & {worker for own in homes[stage + 1 :] for worker in own})
-        row = {}
+        row: dict[int, Sequence[_Way]] = {}
         for end in points[1:]:
             ways = []
             for first, before in best.items():
@@ -60,7 +60,14 @@ def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Seq
                         open_ = tuple(has[worker] for worker in later)
                         ways.append(_Way(largest, way.total + more, (*way.cuts, first), open_))
             if ways:
-                row[end] = _undominated(ways)
+                # Those than which none leaves less to every worker, at most MOST_WAYS; the best of equals.
+                kept: list[_Way] = []
+                for one in sorted(ways, key=lambda way: (way.largest, way.total, way.cuts[-1])):
+                    if not any(all(map(operator.le, other.open, one.open)) for other in kept):
+                        kept.append(one)
+                        if len(kept) == MOST_WAYS:
+                            break
+                row[end] = kept
         best, known = row, later
     found = best.get(points[-1])
     return [*found[0].cuts[1:]] if found else apart
@@ -75,14 +82,3 @@ def _largest(points: Sequence[int], cuts: Sequence[int] | None, size: Size, home
         for worker in homes[stage]:
             has[worker] = has.get(worker, 0.0) + size(stage, first, end)[0]
     return max(has.values())
-
-
-def _undominated(ways: Iterable[_Way]) -> Sequence[_Way]:
-    """Those than which none leaves less to every worker, at most MOST_WAYS; the best of equals."""
-    kept: list[_Way] = []
-    for one in sorted(ways, key=lambda way: (way.largest, way.total, way.cuts[-1])):
-        if not any(all(map(operator.le, other.open, one.open)) for other in kept):
-            kept.append(one)
-            if len(kept) == MOST_WAYS:
-                break
-    return kept

@@ -263,7 +263,11 @@ class StageWork:
         def run(*inputs: Any, **named: Any) -> Any:
             if at.stage == 0:
                 return self._model.run(at.stage, *inputs, **named)
-            _restore(given.random_state, self._device)
+            values = torch.frombuffer(bytearray(given.random_state), dtype=torch.uint8)
+            if self._device.type == "cpu":
+                torch.set_rng_state(values)
+            else:
+                torch.cuda.set_rng_state(values, self._device)
             return self._model.run(at.stage, unpack(given.inputs, given.places))
 
         output = self._output(at, run, given.batch)
@@ -382,11 +386,3 @@ class StageWork:
 def _random_state(device: torch.device) -> bytes:
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _restore(state: bytes, device: torch.device) -> None:
-    values = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if device.type == "cpu":
-        torch.set_rng_state(values)
-    else:
-        torch.cuda.set_rng_state(values, device)

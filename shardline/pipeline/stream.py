@@ -158,7 +158,12 @@ class StreamRunner:
         if not self._parts:
             self._compute()
             self._parts = {replica: self._part(replica) for replica in sorted(self._history[1])}
-            self._forget()
+            # Nothing needs older versions than the first pass of the next step.
+            oldest = {stage: self._version(self._layout.first(self._step + 1), stage) for stage in self._own}
+            if not self._pipeline.keeps_one:
+                for stage, kept in self._versions.items():
+                    self._versions[stage] = {version: one for version, one in kept.items() if version >= oldest[stage]}
+            self._predicted = {key: one for key, one in self._predicted.items() if key[0] >= oldest[key[1]]}
         return self._parts
 
     def _compute(self) -> None:
@@ -176,14 +181,6 @@ class StreamRunner:
         self._arrive()
         for stage in self._own:
             self._exchange.staleness(stage, self._step - self._version(self._layout.first(self._step), stage))
-
-    def _forget(self) -> None:
-        """Nothing needs older versions than the first pass of the next step."""
-        oldest = {stage: self._version(self._layout.first(self._step + 1), stage) for stage in self._own}
-        if not self._pipeline.keeps_one:
-            for stage, kept in self._versions.items():
-                self._versions[stage] = {version: one for version, one in kept.items() if version >= oldest[stage]}
-        self._predicted = {key: one for key, one in self._predicted.items() if key[0] >= oldest[key[1]]}
 
     def _part(self, replica: int) -> StepPart:
         loss: float | None = None

@@ -373,7 +373,14 @@ class ChiefClient(ChiefWatch):
                 if frame.HasField("tensor"):
                     finish()
                     head = frame.tensor
-                    buffer, filled = bytearray(_tensor_bytes_of(head)), 0
+                    size = DTYPES[dtype_from_proto(head.dtype, head.name)].itemsize
+                    for length in head.shape:
+                        size *= length
+                    if size != head.payload_bytes:
+                        raise CheckpointError(
+                            f"tensor {head.name!r} of {size} bytes was announced with {head.payload_bytes}"
+                        )
+                    buffer, filled = bytearray(size), 0
                 if frame.payload:
                     end = frame.offset + len(frame.payload)
                     if head is None or frame.offset != filled or end > len(buffer):
@@ -385,12 +392,3 @@ class ChiefClient(ChiefWatch):
             raise from_status(error, peer=str(self.peer), what="FetchCut", waited_s=waited_s) from error
         finish()
         return Parameters(step=at_step, tensors=found)
-
-
-def _tensor_bytes_of(head: chief_pb2.NamedTensor) -> int:
-    size = DTYPES[dtype_from_proto(head.dtype, head.name)].itemsize
-    for length in head.shape:
-        size *= length
-    if size != head.payload_bytes:
-        raise CheckpointError(f"tensor {head.name!r} of {size} bytes was announced with {head.payload_bytes}")
-    return size

@@ -223,7 +223,12 @@ class ChiefLink:
             yield self._beat(ended)
 
     def _beat(self, ended: threading.Event) -> chief_pb2.Beat:
-        self._tell_awaited()
+        # Log which tasks the job waits for, at useful intervals; only the chief knows the time left.
+        if self._orders.awaited:
+            now_s = awake_s()
+            self._waiting = self._waiting or Waiting(now_s)
+            if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
+                log.info("%s", sentence)
         timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
             task=self.task,
@@ -242,14 +247,6 @@ class ChiefLink:
             beat.failure, beat.failure_code = self._failure
         self._facts.write(beat)
         return beat
-
-    def _tell_awaited(self) -> None:
-        """Log which tasks the job waits for, at useful intervals; only the chief knows the time left."""
-        if self._orders.awaited:
-            now_s = awake_s()
-            self._waiting = self._waiting or Waiting(now_s)
-            if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
-                log.info("%s", sentence)
 
     def _beat_forever(self) -> None:
         while not self._closed.is_set():

@@ -471,7 +471,15 @@ class PushReceiver:
 
         def apply() -> tuple[Decision, int]:
             return shard.push(
-                _push_of(header, scale=scale, skip=commit.skip),
+                Push(
+                    task=header.data.task,
+                    incarnation=header.data.incarnation,
+                    seq=header.seq,
+                    base_version=header.base_min,
+                    clock=header.clock,
+                    scale=scale,
+                    skip=commit.skip,
+                ),
                 staged,
                 hyper=push.hyper,
                 guard=lambda: self._outdated(push),
@@ -558,15 +566,3 @@ def _where(push: IncomingPush, number: int) -> str:
 
 def _severity(decision: Decision) -> int:
     return SEVERITY.index(decision.outcome)
-
-
-def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:
-    return Push(
-        task=header.data.task,
-        incarnation=header.data.incarnation,
-        seq=header.seq,
-        base_version=header.base_min,
-        clock=header.clock,
-        scale=scale,
-        skip=skip,
-    )

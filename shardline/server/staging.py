@@ -225,7 +225,8 @@ class Ledger:
         charge = max(0, ask.nbytes - size) if covered else max(size, ask.nbytes)
         if self._reserved + charge <= self.limit:
             return Entry(ask, Grant.ROOM, charge, covered)
-        if privileged and not self._streams_own(ask):
+        # Whether the request's stream already has room.
+        if privileged and not any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self.entries):
             return Entry(ask, Grant.PRIVILEGED, 0, covered)
         return Entry(ask, Grant.WAIT, 0, False)
 
@@ -258,10 +259,6 @@ class Ledger:
                 return False
             free += given_back
         return True
-
-    def _streams_own(self, ask: Ask) -> bool:
-        """Whether the request's stream already has room."""
-        return any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self.entries)
 
     def _standing(self, ask: Ask, bucket: int) -> tuple[bool, bool]:
         """(whether its bytes are already set aside, whether everyone may be waiting for it)."""

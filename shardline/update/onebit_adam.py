@@ -49,7 +49,7 @@ class OneBitAdamRule(ElementwiseRule):
             for name in ("amsgrad", "maximize", "foreach", "fused"):
                 if group.get(name):
                     raise JobError(f"update rule {self} can't run with {name}={group[name]}, {where}; leave it out")
-            if group["weight_decay"] and not _is_decoupled(spec, group):
+            if group["weight_decay"] and not (spec.name == "AdamW" or bool(group.get("decoupled_weight_decay"))):
                 raise JobError(
                     f"update rule {self} can't run with weight_decay={group['weight_decay']}, {where}: it would be "
                     "part of the gradient, of which workers keep the momentum; use AdamW"
@@ -71,10 +71,6 @@ class OneBitAdamRule(ElementwiseRule):
 
     def make(self, site: Site) -> OneBitAdamBucket:
         return OneBitAdamBucket(self, site)
-
-
-def _is_decoupled(spec: RuleSpec, group: Mapping[str, Argument]) -> bool:
-    return spec.name == "AdamW" or bool(group.get("decoupled_weight_decay"))
 
 
 class OneBitAdamBucket(ElementwiseBucketRule):

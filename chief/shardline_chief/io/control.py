@@ -211,7 +211,14 @@ class Control:
                 self._next_tick_s = now_s + TICK_S
                 events.append(self._tick)
             for event in events:
-                self._happened(event, now_s)
+                try:
+                    event(now_s)
+                    self.program.note()
+                except Exception as error:
+                    # A bug in the rules, or in a plugin's: no decision of the program can be trusted any more.
+                    log.exception("the chief failed")
+                    found = as_error(error) or InternalError(f"the chief failed: {type(error).__name__}: {error}")
+                    self.program.fatal(found.exit_code, str(found), now_s)
             actions = self.program.take()
             # One fsync for everything decided in this turn, before any of it is done.
             self._record([action for action in actions if isinstance(action, JournalLine)], now_s)
@@ -236,16 +243,6 @@ class Control:
             while len(found) < TURN:
                 found.append(self._events.get_nowait())
         return found
-
-    def _happened(self, event: Callable[[float], None], now_s: float) -> None:
-        try:
-            event(now_s)
-            self.program.note()
-        except Exception as error:
-            # A bug in the rules, or in a plugin's: no decision of the program can be trusted any more.
-            log.exception("the chief failed")
-            found = as_error(error) or InternalError(f"the chief failed: {type(error).__name__}: {error}")
-            self.program.fatal(found.exit_code, str(found), now_s)
 
     def _tick(self, now_s: float) -> None:
         self.program.tick(now_s)
@@ -331,14 +328,11 @@ class Control:
 
     # The end
 
-    def _resign(self) -> None:
-        """Leave everything to the chief that leads now: no summary, no orders, no commands."""
-        self._streams.close()
-        self.resigned = True
-
     def _finish(self, finish: Finish) -> None:
         if finish.resigned:
-            self._resign()
+            # Leave everything to the chief that leads now: no summary, no orders, no commands.
+            self._streams.close()
+            self.resigned = True
             return
         watched = awake_s() - self._asked_s < WATCHER_S
         # Tasks must learn of the end before a ps exits, or they would report it as lost; and before the digest, which

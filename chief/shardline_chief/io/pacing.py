@@ -112,15 +112,6 @@ class FetchPace:
     def __call__(self, nbytes: int) -> None:
         """Account for one frame, and wait if it came too soon."""
         now_s = self._clock()
-        self._measure(nbytes, now_s)
-        if not self._capped or self._hurry.is_set():
-            return
-        wait_s = self._bucket.take(nbytes, self._links.cap(self._address), now_s)
-        if wait_s > 0:
-            self._unhindered = None
-            self._hurry.wait(wait_s)
-
-    def _measure(self, nbytes: int, now_s: float) -> None:
         if self._began_s is None:
             # The time to the first frame says nothing about the link.
             self._began_s = now_s
@@ -128,6 +119,12 @@ class FetchPace:
             self._unhindered += nbytes
             if self._unhindered >= MEASURED_BYTES and now_s > self._began_s:
                 self._links.note(self._address, self._unhindered / (now_s - self._began_s))
+        if not self._capped or self._hurry.is_set():
+            return
+        wait_s = self._bucket.take(nbytes, self._links.cap(self._address), now_s)
+        if wait_s > 0:
+            self._unhindered = None
+            self._hurry.wait(wait_s)
 
 
 @dataclass(frozen=True, kw_only=True)

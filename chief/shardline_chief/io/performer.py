@@ -69,7 +69,9 @@ class Performer:
             case Answer():
                 settle(action.ticket, action.value)
             case Say():
-                self._say(action)
+                self._reporter.event(action.kind, action.sentence, action.level, action.fields)
+                if action.kind == "evaluation":
+                    self._reporter.evaluation(int(action.fields["step"]), action.fields["metrics"])
             case Tell():
                 log.info("%s", action.sentence)
             case JournalLine():
@@ -81,18 +83,18 @@ class Performer:
             case Hurry():
                 self._checkpointer.hurry()
             case Find():
-                self._find(action)
+                self._commander.drop(action.lost)
+
+                def told(checkpoint: Checkpoint | None, error: str) -> None:
+                    self._post(lambda now_s: self._found(checkpoint, error, now_s))
+
+                self._checkpointer.find(action.lost, told)
             case MeasureCodecs():
                 threading.Thread(target=self._measure, name="codecs", daemon=True).start()
             case MarkBest():
                 self._mark_best(action)
             case Finish():
                 """Handled by the caller: the thread ends with it."""
-
-    def _say(self, say: Say) -> None:
-        self._reporter.event(say.kind, say.sentence, say.level, say.fields)
-        if say.kind == "evaluation":
-            self._reporter.evaluation(int(say.fields["step"]), say.fields["metrics"])
 
     def _command(self, command: Command) -> None:
         if isinstance(command.order, Lead):
@@ -109,14 +111,6 @@ class Performer:
             self._reporter.shelf.put(saved.step, Path(saved.path))
         self._program.saved(saved, now_s)
         self._telemetry.interval()
-
-    def _find(self, find: Find) -> None:
-        self._commander.drop(find.lost)
-
-        def told(checkpoint: Checkpoint | None, error: str) -> None:
-            self._post(lambda now_s: self._found(checkpoint, error, now_s))
-
-        self._checkpointer.find(find.lost, told)
 
     def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
         resume = ResumePoint(checkpoint) if checkpoint is not None else None

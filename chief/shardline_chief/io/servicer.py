@@ -40,7 +40,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_t
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
 from shardline.rpc.report_queue import MAX_PASSES
-from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.io.targets import own_metrics, tell_left_out
 from shardline_chief.rules.messages import Beat, Join
@@ -347,7 +347,13 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
     for word in (*message.suspects, *message.figures):
         short(word, f"{where}: a suspect or the name of a figure")
     if message.HasField("ps"):
-        _check_ps(message.ps, where)
+        # Raise ProtocolError if a server's status has more items than there can be.
+        at_most(len(message.ps.shards), MAX_TENSORS, f"{where}: shards")
+        at_most(len(message.ps.standbys), MAX_TENSORS, f"{where}: standbys")
+        short(message.ps.failure, f"{where}: failure of the server", MAX_SENTENCE)
+        for shard in message.ps.shards:
+            at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
+            at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
     steps = tuple(
         StepReport(
             step=item.step,
@@ -387,16 +393,6 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
 def _life(message: Any, where: str) -> None:
     """Raise ProtocolError if the name of the task is too long."""
     short(message.task, f"{where}: name of the task", MAX_NAME)
-
-
-def _check_ps(message: parameter_server_pb2.PsStatusReply, where: str) -> None:
-    """Raise ProtocolError if a server's status has more items than there can be."""
-    at_most(len(message.shards), MAX_TENSORS, f"{where}: shards")
-    at_most(len(message.standbys), MAX_TENSORS, f"{where}: standbys")
-    short(message.failure, f"{where}: failure of the server", MAX_SENTENCE)
-    for shard in message.shards:
-        at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
-        at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
 
 
 def _seconds(value: float) -> float:

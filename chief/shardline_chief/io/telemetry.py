@@ -59,7 +59,14 @@ class Telemetry:
         self._targets.show(state.tasks.members)
         self._count(state)
         self._reporter.stages()
-        self._show_codecs(state)
+        if state.job is not None:
+            found = codecs.of(state.job)
+            chosen = (str(found.ups[0]), str(found.downs[0]))
+            if chosen != self._codecs:
+                for (up, down), flag in ((self._codecs, 0), (chosen, 1)):
+                    if up:
+                        self._metrics.gauge("shardline_codec_chosen", up=up, down=down).set(flag)
+                self._codecs = chosen
         return True
 
     def _begin(self, state: State) -> None:
@@ -91,17 +98,6 @@ class Telemetry:
                 counter = self._metrics.counter("shardline_contributions_total", peer=task, outcome=outcome)
                 counter.inc(total - self._contributions[task, outcome])
                 self._contributions[task, outcome] = total
-
-    def _show_codecs(self, state: State) -> None:
-        if state.job is None:
-            return
-        found = codecs.of(state.job)
-        chosen = (str(found.ups[0]), str(found.downs[0]))
-        if chosen != self._codecs:
-            for (up, down), flag in ((self._codecs, 0), (chosen, 1)):
-                if up:
-                    self._metrics.gauge("shardline_codec_chosen", up=up, down=down).set(flag)
-            self._codecs = chosen
 
     @for_people
     def saved(self, saved: Saved) -> None:

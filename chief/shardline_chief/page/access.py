@@ -57,20 +57,17 @@ class PageAccess:
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() == "bearer" and self.token_is(token.strip()):
             return True
-        return self._cookie_is(cookie)
+        if not cookie or len(cookie) > COOKIE_BYTES:
+            return False
+        try:
+            found = SimpleCookie(cookie).get(self.cookie_name)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(found.value.encode(), self._digest("cookie").encode())
 
     def token_is(self, token: str) -> bool:
         """Whether this is the token; compares in constant time."""
         return len(token) <= TOKEN_LIMITS[1] and self.security.check(token)
-
-    def _cookie_is(self, header: str) -> bool:
-        if not header or len(header) > COOKIE_BYTES:
-            return False
-        try:
-            found = SimpleCookie(header).get(self.cookie_name)
-        except CookieError:
-            return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self._digest("cookie").encode())
 
     def _digest(self, purpose: str) -> str:
         return hmac.new(self.security.token, f"shardline page {purpose}".encode(), hashlib.sha256).hexdigest()

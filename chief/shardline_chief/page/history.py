@@ -56,20 +56,17 @@ class Curve:
             return
         self._put(math.floor(x / self.width), _Bin(1, x, y, changed))
         while len(self.bins) > self.limit:
-            self._halve(changed)
+            old, self.bins = self.bins, {}
+            self.width *= 2
+            self.renewed = changed
+            for number, item in old.items():
+                self._put(number // 2, item)
 
     def _put(self, number: int, item: _Bin) -> None:
         if number in self.bins:
             self.bins[number].add(item)
         else:
             self.bins[number] = item
-
-    def _halve(self, changed: int) -> None:
-        old, self.bins = self.bins, {}
-        self.width *= 2
-        self.renewed = changed
-        for number, item in old.items():
-            self._put(number // 2, item)
 
     def forget(self, x: float, changed: int) -> None:
         beyond = [number for number, item in self.bins.items() if item.x > x]

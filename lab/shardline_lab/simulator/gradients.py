@@ -18,7 +18,7 @@ from shardline.codecs.coding import Coding, JobCoding
 from shardline.consistency.server import Hyper
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient, flat_bucket
-from shardline.core.plan import BucketSpec, Plan, Slice, make_plan
+from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import UsageError
@@ -207,11 +207,7 @@ def write(plan: Plan, spec: BucketSpec, values: torch.Tensor, into: Tensors) -> 
     for piece in spec.slices:
         tensor = into[plan.tensors[piece.tensor].name]
         whole = tensor.reshape(-1)
-        whole[_rows(plan, piece)] = values[piece.offset : piece.end]
+        first = piece.first_row * plan.tensors[piece.tensor].row_elements
+        whole[first : first + piece.elements] = values[piece.offset : piece.end]
         # reshape() may have made a copy.
         tensor.copy_(whole.view(tensor.shape))
-
-
-def _rows(plan: Plan, piece: Slice) -> slice:
-    first = piece.first_row * plan.tensors[piece.tensor].row_elements
-    return slice(first, first + piece.elements)

@@ -145,9 +145,10 @@ def simulated(job: Job, setup: Setup) -> Menu:
                 ticks=pace.ticks if pace.uniform else None,
             )
         )
+    # Two digits: choices that differ by less are equally fast, as far as a simulation can tell.
     rows.sort(
         key=lambda row: (
-            -_digits(row.samples_per_s),
+            -float(f"{row.samples_per_s:.1e}"),
             row.result.staleness,
             len(row.choice.lines(job)),
             row.result.push_bytes,
@@ -175,8 +176,3 @@ def _result(setup: Setup, known: dict[tuple[object, ...], Result]) -> Result:
     if key not in known:
         known[key] = simulation(setup, contents)
     return known[key]
-
-
-def _digits(value: float) -> float:
-    """Two digits: choices that differ by less are equally fast, as far as a simulation can tell."""
-    return float(f"{value:.1e}")

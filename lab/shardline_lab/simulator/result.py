@@ -84,14 +84,11 @@ class Result:
             "passes_unused": max(0.0, 1.0 - self.passes_used / self.passes),
             "staleness": {"mean": self.staleness, "max": self.staleness_max},
             "bytes_per_step": {"push": self.push_bytes / self.steps, "pull": self.pull_bytes / self.steps}
-            | self._parcels(),
+            | ({"parcels": self.parcel_bytes / self.steps} if self.stages else {}),
             "computing": self.computing,
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             **({"loss": {"first": self.loss(0), "last": self.loss(-1)}} if self.losses else {}),
         }
-
-    def _parcels(self) -> dict[str, float]:
-        return {"parcels": self.parcel_bytes / self.steps} if self.stages else {}
 
     def loss(self, part: int) -> float:
         """Mean loss of the first (part 0) or last (part -1) tenth of the contributions."""

@@ -10,7 +10,6 @@ from shardline import cadence as cadences
 from shardline import codecs, consistency, pipeline
 from shardline import topology as topologies
 from shardline.codecs import coding_of
-from shardline.consistency import Consistency
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
 from shardline.core.plan import Plan, make_plan
@@ -168,7 +167,10 @@ class Simulation:
         self._mode = mode
         self._cadence = cadences.of(job)
         self.whole_pushes = mode.whole_pushes
-        streams = self._cadence.streams and not _decides_at_the_end(job, mode)
+        # Whether a worker decides about all of its gradient before it sends any of it.
+        streams = self._cadence.streams and not (
+            mode.clips_at_worker and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
+        )
         self.overlap = setup.overlap and setup.network.limited and streams
         self.exchange_s = setup.exchange_s
         self.sums_blocks = mode.sums_in_tree and all(codec.exact for codec in codecs.of(job).ups)
@@ -338,11 +340,6 @@ class Simulation:
     def _return(self, worker: VirtualWorker) -> None:
         worker.revive(self._mode.worker_half(self.setup.job))
         self._admit()
-
-
-def _decides_at_the_end(job: JobSpec, mode: Consistency) -> bool:
-    """Whether a worker decides about all of its gradient before it sends any of it."""
-    return mode.clips_at_worker and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
 
 
 def result(simulation: Simulation) -> Result:

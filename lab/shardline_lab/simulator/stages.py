@@ -110,7 +110,9 @@ class VirtualStages:
         """Unit, microbatch counted from the job's first one, and whether it is a backward pass; None: none is ready."""
         for unit in self._units:
             for number, back in self._may_follow(unit):
-                if self._ready(unit, number, back):
+                last = self._simulation.stages - 1
+                alone = unit.stage == last if back else unit.stage == 0
+                if alone or ((unit.stage, unit.replica), number, back) in self._here:
                     return unit, number, back
         return None
 
@@ -131,11 +133,6 @@ class VirtualStages:
             number = unit.backward if back else unit.forward
             if simulation.version(number, unit.stage, unit.replica, back=back) <= self._version:
                 yield number, back
-
-    def _ready(self, unit: _Unit, number: int, back: bool) -> bool:
-        last = self._simulation.stages - 1
-        alone = unit.stage == last if back else unit.stage == 0
-        return alone or ((unit.stage, unit.replica), number, back) in self._here
 
     def _compute(self, unit: _Unit, number: int, back: bool) -> None:
         self._busy = True

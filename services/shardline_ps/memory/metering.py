@@ -127,12 +127,6 @@ class Meter:
         for shard in self._followed:
             self._metrics.gauge("shardline_ps_standby_lag_records", shard=shard).set(lags.get(shard, 0))
 
-    def _codec(self) -> None:
-        coding = self._store.configuration.coding.pull if self._store.configuration is not None else None
-        if coding is not None and coding.relative_error is not None:
-            gauge = self._metrics.gauge("shardline_codec_error_ratio", codec=coding.name, way="pull")
-            gauge.set(coding.relative_error)
-
     def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap the status function so that each call also updates the gauges."""
 
@@ -150,7 +144,10 @@ class Meter:
                 cuts = sum(shard.cuts.skipped_total for shard in self._store.shards.values())
                 self._raise_to("shardline_cuts_skipped_total", cuts)
             self._standbys(reply)
-            self._codec()
+            coding = self._store.configuration.coding.pull if self._store.configuration is not None else None
+            if coding is not None and coding.relative_error is not None:
+                gauge = self._metrics.gauge("shardline_codec_error_ratio", codec=coding.name, way="pull")
+                gauge.set(coding.relative_error)
             for kind, held in self._store.held_by_kind().items():
                 metrics.gauge("shardline_held_bytes", kind=kind).set(held)
             for lane, attachments in self._store.lane_attachments().items():

@@ -136,19 +136,16 @@ class Bucket:
         self.overwritten = self.step - 1
         if self.spec.kind is not TensorKind.FROZEN:
             # A frozen bucket has one buffer, to which nothing is written.
-            self._begin_write(target)
+            # Count what one buffer has held: of one step, or of all where there is one buffer.
+            for which in (0, 1):
+                if self._pub[which] is target:
+                    self.writes.begin(which)
         # Equal buffers need no copy, nor does a rule that writes beside the old values.
         differ = self.changed_step == self.step and target is not source
         changed = not skip and self.update(target, total, scale, source if differ else None, context)
         if differ and not changed:
             target.copy_(source)
         return changed
-
-    def _begin_write(self, target: torch.Tensor) -> None:
-        """Count what one buffer has held: of one step, or of all where there is one buffer."""
-        for which in (0, 1):
-            if self._pub[which] is target:
-                self.writes.begin(which)
 
     def publish(self, changed: bool, *, skip: bool = False) -> None:
         """Publish what compute() has made as the new theta_step."""

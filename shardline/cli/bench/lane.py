@@ -15,7 +15,7 @@ import torch
 
 from shardline import plugins
 from shardline.config import RoleConfig
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
@@ -183,7 +183,11 @@ class LaneProbe:
         start_s = time.perf_counter()
         done = self._lane.exchange(self._sender, contributions, want, self._sink, timeout_s=timeout_s)
         seconds = time.perf_counter() - start_s
-        _check(done)
+        for ack in done.acks:
+            if not ack.accepted:
+                raise ProtocolError(f"the server did not accept a push: {ack.outcome.name.lower()}: {ack.reason}")
+        if done.end is not None and done.end.outcome is not Outcome.SERVED:
+            raise ProtocolError(f"the server did not answer a pull: {done.end.outcome.name.lower()}: {done.end.reason}")
         pulled = self._sink.arrived - before
         if want is not None and not self._lane.by_reference and pulled != self.nbytes:
             raise ProtocolError(f"a pull returned {pulled} of {self.nbytes} bytes")
@@ -210,14 +214,6 @@ def _payload(number: int, elements: int) -> BucketPayload:
         raw_bytes=len(data),
         digest=digest(data),
     )
-
-
-def _check(done: Exchanged) -> None:
-    for ack in done.acks:
-        if not ack.accepted:
-            raise ProtocolError(f"the server did not accept a push: {ack.outcome.name.lower()}: {ack.reason}")
-    if done.end is not None and done.end.outcome is not Outcome.SERVED:
-        raise ProtocolError(f"the server did not answer a pull: {done.end.outcome.name.lower()}: {done.end.reason}")
 
 
 def _repeat(call: Callable[[], float], seconds: float) -> list[float]:

@@ -218,20 +218,17 @@ class LinkServer:
             sock.sendall(_line({"is": MAGIC}))
             if request["do"] == "lane":
                 return request
-            self._flow(sock, request)
+            if request["do"] == "echo":
+                for _ in range(int(request["count"])):
+                    sock.sendall(sock.recv(1))
+            elif request["do"] == "receive":
+                send_for(sock, float(request["seconds"]))
+            else:
+                rate, nbytes = receive_all(sock)
+                sock.sendall(_line({"is": MAGIC, "bytes": nbytes, "bytes_per_s": rate}))
         except (OSError, UnreachableError) as error:
             log.warning("the other side disconnected during the measurement: %s", error)
         return None
-
-    def _flow(self, sock: socket.socket, request: Mapping[str, Any]) -> None:
-        if request["do"] == "echo":
-            for _ in range(int(request["count"])):
-                sock.sendall(sock.recv(1))
-        elif request["do"] == "receive":
-            send_for(sock, float(request["seconds"]))
-        else:
-            rate, nbytes = receive_all(sock)
-            sock.sendall(_line({"is": MAGIC, "bytes": nbytes, "bytes_per_s": rate}))
 
 
 def check_request(request: Mapping[str, Any]) -> dict[str, Any]:

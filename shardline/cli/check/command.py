@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardline.comparison import CheckedJob, Difference
-    from shardline.comparison.difference import Values
     from shardline.job import Job
 
 MOST_NAMED = 20
@@ -58,7 +57,16 @@ def check(**flags: Any) -> int:
     if not differences(expected, found):
         click.echo(f"{plural(steps, 'step')}: equal bits in {plural(len(expected[steps]), 'tensor')}")
         return 0
-    _refuse_random(expected, _plain(job, flags))
+    # Raise JobError if plain PyTorch itself ends elsewhere when it runs again.
+    from shardline.comparison import differences
+
+    for one in differences(expected, _plain(job, flags))[:1]:
+        when = f"in step {one.step}" if one.step else "before the first step"
+        raise JobError(
+            f"plain PyTorch itself trains {one.name!r} to other values when it runs again, first {when}, so there is "
+            "nothing to compare with: the model, the loss or the data set depends on something that the seed does not "
+            "fix, such as a generator of its own, the time, or nondeterministic operations"
+        )
     # Where it began: nothing stops between two steps to look at values, which would hide what comes of overlapping.
     for fewer in range(1, steps):
         found[fewer] = _served(job, flags, fewer, overlap=flags["overlap"])[fewer]
@@ -117,19 +125,6 @@ def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) ->
             timeouts=Timeouts(total_s=flags["timeout"]),
         )
         return train_served(checked.job, cluster)
-
-
-def _refuse_random(expected: Mapping[int, Values], again: Mapping[int, Values]) -> None:
-    """Raise JobError if plain PyTorch itself ends elsewhere when it runs again."""
-    from shardline.comparison import differences
-
-    for one in differences(expected, again)[:1]:
-        when = f"in step {one.step}" if one.step else "before the first step"
-        raise JobError(
-            f"plain PyTorch itself trains {one.name!r} to other values when it runs again, first {when}, so there is "
-            "nothing to compare with: the model, the loss or the data set depends on something that the seed does not "
-            "fix, such as a generator of its own, the time, or nondeterministic operations"
-        )
 
 
 def _listed(different: Sequence[Difference]) -> list[str]:

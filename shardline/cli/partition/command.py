@@ -205,25 +205,21 @@ def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
             profile = Profile.read(path.read_text(encoding="utf-8"), f"--profile {path}")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--profile {path} can't be read: {error}") from None
-        _check_profile(profile, model, job, path)
+        from shardline.pipeline.partition.measure import name_of
+
+        names = [name_of(number, layer) for number, layer in enumerate(model)]
+        found = [layer.name for layer in profile.layers]
+        if names != found or profile.samples != job.batch_size:
+            raise UsageError(
+                f"--profile {path} is of {len(found)} layers and microbatches of {profile.samples} samples, with "
+                f"{found[-1]} last; the job has {len(names)}, {job.batch_size} and {names[-1]}: name a new file"
+            )
         return profile
     with torch_threads(job.threads):
         profile = measure(model, job)
     if path is not None:
         options.write_file(path, profile.text())
     return profile
-
-
-def _check_profile(profile: Profile, model: nn.Sequential, job: Job, path: Path) -> None:
-    from shardline.pipeline.partition.measure import name_of
-
-    names = [name_of(number, layer) for number, layer in enumerate(model)]
-    found = [layer.name for layer in profile.layers]
-    if names != found or profile.samples != job.batch_size:
-        raise UsageError(
-            f"--profile {path} is of {len(found)} layers and microbatches of {profile.samples} samples, with "
-            f"{found[-1]} last; the job has {len(names)}, {job.batch_size} and {names[-1]}: name a new file"
-        )
 
 
 def plan_of(job: JobSpec, servers: int) -> tuple[Plan, JobCoding]:

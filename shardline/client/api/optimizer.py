@@ -80,7 +80,15 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         self._check_groups()
         if hasattr(self, "found_inf"):
             self._session.check_scaler()
-            self._unscale(getattr(self, "grad_scale", None))
+            # Like torch.amp.GradScaler.unscale_, but without its check for infinities: the push checks.
+            scale = getattr(self, "grad_scale", None)
+            if scale is not None:
+                inverse = scale.double().reciprocal().float()
+                with torch.no_grad():
+                    for group in self.param_groups:
+                        for parameter in group["params"]:
+                            if parameter.grad is not None:
+                                parameter.grad.mul_(inverse.to(parameter.grad.device))
         self._session.finish_step(None if loss is None else float(loss), self.hyper())
         return loss
 
@@ -108,17 +116,6 @@ class ShardlineOptimizer(torch.optim.Optimizer):
                     f"{when}: {key} of parameter group {number} is {now[key]!r} and was {before[key]!r} when training "
                     f"began, but only numbers such as lr can change from step to step; set it {BEFORE}"
                 )
-
-    def _unscale(self, scale: torch.Tensor | None) -> None:
-        """Like torch.amp.GradScaler.unscale_, but without its check for infinities: the push checks."""
-        if scale is None:
-            return
-        inverse = scale.double().reciprocal().float()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(inverse.to(parameter.grad.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With zero_copy every .grad becomes zeros in shared memory and counts as None until it is used.

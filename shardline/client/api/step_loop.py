@@ -108,7 +108,11 @@ class StepLoop:
                 else:
                     self._reports.next_tick()
                 self.in_flight.waited_s = 0.0
-                self._enter_pass()
+                methods = self.trainer.methods
+                # A script's worker has one replica, whose own parameters go into the model. A body that runs again
+                # without step() in between adds to its pass.
+                if methods.cadence.keeps_copies and self.trainer.job.script and self.finder.unstepped.passes == 1:
+                    methods.local.enter(self._own_replica, methods.ticks.tick)
                 self._expect_by_itself()
                 yield number
         except JobError as error:
@@ -122,13 +126,6 @@ class StepLoop:
 
     def _enter_body(self) -> None:
         self.barrier.begin(self.trainer.step, begun=True)
-
-    def _enter_pass(self) -> None:
-        """In a script, whose worker has one replica: put that one's own parameters into the model, if it has any."""
-        methods = self.trainer.methods
-        # A body that runs again without step() in between adds to its pass.
-        if methods.cadence.keeps_copies and self.trainer.job.script and self.finder.unstepped.passes == 1:
-            methods.local.enter(self._own_replica, methods.ticks.tick)
 
     def _check_loop(self) -> None:
         """Raise JobError for a loop in which nothing tells when a pass begins, if the cadence has to know it."""
@@ -235,20 +232,17 @@ class StepLoop:
                 figures = self.finder.closed_by
                 if figures is None:
                     continue
-            self._sent(figures)
+            # The open step was sent. figures: set if it is also closed.
+            began_s = self._reports.began_s
+            sent = SentStep(self._reports.take(), began_s, self.finder.leases.batch)
+            self.finder.retained = None
+            self.finder.advance()
+            self.in_flight.waited_s = 0.0
+            if figures is None:
+                self.in_flight.depart(sent)
+            else:
+                self._account(sent, figures)
             return True
-
-    def _sent(self, figures: StepFigures | None) -> None:
-        """The open step was sent. figures: set if it is also closed."""
-        began_s = self._reports.began_s
-        sent = SentStep(self._reports.take(), began_s, self.finder.leases.batch)
-        self.finder.retained = None
-        self.finder.advance()
-        self.in_flight.waited_s = 0.0
-        if figures is None:
-            self.in_flight.depart(sent)
-        else:
-            self._account(sent, figures)
 
     def _forget(self) -> None:
         """Drop the contribution to the open step, which is of no use any more."""

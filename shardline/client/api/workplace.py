@@ -192,7 +192,14 @@ class Workplace:
         trainer.weights.arrivals.on_end = self.office.mailbox.look
         self.watch.meet(own_layout(trainer))
         trainer.watch = self.watch
-        self._open_gate(trainer)
+        if self._reach is not None and self.overlaps:
+            self._reach.rebase()
+            self.gate = Gate(
+                trainer.weights.layout.tensors,
+                self._reach,
+                wait_for=self._wait_for,
+                waiting=lambda: trainer.waiting,
+            )
         self.current = trainer
 
     def traffic(self) -> Traffic:
@@ -228,16 +235,6 @@ class Workplace:
             )
         )
         hops = route.hops()
-        return Ties(
-            who=link.identity,
-            index=self._config.index,
-            route=route,
-            lanes=self._open_lanes(view, hops),
-            timeouts=self._config.timeouts,
-            observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
-        )
-
-    def _open_lanes(self, view: JobView, hops: Mapping[int, Hop]) -> dict[int, Lane]:
         lanes: dict[int, Lane] = {}
         for shard, hop in hops.items():
             peer = self._peers.get(hop.task, hop.address)
@@ -247,17 +244,13 @@ class Workplace:
             lanes[shard] = open_lane(
                 self._config, peer, shard, view.plan.shards[shard], on_fallback=self._count_fallback
             )
-        return lanes
-
-    def _open_gate(self, trainer: Trainer) -> None:
-        if self._reach is None or not self.overlaps:
-            return
-        self._reach.rebase()
-        self.gate = Gate(
-            trainer.weights.layout.tensors,
-            self._reach,
-            wait_for=self._wait_for,
-            waiting=lambda: trainer.waiting,
+        return Ties(
+            who=link.identity,
+            index=self._config.index,
+            route=route,
+            lanes=lanes,
+            timeouts=self._config.timeouts,
+            observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
         )
 
     def _count_fallback(self, lane: str, reason: str) -> None:

@@ -42,7 +42,9 @@ class GapMeter:
         then, self._then, self.last = self._then, None, None
         if then is not None:
             moved = (now - before for now, before in zip(self._now(), then, strict=True))
-            squares = sum(float(torch.linalg.vector_norm(_floats(one))) ** 2 for one in moved)
+            squares = sum(
+                float(torch.linalg.vector_norm(one if one.is_complex() else one.float())) ** 2 for one in moved
+            )
             self.last = math.sqrt(squares / max(1, sum(tensor.numel() for tensor in then)))
 
     def _now(self) -> list[torch.Tensor]:
@@ -51,7 +53,3 @@ class GapMeter:
     def start_over(self) -> None:
         """The exchange, if any, is given up, and the next one only pulls."""
         self._then, self._number = None, -1
-
-
-def _floats(values: torch.Tensor) -> torch.Tensor:
-    return values if values.is_complex() else values.float()

@@ -186,7 +186,13 @@ class ParcelSender:
                 self._broke(error)
                 if self._closed:
                     return True
-            self._tell(error)
+            # Say once that a worker has not answered for long; one that has just started is behind for a moment.
+            now_s = awake_s()
+            if self._failing_s is None:
+                self._failing_s = now_s
+            if not self._told and now_s - self._failing_s >= self._config.timeouts.suspect_s:
+                self._told = True
+                log.warning("%s; it is tried again until the chief gives that stage to another worker", error)
             return False
 
     def _open(self) -> bool:
@@ -219,12 +225,3 @@ class ParcelSender:
         with self._changed:
             if self._queue and self._queue[0] is packed:
                 self._queue.popleft()
-
-    def _tell(self, error: Exception) -> None:
-        """Say once that a worker has not answered for long; one that has just started is behind for a moment."""
-        now_s = awake_s()
-        if self._failing_s is None:
-            self._failing_s = now_s
-        if not self._told and now_s - self._failing_s >= self._config.timeouts.suspect_s:
-            self._told = True
-            log.warning("%s; it is tried again until the chief gives that stage to another worker", error)

@@ -407,9 +407,6 @@ class InPlace:
                     shard.mixed = True
                     shard.show()
                     shard.window.keep()
-        self._tell()
-
-    def _tell(self) -> None:
         shared = self.shared if not self._told else []
         if shared:
             self._told = True

@@ -313,26 +313,22 @@ def listen(address: str, path: Path | None) -> socket.socket:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             sweep(path.parent)
-            _listen_in_folder(listener, path)
+            # Create the path only once the socket is listening: before that, a starting neighbour would remove it.
+            early = path.with_suffix(".new")
+            try:
+                listener.bind(str(early))
+                # Nobody can connect yet. Changing the process's umask would affect all threads.
+                early.chmod(0o600)
+                listener.listen(MAX_GUESTS)
+                early.rename(path)
+            except OSError:
+                early.unlink(missing_ok=True)
+                raise
     except (OSError, SegmentError) as error:
         listener.close()
         raise UsageError(f"can't listen at {address} for lane shm: {error}; see --run-dir") from error
     listener.setblocking(False)
     return kept_from_children(listener)
-
-
-def _listen_in_folder(listener: socket.socket, path: Path) -> None:
-    """Create the path only once the socket is listening: before that, a starting neighbour would remove it."""
-    early = path.with_suffix(".new")
-    try:
-        listener.bind(str(early))
-        # Nobody can connect yet. Changing the process's umask would affect all threads.
-        early.chmod(0o600)
-        listener.listen(MAX_GUESTS)
-        early.rename(path)
-    except OSError:
-        early.unlink(missing_ok=True)
-        raise
 
 
 def sweep(folder: Path) -> None:

@@ -113,20 +113,16 @@ def dial(
             errors.append(error)
             continue
         try:
-            _introduce(sock, token)
+            tune(sock)
+            if isinstance(sock, TlsSocket):
+                sock.do_handshake()
+            show_token(sock, token)
             be_patient(sock, stall_s)
         except BaseException:
             sock.close()
             raise
         return sock
     raise errors[0] if errors else OSError(f"{host} has no address")
-
-
-def _introduce(sock: socket.socket, token: bytes) -> None:
-    tune(sock)
-    if isinstance(sock, TlsSocket):
-        sock.do_handshake()
-    show_token(sock, token)
 
 
 def show_token(sock: socket.socket, token: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardline.pipeline.partition.costs import Costs, LinkLevel, PlannedStage, Stages
+    from shardline.pipeline.partition.costs import Costs, LinkLevel, Stages
 
 Item = tuple[float, float, float]
 """(head start, bytes, time of the last ones) of an exchange."""
@@ -36,7 +36,7 @@ def links_s(costs: Costs, plan: Stages) -> float:
     """Time of the longest of these links in a step without a flush, by all that workers exchange over it."""
     longest = 0.0
     for size, level in levels(costs):
-        exchanges = exchanged(costs, [_whole(stage) for stage in plan], size)
+        exchanges = exchanged(costs, [Travel(0.0, stage.first, stage.end, stage.workers) for stage in plan], size)
         handed = parcels(costs, plan, size)
         for group in {*exchanges, *handed}:
             nbytes = sum(size for _, size, _ in exchanges.get(group, ())) + max(handed.get(group, (0.0,)))
@@ -47,10 +47,6 @@ def links_s(costs: Costs, plan: Stages) -> float:
 def parcels_s(costs: Costs, plan: Stages, size: int, level: LinkLevel) -> float:
     """Time of the longest link of a level for the parcels of a step."""
     return max(map(max, parcels(costs, plan, size).values()), default=0.0) / level.bytes_per_s
-
-
-def _whole(stage: PlannedStage) -> Travel:
-    return Travel(0.0, stage.first, stage.end, stage.workers)
 
 
 def exchanged(costs: Costs, parts: Sequence[Travel], size: int) -> dict[int, list[Item]]:

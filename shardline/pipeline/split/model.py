@@ -114,7 +114,7 @@ class Split(StagedModel):
             self._inputs(traced, inputs, named) if stage == 0 else dict(zip(traced.handed[stage], *inputs, strict=True))
         )
         part = traced.parts[stage]
-        own = self._tensors()
+        own = dict([*self.whole.named_parameters(), *self.whole.named_buffers()])
         for name in part.tensors.values():
             if traced.owners[name] == stage:
                 values[SHARED + name] = own[name]
@@ -161,9 +161,6 @@ class Split(StagedModel):
                 f"{names}, so no stage can train it; freeze it with requires_grad_(False), or remove it"
             )
         return super().staged(tensors)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict([*self.whole.named_parameters(), *self.whole.named_buffers()])
 
     # Inputs
 

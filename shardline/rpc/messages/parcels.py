@@ -159,7 +159,14 @@ class ParcelReader:
         """Of a call of Deliver."""
         at_most(len(header.tensors), MAX_PARCEL_TENSORS, f"{self.key}: tensors")
         at_most(len(header.places), MAX_PARCEL_TENSORS, f"{self.key}: places")
-        self._check_places(header)
+        # A gradient has a place for each tensor; an activation has tensors, and a place is one of them.
+        places, tensors = list(header.places), len(header.tensors)
+        if self.key.back:
+            fits = len(places) == tensors == len(set(places))
+        else:
+            fits = set(places) == set(range(tensors)) if places else tensors == 1
+        if not fits:
+            raise ProtocolError(f"{self.key}: places {places} of {tensors} tensors")
         self._readers = [_TensorReader(tensor, str(self.key)) for tensor in header.tensors]
         size = sum(reader.nbytes for reader in self._readers)
         # A few encoded bytes may stand for many.
@@ -177,16 +184,6 @@ class ParcelReader:
         """What has encoded some of it."""
         self._header = header
         self._open = deque(reader for reader in self._readers if reader.nbytes)
-
-    def _check_places(self, header: worker_pb2.ParcelHeader) -> None:
-        """A gradient has a place for each tensor; an activation has tensors, and a place is one of them."""
-        places, tensors = list(header.places), len(header.tensors)
-        if self.key.back:
-            fits = len(places) == tensors == len(set(places))
-        else:
-            fits = set(places) == set(range(tensors)) if places else tensors == 1
-        if not fits:
-            raise ProtocolError(f"{self.key}: places {places} of {tensors} tensors")
 
     def room(self) -> memoryview:
         """Where the next bytes belong; empty once all have come."""

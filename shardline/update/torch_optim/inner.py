@@ -82,7 +82,12 @@ class InnerOptimizers:
         optimizer = optimizer_class(rule.name)(groups, **torch_arguments(rule.name, rule.groups[0]))
         if state is not None:
             optimizer.state.clear()
-            optimizer.state.update(_copied(state))
+            optimizer.state.update(
+                {
+                    parameter: {key: item.clone() if isinstance(item, Tensor) else item for key, item in items.items()}
+                    for parameter, items in state.items()
+                }
+            )
         return optimizer
 
     def _arguments(self, number: int, hyper: Mapping[str, float]) -> dict[str, Any]:
@@ -100,10 +105,3 @@ class InnerOptimizers:
             for name in gradients:
                 self._params[name].grad = gradients[name].clone()
             torch.nn.utils.clip_grad_norm_([self._params[name] for name in gradients], self._spec.clip_norm)
-
-
-def _copied(state: Mapping[Tensor, Mapping[str, Any]]) -> State:
-    return {
-        parameter: {key: item.clone() if isinstance(item, Tensor) else item for key, item in items.items()}
-        for parameter, items in state.items()
-    }

@@ -41,7 +41,10 @@ class _Run:
         source: the values before the step, possibly `values` itself.
         """
         if sgd.is_plain(type(self.optimizer), arguments):
-            self._step_beside(values, gradient, source, arguments)
+            before = self.state().get("momentum_buffer")
+            after = sgd.step(source, gradient, values, before, arguments)
+            if after is not before and after is not None:
+                self.set_state({"momentum_buffer": after})
             return
         if source is not values:
             values.copy_(source)
@@ -54,12 +57,6 @@ class _Run:
         finally:
             self.parameter.grad = None
             self.parameter.data = self.nothing
-
-    def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
-        before = self.state().get("momentum_buffer")
-        after = sgd.step(source, gradient, values, before, arguments)
-        if after is not before and after is not None:
-            self.set_state({"momentum_buffer": after})
 
     def state(self) -> dict[str, Tensor]:
         """Torch's own state of the run, without entries that are None."""
