@@ -22,12 +22,6 @@ from shardline_ps.shard.summing import Summing
 from shardline_ps.store import ParameterStore
 
 
-def assembler_of(shard: Shard) -> ImageAssembler:
-    """For images of a shard: values and the rule's states, each at most as large as its largest bucket in float64."""
-    states = max(1 if bucket.rule is None else 1 + len(bucket.rule.states) for bucket in shard.buckets)
-    return ImageAssembler(max_bytes=states * max(bucket.spec.elements for bucket in shard.buckets) * 8)
-
-
 def _summing(shard: Shard) -> Summing:
     """Raises ProtocolError if the servers run the optimizer: then its state neither leaves them nor comes to them."""
     if shard.summing is None:
@@ -88,7 +82,10 @@ class StateCalls(DataPlane):
                 call.of(frame.data.task, frame.data.incarnation)
                 shard = self._store.shard(frame.data.shard)
                 _summing(shard)
-                assembler = assembler_of(shard)
+                # For images of a shard: values and the rule's states, each at most as large as its largest bucket in
+                # float64.
+                states = max(1 if bucket.rule is None else 1 + len(bucket.rule.states) for bucket in shard.buckets)
+                assembler = ImageAssembler(max_bytes=states * max(bucket.spec.elements for bucket in shard.buckets) * 8)
             if shard is None or assembler is None:
                 raise ProtocolError("PutState must start with its head")
             header = frame.header if frame.HasField("header") else None

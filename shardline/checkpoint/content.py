@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardline.core.image import VALUE, BucketImage
-from shardline.core.plan import BucketSpec, Plan, Slice, quantum_rows
+from shardline.core.plan import BucketSpec, Plan, quantum_rows
 from shardline.core.spec import DTYPE_NAMES, DTYPES, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError
 from shardline.update import chosen
@@ -107,7 +107,8 @@ def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[Tens
             key = Key(VALUE if name == VALUE else STATE, "" if name == VALUE else name, tensor.name, piece.first_row)
             part = flat[offset : offset + elements]
             if elements == piece.elements:
-                entries[key] = part.view(slice_shape(tensor, piece))
+                # Shape of a slice's rows; () for a 0-d tensor.
+                entries[key] = part.view((piece.rows, *tensor.shape[1:]) if tensor.shape else ())
             elif elements:
                 entries[key] = part
     for number, piece in enumerate(bucket.slices):
@@ -136,11 +137,6 @@ def _check_image(image: BucketImage, bucket: BucketSpec, where: str) -> None:
         len(image.initialized) < len(bucket.slices) or any(image.initialized[len(bucket.slices) :])
     ):
         raise CheckpointError(f"{where}: {len(image.initialized)} initialized flags for {len(bucket.slices)} slices")
-
-
-def slice_shape(tensor: TensorSpec, piece: Slice) -> tuple[int, ...]:
-    """Shape of a slice's rows; () for a 0-d tensor."""
-    return (piece.rows, *tensor.shape[1:]) if tensor.shape else ()
 
 
 def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: RuleSpec) -> Entries:

@@ -48,10 +48,6 @@ class SoftSync(Consistency):
         return SoftSyncPushes(storage, terms, self.n)
 
 
-def pushes_per_update(workers: int, n: int) -> int:
-    return max(1, workers // n)
-
-
 class SoftSyncPushes(NumberedPushes):
     """Sums pushes; the one that completes the sum applies its mean.
 
@@ -73,7 +69,7 @@ class SoftSyncPushes(NumberedPushes):
         """See NumberedPushes. COUNTED if the sum lacks more pushes."""
         decision = super().admit(push, last, skip=skip)
         workers = self._members or len(self.pushes.keys() | {push.task})
-        if decision.outcome is Outcome.APPLIED and self._summed + 1 < pushes_per_update(workers, self._n):
+        if decision.outcome is Outcome.APPLIED and self._summed + 1 < max(1, workers // self._n):
             return replace(decision, outcome=Outcome.COUNTED)
         return decision
 

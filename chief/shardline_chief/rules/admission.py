@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shardline.cluster import ROLES
 from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
@@ -89,19 +87,15 @@ def _job_refusal(state: State, join: Join) -> Refused | None:
 def _machine_refusal(state: State, join: Join) -> Refused | None:
     if state.settings.inexact or not state.mode.bit_exact or not state.tasks.machine or not join.machine:
         return None
-    other = machine_differences(join.machine, state.tasks.machine)
+    # The facts that differ between two machines, one phrase each.
+    other = [
+        f"{name}: {join.machine.get(name, 'unknown')} here, {state.tasks.machine.get(name, 'unknown')} in the cluster"
+        for name in sorted({*join.machine, *state.tasks.machine})
+        if join.machine.get(name) != state.tasks.machine.get(name)
+    ]
     if not other:
         return None
     return Refused(
         reason=f"{join.name} runs on a different kind of machine, so its gradients may differ in the last bits "
         f"({'; '.join(other)}); use equal machines, or --inexact to train without bit-identical results"
     )
-
-
-def machine_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """The facts that differ between two machines, one phrase each."""
-    return [
-        f"{name}: {here.get(name, 'unknown')} here, {there.get(name, 'unknown')} in the cluster"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
-    ]

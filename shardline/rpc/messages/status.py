@@ -66,10 +66,6 @@ def traffic_to_proto(value: Traffic) -> parameter_server_pb2.Traffic:
     return to_message(parameter_server_pb2.Traffic, value)
 
 
-def standby_status_from_proto(message: parameter_server_pb2.StandbyStatus) -> StandbyStatus:
-    return from_message(StandbyStatus, message)
-
-
 def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardStatus:
     return from_message(
         ShardStatus,
@@ -98,7 +94,7 @@ def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatu
         chief_uuid=message.term.chief_uuid,
         shards=tuple(shard_status_from_proto(shard) for shard in message.shards),
         traffic=traffic_from_proto(message.traffic),
-        standbys=tuple(standby_status_from_proto(item) for item in message.standbys),
+        standbys=tuple(from_message(StandbyStatus, item) for item in message.standbys),
     )
 
 

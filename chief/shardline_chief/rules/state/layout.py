@@ -33,13 +33,8 @@ class JobLayout:
 
     @property
     def filled(self) -> int:
-        """Number of shards that are not empty; 0 while there is no plan."""
-        return filled_shards(self.plan) if self.plan is not None else 0
-
-
-def filled_shards(plan: Plan) -> int:
-    """Number of shards that are not empty: a small model on many servers leaves some empty."""
-    return sum(bool(shard.buckets) for shard in plan.shards)
+        """Number of shards that are not empty, as some are with a small model on many servers; 0 while there is no plan."""
+        return sum(bool(shard.buckets) for shard in self.plan.shards) if self.plan is not None else 0
 
 
 def addresses(placement: tuple[Placement, ...]) -> dict[str, str]:
