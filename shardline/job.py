@@ -391,19 +391,6 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
     shardline.Job, and an override that is unknown or invalid.
     """
     path = Path(path)
-    _check_path(path)
-    job = getattr(_run_job_file(path), "job", None)
-    if not isinstance(job, Job):
-        raise JobError(f"{path}: `job` is {short(job)}; it must be a shardline.Job(...)")
-    changes: dict[str, Any] = {"workers": job.workers or workers}
-    if not job.name:
-        changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
-    for name, text in overrides:
-        changes.update([methods.override(name, text)])
-    return dataclasses.replace(job, **changes)
-
-
-def _check_path(path: Path) -> None:
     if path.is_dir():
         inside = ", ".join(sorted(p.name for p in path.glob("*.py"))) or "no .py file"
         raise JobError(f"{path} is a folder; name the job file in it (it holds {inside})")
@@ -416,6 +403,15 @@ def _check_path(path: Path) -> None:
         raise JobError(f"no job file {path}{hint}")
     if path.suffix != ".py":
         raise JobError(f"{path} is not a .py file; a job file is Python that defines `job = shardline.Job(...)`")
+    job = getattr(_run_job_file(path), "job", None)
+    if not isinstance(job, Job):
+        raise JobError(f"{path}: `job` is {short(job)}; it must be a shardline.Job(...)")
+    changes: dict[str, Any] = {"workers": job.workers or workers}
+    if not job.name:
+        changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
+    for name, text in overrides:
+        changes.update([methods.override(name, text)])
+    return dataclasses.replace(job, **changes)
 
 
 def _run_job_file(path: Path) -> object:

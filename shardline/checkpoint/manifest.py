@@ -260,7 +260,21 @@ def read(folder: Path) -> Described:
         raise CheckpointError(
             f"{path} is damaged: the hash of its plan is {plan.plan_id}, but it says {manifest.plan_id}"
         )
-    _check_files(path, manifest, len(plan.shards))
+    num_shards = len(plan.shards)
+    for what, numbers in (("versions", manifest.versions), ("steps", manifest.steps)):
+        if len(numbers) != num_shards:
+            raise CheckpointError(f"{path} is damaged: {len(numbers)} {what} for {num_shards} shards")
+    if manifest.consistent and set(manifest.steps) != {manifest.step}:
+        raise CheckpointError(
+            f"{path} is damaged: shards at steps {manifest.steps} are not a consistent cut of step {manifest.step}"
+        )
+    if len(manifest.files) != num_shards:
+        raise CheckpointError(f"{path} is damaged: it lists {len(manifest.files)} files for {num_shards} shards")
+    for shard, entry in enumerate(manifest.files):
+        # This also keeps a manifest from naming files outside its folder.
+        expected = shard_file(shard, num_shards)
+        if entry.name != expected:
+            raise CheckpointError(f"{path} lists the file {entry.name!r} for shard {shard}; it must be {expected!r}")
     named = parse_step_folder(folder.name)
     if named is not None and named != manifest.step:
         raise CheckpointError(f"{path} is for step {manifest.step}, but its folder is {folder.name}")
@@ -337,20 +351,3 @@ def _decode_bucket(bucket: BucketModel) -> BucketSpec:
         for tensor, first_row, rows, offset, elements in bucket.slices
     )
     return BucketSpec(dtype=bucket.dtype, kind=TensorKind(bucket.kind), elements=bucket.elements, slices=slices)
-
-
-def _check_files(path: Path, manifest: Manifest, num_shards: int) -> None:
-    for what, numbers in (("versions", manifest.versions), ("steps", manifest.steps)):
-        if len(numbers) != num_shards:
-            raise CheckpointError(f"{path} is damaged: {len(numbers)} {what} for {num_shards} shards")
-    if manifest.consistent and set(manifest.steps) != {manifest.step}:
-        raise CheckpointError(
-            f"{path} is damaged: shards at steps {manifest.steps} are not a consistent cut of step {manifest.step}"
-        )
-    if len(manifest.files) != num_shards:
-        raise CheckpointError(f"{path} is damaged: it lists {len(manifest.files)} files for {num_shards} shards")
-    for shard, entry in enumerate(manifest.files):
-        # This also keeps a manifest from naming files outside its folder.
-        expected = shard_file(shard, num_shards)
-        if entry.name != expected:
-            raise CheckpointError(f"{path} lists the file {entry.name!r} for shard {shard}; it must be {expected!r}")

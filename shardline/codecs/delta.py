@@ -110,26 +110,23 @@ class DeltaCoder:
             if not is_finite(values):
                 # In the memory it would spoil all later steps.
                 return tensor_bytes(values)
-            self._advance(values, turn)
+            # Make v of this step, whoever asks for it, and its change.
+            memory, after = turn.memory, values.clone()
+            last = _last(memory, turn.step)
+            if last >= 0 and (not self._refresh or last // self._refresh == turn.step // self._refresh):
+                before = memory[_value(last)]
+                if turn.changed <= last:
+                    # Receivers keep what they have.
+                    after = before
+                elif last == turn.step - 1:
+                    after = self._changed(values, before, turn)
+            memory[_value(turn.step)] = after
+            for key in [key for key in memory if key[1] <= turn.step - KEPT]:
+                del memory[key]
         change = turn.memory.get(_change(turn.step))
         if change is not None and turn.base == turn.step - 1:
             return tensor_bytes(change)
         return tensor_bytes(turn.memory[_value(turn.step)])
-
-    def _advance(self, values: torch.Tensor, turn: Turn) -> None:
-        """Make v of this step, whoever asks for it, and its change."""
-        memory, after = turn.memory, values.clone()
-        last = _last(memory, turn.step)
-        if last >= 0 and (not self._refresh or last // self._refresh == turn.step // self._refresh):
-            before = memory[_value(last)]
-            if turn.changed <= last:
-                # Receivers keep what they have.
-                after = before
-            elif last == turn.step - 1:
-                after = self._changed(values, before, turn)
-        memory[_value(turn.step)] = after
-        for key in [key for key in memory if key[1] <= turn.step - KEPT]:
-            del memory[key]
 
     def _changed(self, values: torch.Tensor, before: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""

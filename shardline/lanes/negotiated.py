@@ -56,35 +56,30 @@ class NegotiatedLane:
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         try:
-            return self._exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+            while True:
+                lane = self._left[0]
+                try:
+                    done = lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+                except LaneUnavailable as reason:
+                    self._leave(lane, str(reason))
+                except UnreachableError as error:
+                    if self._cancelled.is_set():
+                        # This side gave up, which says nothing about the lane.
+                        raise
+                    self._broken += 1
+                    if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
+                        self._leave(lane, f"it failed {self._broken} times in a row, most recently: {error}")
+                    raise
+                else:
+                    self._broken = 0
+                    if not self._said:
+                        self._said = True
+                        log.info("%s: lane %s", self._peer, lane.name)
+                    return done
         finally:
             # At the end, not at the beginning: cancel() may come before its exchange has begun.
             if self._cancelled.is_set():
                 self._cancelled.clear()
-
-    def _exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
-    ) -> Exchanged:
-        while True:
-            lane = self._left[0]
-            try:
-                done = lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
-            except LaneUnavailable as reason:
-                self._leave(lane, str(reason))
-            except UnreachableError as error:
-                if self._cancelled.is_set():
-                    # This side gave up, which says nothing about the lane.
-                    raise
-                self._broken += 1
-                if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
-                    self._leave(lane, f"it failed {self._broken} times in a row, most recently: {error}")
-                raise
-            else:
-                self._broken = 0
-                if not self._said:
-                    self._said = True
-                    log.info("%s: lane %s", self._peer, lane.name)
-                return done
 
     def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
         """Whether the shard answers calls and is still wanted: then the lane is broken, not the shard."""

@@ -75,17 +75,7 @@ class ParcelCoding:
         if coder is None:
             return value, None
         values = flat(value, order)
-        self._check(values, key, what)
-        turn = Turn(
-            step=key.step,
-            replica=key.replica,
-            seed=derive(self._seed, key.step, key.replica, key.stage, key.microbatch, key.back, number),
-        )
-        payload = borrowed_tensor(coder.encoder.encode(values, turn), "uint8")
-        return payload, Form(self._name, dtype, tuple(value.shape), order)
-
-    def _check(self, values: torch.Tensor, key: ParcelKey, what: str) -> None:
-        """Refuse what the codec can't write. Some write NaN and infinity as such, but no number may become infinite."""
+        # Refuse what the codec can't write. Some write NaN and infinity as such, but no number may become infinite.
         largest = magnitude(values)
         where = f"in step {key.step} of replica {key.replica}, microbatch {key.microbatch}"
         if not math.isfinite(largest):
@@ -99,6 +89,13 @@ class ParcelCoding:
                 f"{what} has numbers up to {largest:.6g}, {where}, of which codec {self._name} makes infinity; choose "
                 "codec_parcels='bf16', which has the range of float32, or lower the learning rate"
             )
+        turn = Turn(
+            step=key.step,
+            replica=key.replica,
+            seed=derive(self._seed, key.step, key.replica, key.stage, key.microbatch, key.back, number),
+        )
+        payload = borrowed_tensor(coder.encoder.encode(values, turn), "uint8")
+        return payload, Form(self._name, dtype, tuple(value.shape), order)
 
     def decode(self, value: torch.Tensor, form: Form | None, key: ParcelKey, what: str) -> torch.Tensor:
         if form is None:

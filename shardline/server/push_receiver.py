@@ -120,7 +120,26 @@ class PushReceiver:
             if frame.refs:
                 self._refer(push, frame.refs, last=frame.commit is not None)
         if frame.commit is not None:
-            return await self._commit(push, frame.commit)
+            if push.rejected is not None:
+                self._push = None
+                return self._result(push, push.rejected, 0)
+            if self._slot is not None:
+                raise ProtocolError(f"the push was committed while bucket {self._slot.number} was open")
+            if frame.commit.empty_buckets:
+                self._take_empty(push, frame.commit.empty_buckets)
+            push.committed = True
+            if push.more is not None:
+                push.more.set()
+            if push.draining is not None:
+                await push.draining
+            elif push.attachment is not None:
+                await self._drain(push, push.attachment)
+            self._push = None
+            try:
+                return await self._counted(push, frame.commit)
+            finally:
+                if not push.applying:
+                    push.release()
         return None
 
     def _begin(self, header: data_pb2.PushHeader) -> None:
@@ -413,28 +432,6 @@ class PushReceiver:
             return Decision(Outcome.WRONG_TIMELINE, "the server was reconfigured while this push was arriving")
         data = push.header.data
         return self._backend.fenced(data.task, data.incarnation)
-
-    async def _commit(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
-        if push.rejected is not None:
-            self._push = None
-            return self._result(push, push.rejected, 0)
-        if self._slot is not None:
-            raise ProtocolError(f"the push was committed while bucket {self._slot.number} was open")
-        if commit.empty_buckets:
-            self._take_empty(push, commit.empty_buckets)
-        push.committed = True
-        if push.more is not None:
-            push.more.set()
-        if push.draining is not None:
-            await push.draining
-        elif push.attachment is not None:
-            await self._drain(push, push.attachment)
-        self._push = None
-        try:
-            return await self._counted(push, commit)
-        finally:
-            if not push.applying:
-                push.release()
 
     async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         header, shard = push.header, push.shard

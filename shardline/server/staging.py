@@ -412,7 +412,17 @@ class Staging:
         self._waiting.append(waiter)
         self._grant()
         if not waiter.future.done():
-            await self._wait(waiter, timeout_s)
+            started_s = time.monotonic()
+            try:
+                await asyncio.wait({waiter.future}, timeout=timeout_s)
+            except asyncio.CancelledError:
+                if waiter.future.done():
+                    waiter.future.result().release()
+                raise
+            finally:
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+                self.on_wait(time.monotonic() - started_s)
         if not waiter.future.done():
             what = f"bucket {ask.bucket}, replicas {ask.block}"
             if ask.bucket is None:
@@ -422,19 +432,6 @@ class Staging:
                 f"of {self.limit:,} bytes are in use by contributions that wait for others."
             )
         return waiter.future.result()
-
-    async def _wait(self, waiter: _Waiter, timeout_s: float) -> None:
-        started_s = time.monotonic()
-        try:
-            await asyncio.wait({waiter.future}, timeout=timeout_s)
-        except asyncio.CancelledError:
-            if waiter.future.done():
-                waiter.future.result().release()
-            raise
-        finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            self.on_wait(time.monotonic() - started_s)
 
     def changed(self) -> None:
         """Check the waiting requests again after contributions were counted, applied or dropped. From any thread."""

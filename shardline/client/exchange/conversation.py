@@ -141,28 +141,25 @@ class Conversation:
             talk.want = self._again(talk.want)
             return None
         except UnreachableError as error:
-            self._broke(talk, error)
+            # After a failed call, wait a little. Raises Interrupted, or the error itself after the whole timeout.
+            if self._interrupted.is_set():
+                raise Interrupted from error
+            silent_s = awake_s() - talk.heard_s
+            if silent_s > self._timeouts.total_s:
+                raise
+            if silent_s >= self._timeouts.dead_s:
+                self._silence.note(self._shard, silent=True)
+            self._observer.retried(self._shard)
+            log.warning("shard %d: %s; trying again", self._shard, error)
+            self._interrupted.wait(talk.pause_s)
+            talk.pause_s = min(talk.pause_s * 2, self._timeouts.heartbeat_s + 1.0)
+            talk.want = self._again(talk.want)
             return None
         talk.heard_s = awake_s()
         self._silence.note(self._shard, silent=False)
         if talk.pending:
             talk.pushed_s = call_s + done.push_s
         return done
-
-    def _broke(self, talk: _Talk, error: UnreachableError) -> None:
-        """After a failed call, wait a little. Raises Interrupted, or the error itself after the whole timeout."""
-        if self._interrupted.is_set():
-            raise Interrupted from error
-        silent_s = awake_s() - talk.heard_s
-        if silent_s > self._timeouts.total_s:
-            raise error
-        if silent_s >= self._timeouts.dead_s:
-            self._silence.note(self._shard, silent=True)
-        self._observer.retried(self._shard)
-        log.warning("shard %d: %s; trying again", self._shard, error)
-        self._interrupted.wait(talk.pause_s)
-        talk.pause_s = min(talk.pause_s * 2, self._timeouts.heartbeat_s + 1.0)
-        talk.want = self._again(talk.want)
 
     def _take(self, talk: _Talk, done: Exchanged) -> bool:
         """Process the result of a call; returns whether everything is done."""

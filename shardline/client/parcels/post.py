@@ -153,9 +153,6 @@ class PostOffice:
         if post.task == self._config.task:
             self.mailbox.deliver(Identity(post.task, post.incarnation), self._timeline, parcel)
             return
-        self._sender(post).put(packed(self._job.name, self._timeline, parcel, self._posting))
-
-    def _sender(self, post: Post) -> ParcelSender:
         sender = self._senders.get(post.address)
         if sender is None:
             sender = self._senders[post.address] = ParcelSender(
@@ -167,7 +164,7 @@ class PostOffice:
                     "shardline_lane_fallbacks_total", lane=lane
                 ).inc(),
             )
-        return sender
+        sender.put(packed(self._job.name, self._timeline, parcel, self._posting))
 
     def _sent(self, peer: str, lane: str, packed: Packed) -> None:
         self._metrics.later(self._count, (peer, lane, packed.raw_bytes, packed.nbytes))

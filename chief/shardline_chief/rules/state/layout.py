@@ -33,7 +33,7 @@ class JobLayout:
 
     @property
     def filled(self) -> int:
-        """Number of shards that are not empty, as some are with a small model on many servers; 0 while there is no plan."""
+        """Number of shards that have buckets, as not all have in a small model on many servers; 0 without a plan."""
         return sum(bool(shard.buckets) for shard in self.plan.shards) if self.plan is not None else 0
 
 
