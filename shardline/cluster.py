@@ -382,10 +382,6 @@ def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
         )
     if len(tasks["chief"]) > 1:
         raise ClusterSpecError(f'{source} has {len(tasks["chief"])} addresses for "chief"; a cluster has one chief')
-    _check_addresses(tasks, source)
-
-
-def _check_addresses(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
     owners: dict[tuple[str, int], str] = {}
     for role, addresses in tasks.items():
         for index, address in enumerate(addresses):

@@ -68,7 +68,9 @@ def model_tensors(
             )
         )
     if not any(spec.kind is TensorKind.PARAM for spec in specs):
-        raise JobError(_nothing_to_train(specs))
+        frozen = sum(spec.kind is TensorKind.FROZEN for spec in specs)
+        reason = f" ({frozen} parameters are frozen or in no parameter group)" if frozen else ""
+        raise JobError(f"the model has no parameters that require a gradient{reason}, so there is nothing to train")
     check_overlap([(names[key][0], tensor) for key, tensor in tensors.items()])
     return tuple(specs)
 
@@ -327,9 +329,3 @@ def _overlap(others: Sequence[_Span], new: _Span) -> bool:
     for other in others:
         part(other).fill_(True)
     return bool(part(new).any())
-
-
-def _nothing_to_train(specs: Sequence[TensorSpec]) -> str:
-    frozen = sum(spec.kind is TensorKind.FROZEN for spec in specs)
-    reason = f" ({frozen} parameters are frozen or in no parameter group)" if frozen else ""
-    return f"the model has no parameters that require a gradient{reason}, so there is nothing to train"

@@ -94,7 +94,10 @@ def run(config: RoleConfig) -> int:
             process.close()
         if not process.resigned:
             # The last action: if killed before it, the next chief announces the end again and returns the same code.
-            _close_journal(journal)
+            try:
+                journal.write("closed")
+            except OSError as error:
+                log.warning("the journal in %s can't be closed: %s", journal.folder, error.strerror)
         return code
 
 
@@ -123,13 +126,6 @@ def done_already(known: Remembered, spec: JobSpec | None, settings: ChiefSetting
     saved = known.leases.all_done if known.leases is not None else 0 < spec.steps <= known.checkpoint_step
     exit_code, _ = known.ended
     return saved and exit_code == 0 and known.stopping is None
-
-
-def _close_journal(journal: Journal) -> None:
-    try:
-        journal.write("closed")
-    except OSError as error:
-        log.warning("the journal in %s can't be closed: %s", journal.folder, error.strerror)
 
 
 def _job_spec(config: RoleConfig) -> JobSpec | None:

@@ -25,7 +25,19 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
     Raises CheckpointError, naming the differences, if it may not: tensors (names, shapes, dtypes, kinds), the update
     rule, the consistency mode, and in synchronous mode everything that the data order depends on.
     """
-    blocking = [*_tensor_differences(stored, job), *_setting_differences(stored, job)]
+    ours, theirs = chosen(job.rule), chosen(stored.rule)
+    pairs: list[tuple[str, Any, Any]] = [("consistency", named(job.consistency), named(stored.consistency))]
+    if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
+        pairs.insert(0, ("the update rule", ours.label(job.rule), theirs.label(stored.rule)))
+    else:
+        # Settings and arguments may change as long as the stored state stays the same.
+        pairs += [("the state of the update rule", _states(job), _states(stored))]
+    if consistency.of(job.consistency).bit_exact:
+        pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
+    blocking = [
+        *_tensor_differences(stored, job),
+        *[f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs],
+    ]
     if blocking:
         shown = "; ".join(blocking[:5]) + (f"; and {len(blocking) - 5} more" if len(blocking) > 5 else "")
         raise CheckpointError(
@@ -72,21 +84,6 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
             if ours != theirs
         ]
     return out
-
-
-def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
-    ours, theirs = chosen(job.rule), chosen(stored.rule)
-    pairs: list[tuple[str, Any, Any]] = [("consistency", named(job.consistency), named(stored.consistency))]
-    if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
-        pairs.insert(0, ("the update rule", ours.label(job.rule), theirs.label(stored.rule)))
-    else:
-        # Settings and arguments may change as long as the stored state stays the same.
-        pairs += [("the state of the update rule", _states(job), _states(stored))]
-    if consistency.of(job.consistency).bit_exact:
-        pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
-    return [
-        f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs
-    ]
 
 
 def _states(job: JobSpec) -> str:

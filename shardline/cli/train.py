@@ -351,7 +351,11 @@ class LaunchedRun:
             if isinstance(event, Ended):
                 if event.task == "chief/0" and not event.restarted:
                     return event.code
-                self._show_end(event, display)
+                if event.code != 0:
+                    display.say(event.reason)
+                    words = self._cluster.last_words(event.task)
+                    for text in [words] if words else self._cluster.log_tail(event.task, 5):
+                        display.say(f"  {event.task}: {text}")
                 if not event.restarted:
                     self._gone(event)
             elif isinstance(event, Signalled):
@@ -453,14 +457,6 @@ class LaunchedRun:
             display.say(f"{hopeless.why}: ending with a checkpoint")
             self._cluster.interrupt()
         return False
-
-    def _show_end(self, event: Ended, display: Display) -> None:
-        if event.code == 0:
-            return
-        display.say(event.reason)
-        words = self._cluster.last_words(event.task)
-        for text in [words] if words else self._cluster.log_tail(event.task, 5):
-            display.say(f"  {event.task}: {text}")
 
     def _await_others(self) -> None:
         deadline_s = awake_s() + self._cluster.options.timeouts.dead_s

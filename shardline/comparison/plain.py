@@ -68,9 +68,18 @@ class PlainTraining:
                 after = after or _buffers(self._model)
         if after is not None:
             _restore(after)
-            self._average(contributions)
+            for number, value in enumerate(self._parameters()):
+                total = tree_sum([one[number] for one in contributions])
+                value.grad = None if total is None else mean_(total, len(contributions))
         if finite:
-            self._clip()
+            # Scale the gradients down as the servers do: clip_grad_norm_ with the norm in float64, whatever the plan.
+            if self._plan is not None:
+                gradients = {name: value.grad for name, value in named_values(self._model).items()}
+                scale = clip_scale(global_norm(whole_square_sums(self._plan, gradients)), self._job.clip_norm)
+                if scale < 1.0:
+                    for value in self._parameters():
+                        if value.grad is not None:
+                            value.grad.mul_(scale)
             # The ends of threads' parts may be rounded otherwise; see docs/decisions/0039.
             with torch_threads(1):
                 self._optimizer.step()
@@ -81,22 +90,6 @@ class PlainTraining:
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.param_groups:
             yield from group["params"]
-
-    def _average(self, contributions: list[Gradients]) -> None:
-        for number, value in enumerate(self._parameters()):
-            total = tree_sum([one[number] for one in contributions])
-            value.grad = None if total is None else mean_(total, len(contributions))
-
-    def _clip(self) -> None:
-        """Scale the gradients down as the servers do: clip_grad_norm_ with the norm in float64, whatever the plan."""
-        if self._plan is None:
-            return
-        gradients = {name: value.grad for name, value in named_values(self._model).items()}
-        scale = clip_scale(global_norm(whole_square_sums(self._plan, gradients)), self._job.clip_norm)
-        if scale < 1.0:
-            for value in self._parameters():
-                if value.grad is not None:
-                    value.grad.mul_(scale)
 
     def _check_finite(self, step: int, replica: int, loss: float) -> bool:
         bad = [] if is_finite(torch.tensor(loss)) else ["the loss"]

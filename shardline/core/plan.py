@@ -319,7 +319,18 @@ def check_plan(plan: Plan) -> None:
     one dtype, kind, group, fragment and codec, as large as their slices; no empty shard; every row of every tensor in
     exactly one slice.
     """
-    _check_tensors(plan.tensors)
+    seen: set[str] = set()
+    for tensor in plan.tensors:
+        if tensor.dtype not in DTYPES:
+            raise ProtocolError(
+                f"plan: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline doesn't support"
+            )
+        if any(size < 0 for size in tensor.shape):
+            raise ProtocolError(f"plan: tensor {tensor.name!r} has the negative shape {tensor.shape}")
+        for name in (tensor.name, *tensor.aliases):
+            if name in seen:
+                raise ProtocolError(f"plan: two tensors are named {name!r}")
+            seen.add(name)
     covered: list[list[tuple[int, int]]] = [[] for _ in plan.tensors]
     for s, shard in enumerate(plan.shards):
         if not shard.buckets:
@@ -342,21 +353,6 @@ def check_plan(plan: Plan) -> None:
             raise ProtocolError(f"plan: {tensor.name!r} has {tensor.rows} rows; the plan covers {row}")
         if tensor.rows == 0 and len(pieces) > 1:
             raise ProtocolError(f"plan: {tensor.name!r} has no rows, but is in the plan {len(pieces)} times")
-
-
-def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    seen: set[str] = set()
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES:
-            raise ProtocolError(
-                f"plan: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline doesn't support"
-            )
-        if any(size < 0 for size in tensor.shape):
-            raise ProtocolError(f"plan: tensor {tensor.name!r} has the negative shape {tensor.shape}")
-        for name in (tensor.name, *tensor.aliases):
-            if name in seen:
-                raise ProtocolError(f"plan: two tensors are named {name!r}")
-            seen.add(name)
 
 
 def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str) -> None:

@@ -69,13 +69,33 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _decode(hint: Any, value: Any, path: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _decode_fields(hint, value, path)
+        if not isinstance(value, dict):
+            raise JobError(f"{path} is {value!r}; it must be an object")
+        fields = {f.name: f for f in dataclasses.fields(hint)}
+        for name in value:
+            if name not in fields:
+                raise JobError(f"{path} has an unknown field {name!r}")
+        for name, spec in fields.items():
+            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise JobError(f"{path} has no field {name!r}")
+        hints = _hints(hint)
+        return hint(**{name: _decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in [member.value for member in hint]:
             raise JobError(f"{path} is {value!r}; it must be one of {', '.join(repr(m.value) for m in hint)}")
         return hint(value)
     if hint == Argument:
-        return _decode_argument(value, path)
+        special = _non_finite(value)
+        if special is not None:
+            return special
+        if isinstance(value, list):
+            return tuple(_decode_scalar(float, item, f"{path}[{index}]") for index, item in enumerate(value))
+        if value is None or type(value) in (bool, int, float, str):
+            return typing.cast(Argument, value)
+        raise JobError(
+            f"{path} is {value!r}; an argument must be a number, text, true, false, null or a list of numbers"
+        )
     origin = typing.get_origin(hint)
     if origin is types.UnionType:
         (present,) = [item for item in typing.get_args(hint) if item is not types.NoneType]
@@ -91,32 +111,6 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
         item_hint = typing.get_args(hint)[1]
         return {key: _decode(item_hint, item, f"{path}.{key}") for key, item in value.items()}
     return _decode_scalar(hint, value, path)
-
-
-def _decode_fields(cls: type, value: Any, path: str) -> Any:
-    if not isinstance(value, dict):
-        raise JobError(f"{path} is {value!r}; it must be an object")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name in value:
-        if name not in fields:
-            raise JobError(f"{path} has an unknown field {name!r}")
-    for name, spec in fields.items():
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        if required and name not in value:
-            raise JobError(f"{path} has no field {name!r}")
-    hints = _hints(cls)
-    return cls(**{name: _decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
-
-
-def _decode_argument(value: Any, path: str) -> Argument:
-    special = _non_finite(value)
-    if special is not None:
-        return special
-    if isinstance(value, list):
-        return tuple(_decode_scalar(float, item, f"{path}[{index}]") for index, item in enumerate(value))
-    if value is None or type(value) in (bool, int, float, str):
-        return typing.cast(Argument, value)
-    raise JobError(f"{path} is {value!r}; an argument must be a number, text, true, false, null or a list of numbers")
 
 
 def _decode_scalar(hint: Any, value: Any, path: str) -> Any:

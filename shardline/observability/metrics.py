@@ -384,10 +384,7 @@ class Metrics:
         """Address that serve() listens on; empty before."""
         self.url = ""
         """The same as a URL; https if the task uses TLS and the address is not loopback."""
-        self._show_zeros()
-
-    def _show_zeros(self) -> None:
-        """Start counters with known labels at 0: Prometheus doesn't see a rise from no value."""
+        # Start counters with known labels at 0: Prometheus doesn't see a rise from no value.
         for spec in TABLE:
             if spec.name not in self._families or spec.kind == "gauge":
                 continue

@@ -92,7 +92,12 @@ class Performer:
             case MeasureCodecs():
                 threading.Thread(target=self._measure, name="codecs", daemon=True).start()
             case MarkBest():
-                self._mark_best(action)
+                try:
+                    self._checkpointer.store.mark_best(action.step, action.metrics)
+                except CheckpointError as error:
+                    self._reporter.event(
+                        "best", f"step {action.step} is the best so far, but can't be kept: {error}", "warning", {}
+                    )
             case Finish():
                 """Handled by the caller: the thread ends with it."""
 
@@ -129,14 +134,6 @@ class Performer:
             # The job waits for this answer, whatever it is.
             log.exception("the codecs could not be measured")
         self._post(lambda now_s: self._program.measured(speeds, now_s))
-
-    def _mark_best(self, mark: MarkBest) -> None:
-        try:
-            self._checkpointer.store.mark_best(mark.step, mark.metrics)
-        except CheckpointError as error:
-            self._reporter.event(
-                "best", f"step {mark.step} is the best so far, but can't be kept: {error}", "warning", {}
-            )
 
 
 def settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:

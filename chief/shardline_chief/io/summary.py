@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,16 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
     now = time.time()
     still = program.standstill(now_s)
+    # Tasks of the cluster spec that have never joined.
+    settings = program.state.settings
+    counts = {
+        "chief": int(settings.chief_trains),
+        "ps": len(settings.ps),
+        "worker": settings.workers,
+        "evaluator": settings.evaluators,
+    }
+    there = {row.task for row in rows}
+    names = (f"{role}/{index}" for role, count in counts.items() for index in range(count))
     return ChiefStatus(
         **facts(state.job),
         **scores(state.figures.metrics, state.figures.best),
@@ -182,7 +192,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         reason=state.reason,
         out_dir=str(out),
         time=now,
-        missing=_missing(program, rows),
+        missing=tuple(name for name in names if name not in there),
         staleness=reporter.staleness,
         staleness_max=max((shard.staleness_max for shard in state.progress.shards.values()), default=0),
         push_bytes_per_s=reporter.push_rate.per_second,
@@ -241,17 +251,3 @@ def scores(metrics: Mapping[int, Mapping[str, float]], best: tuple[int, Mapping[
         "best_step": best_step,
         "best_metrics": dict(best_score),
     }
-
-
-def _missing(program: Program, rows: Sequence[TaskStatus]) -> tuple[str, ...]:
-    """Tasks of the cluster spec that have never joined."""
-    settings = program.state.settings
-    counts = {
-        "chief": int(settings.chief_trains),
-        "ps": len(settings.ps),
-        "worker": settings.workers,
-        "evaluator": settings.evaluators,
-    }
-    there = {row.task for row in rows}
-    names = (f"{role}/{index}" for role, count in counts.items() for index in range(count))
-    return tuple(name for name in names if name not in there)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardline_chief.rules.actions import Action, JournalLine
 from shardline_chief.rules.replay import Remembered
-from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 
 
@@ -50,25 +49,23 @@ class MemberJournal:
                 if lives.get(task) != incarnation
             ]
             records += [
-                _admission(member) for member in living.values() if self._members.get(member.task) != member.incarnation
+                JournalLine(
+                    kind="member",
+                    fields={
+                        "task": member.task,
+                        "incarnation": member.incarnation,
+                        "stable_id": member.stable_id,
+                        "address": member.address,
+                        "metrics_address": member.metrics_address,
+                        "device": member.device,
+                        "key": member.key.hex(),
+                    },
+                )
+                for member in living.values()
+                if self._members.get(member.task) != member.incarnation
             ]
             if state.tasks.finished != self._finished:
                 records.append(JournalLine(kind="finished", fields={"tasks": sorted(state.tasks.finished)}))
             state.outbox.actions[self._told : self._told] = records
             self._members, self._finished = lives, set(state.tasks.finished)
         self._told = len(state.outbox.actions)
-
-
-def _admission(member: Member) -> JournalLine:
-    return JournalLine(
-        kind="member",
-        fields={
-            "task": member.task,
-            "incarnation": member.incarnation,
-            "stable_id": member.stable_id,
-            "address": member.address,
-            "metrics_address": member.metrics_address,
-            "device": member.device,
-            "key": member.key.hex(),
-        },
-    )

@@ -30,8 +30,17 @@ def standstill(state: State, now_s: float) -> Standstill | None:
 
 
 def _awaited(state: State, now_s: float) -> list[Awaited]:
-    if lost := _servers(state, now_s):
-        return lost
+    # Servers with shards that are silent, or that a task can't reach.
+    found = []
+    for task in _holders(state):
+        member = state.tasks.members.get(task)
+        cut_off = [other for other, servers in state.tasks.suspects.items() if task in servers]
+        if member is None or member.state is not Life.ALIVE:
+            found.append(Awaited(task=task, why=_life(member, now_s)))
+        elif cut_off:
+            found.append(Awaited(task=task, why=f"it does not answer {', '.join(sorted(cut_off))}"))
+    if found:
+        return found
     if state.stage in PREPARATION - {Stage.READY} or state.stage is Stage.PLACING:
         return [Awaited(task=task, why="its shards are being prepared") for task in _holders(state)]
     if state.stage is Stage.FINDING:
@@ -46,19 +55,6 @@ def _holders(state: State) -> list[str]:
     """Servers that have shards, or had them before they were lost."""
     home = state.losses.now.home if state.losses.now is not None else ()
     return sorted({place.task for place in (*home, *state.layout.placement)})
-
-
-def _servers(state: State, now_s: float) -> list[Awaited]:
-    """Servers with shards that are silent, or that a task can't reach."""
-    found = []
-    for task in _holders(state):
-        member = state.tasks.members.get(task)
-        cut_off = [other for other, servers in state.tasks.suspects.items() if task in servers]
-        if member is None or member.state is not Life.ALIVE:
-            found.append(Awaited(task=task, why=_life(member, now_s)))
-        elif cut_off:
-            found.append(Awaited(task=task, why=f"it does not answer {', '.join(sorted(cut_off))}"))
-    return found
 
 
 def _trainers(state: State, now_s: float) -> list[Awaited]:

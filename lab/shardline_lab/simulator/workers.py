@@ -195,17 +195,14 @@ class VirtualWorker:
         # The forward pass waits for parameters layer by layer; gradients leave during the backward pass.
         backward_s = (1 - FORWARD) * each[-1]
         forward_s = FORWARD * each[0]
-        begins_s = self._forward_end_s(forward_s) + job.exchange_s + whole_s - forward_s - backward_s
-        for bucket in range(self._most_buckets):
-            ready_s = begins_s + backward_s * (bucket + 1) / self._most_buckets
-            job.clock.at(ready_s, self._send, self._life, (bucket,), blocks)
-
-    def _forward_end_s(self, forward_s: float) -> float:
-        """When the first forward pass ends: it needs the buckets in the reverse of the order in which they are sent."""
+        # When the first forward pass ends: it needs the buckets in the reverse of the order in which they are sent.
         end_s = self._sent_s
         for bucket in reversed(range(self._most_buckets)):
             end_s = max(end_s, self._arrived_s.get(bucket, 0.0)) + forward_s / self._most_buckets
-        return end_s
+        begins_s = end_s + job.exchange_s + whole_s - forward_s - backward_s
+        for bucket in range(self._most_buckets):
+            ready_s = begins_s + backward_s * (bucket + 1) / self._most_buckets
+            job.clock.at(ready_s, self._send, self._life, (bucket,), blocks)
 
     def _blocks(self) -> Sequence[Block]:
         if self._blocks_of[0] != self._owed:

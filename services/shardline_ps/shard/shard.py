@@ -137,7 +137,15 @@ class Shard:
     def request_cut(self, step: int, *, stop: bool) -> tuple[bool, int]:
         """Cut at `step`; returns (whether it has passed already, highest step). stop: go no further than it."""
         if not self.consistency.consistent_cuts:
-            self._cut_now(step)
+            with self.storage.order:
+                self.mode.settle()
+                images = []
+                for bucket in self.buckets:
+                    with bucket.lock:
+                        images.append(bucket.image())
+                # Taken at the same instant: a restored shard must know which pushes it includes.
+                sequences = self.mode.sequences()
+            self.cuts.store_all(step, images, sequences)
             if stop:
                 self.storage.stop_step = 0
             return False, self.step_max
@@ -159,17 +167,6 @@ class Shard:
                     if image is not None:
                         self.cuts.store(image)
         return False, self.step_max
-
-    def _cut_now(self, step: int) -> None:
-        with self.storage.order:
-            self.mode.settle()
-            images = []
-            for bucket in self.buckets:
-                with bucket.lock:
-                    images.append(bucket.image())
-            # Taken at the same instant: a restored shard must know which pushes it includes.
-            sequences = self.mode.sequences()
-        self.cuts.store_all(step, images, sequences)
 
     def restore(self, images: Sequence[BucketImage], sequences: Mapping[str, WorkerSequence] | None = None) -> None:
         """Replace all buckets, or none if an image is missing, duplicated, of another step or doesn't fit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from shardline.observability.counting import plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardline.comparison import CheckedJob, Difference
+    from shardline.comparison import CheckedJob
     from shardline.job import Job
 
 MOST_NAMED = 20
@@ -72,7 +72,9 @@ def check(**flags: Any) -> int:
         found[fewer] = _served(job, flags, fewer, overlap=flags["overlap"])[fewer]
     different = differences(expected, found)
     click.echo(f"{plural(steps, 'step')}: {len(different)} of {plural(len(expected[steps]), 'tensor')} differ")
-    for line in _listed(different):
+    lines = [f"  {printable(str(one))}" for one in different[:MOST_NAMED]]
+    more = len(different) - MOST_NAMED
+    for line in [*lines, f"  and {more} more"] if more > 0 else lines:
         click.echo(line)
     if flags["overlap"]:
         found = _served(job, flags, steps, overlap=False)
@@ -125,9 +127,3 @@ def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) ->
             timeouts=Timeouts(total_s=flags["timeout"]),
         )
         return train_served(checked.job, cluster)
-
-
-def _listed(different: Sequence[Difference]) -> list[str]:
-    lines = [f"  {printable(str(one))}" for one in different[:MOST_NAMED]]
-    more = len(different) - MOST_NAMED
-    return [*lines, f"  and {more} more"] if more > 0 else lines

@@ -14,7 +14,7 @@ from shardline.client.layout import ModelLayout
 from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
-from shardline.core.plan import BucketSpec, Plan, Slice, tensor_piece
+from shardline.core.plan import BucketSpec, Plan, tensor_piece
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.update import BucketRule, bucket_rule
@@ -131,7 +131,10 @@ class Ground:
         device, pieces = self.rules[key].site.device, self._bucket(key).slices
         gradient = self.pulled.whole(*key)
         gradient = self.pulled.values(*key, device) if gradient is None else gradient
-        present = _present(gradient, pieces)
+        # Which slices of a bucket have a gradient: for the others the servers write NaN, which no counted one contains.
+        offsets = [piece.offset for piece in pieces if piece.elements]
+        absent = iter(gradient[torch.tensor(offsets, dtype=torch.int64, device=gradient.device)].isnan().tolist())
+        present = [piece.elements == 0 or not next(absent) for piece in pieces]
         for piece, there in zip(pieces, present, strict=True):
             if not there:
                 gradient[piece.offset : piece.end].zero_()
@@ -150,10 +153,3 @@ class Ground:
                 part = found[piece.tensor].reshape(-1)[start : start + piece.elements]
                 flat[piece.offset : piece.end].copy_(part)
         return flat, [piece.tensor in found for piece in bucket.slices]
-
-
-def _present(gradient: torch.Tensor, pieces: Sequence[Slice]) -> list[bool]:
-    """Which slices of a bucket have a gradient: for the others the servers write NaN, which no counted one contains."""
-    offsets = [piece.offset for piece in pieces if piece.elements]
-    absent = iter(gradient[torch.tensor(offsets, dtype=torch.int64, device=gradient.device)].isnan().tolist())
-    return [piece.elements == 0 or not next(absent) for piece in pieces]

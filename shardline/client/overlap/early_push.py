@@ -165,7 +165,16 @@ class EarlyPush:
         """
         with self._lock:
             self._closed = True
-        self._check_unchanged(gradients)
+        left = [number for number in self._gradients if any(key in self._early for key in self._homes[number])]
+        for number in left:
+            now, then = gradients.get(number), self._gradients[number]
+            changed = now is not then or now._version != self._versions[number] or number in self._twice
+            if changed or (number in self._digests and digest(tensor_bytes(then)) != self._digests[number]):
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} was changed after the backward pass had "
+                    "sent it (for example by a second backward() or clip_grad_norm_ before step()); train this model "
+                    "without overlap: --no-overlap, or attach(..., overlap=False) in a script"
+                )
         self._gradients = dict(gradients)
         if self._gpu is not None:
             self._end = self._gpu.mark()
@@ -207,18 +216,6 @@ class EarlyPush:
         )
         self._added.add(key)
         return there or not self._staging.is_empty(key, self.block)
-
-    def _check_unchanged(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        left = [number for number in self._gradients if any(key in self._early for key in self._homes[number])]
-        for number in left:
-            now, then = gradients.get(number), self._gradients[number]
-            changed = now is not then or now._version != self._versions[number] or number in self._twice
-            if changed or (number in self._digests and digest(tensor_bytes(then)) != self._digests[number]):
-                raise JobError(
-                    f"the gradient of {self._plan.tensors[number].name!r} was changed after the backward pass had "
-                    "sent it (for example by a second backward() or clip_grad_norm_ before step()); train this model "
-                    "without overlap: --no-overlap, or attach(..., overlap=False) in a script"
-                )
 
     def _prepare(self, shard: int, bucket: int) -> BucketPayload:
         """Fill, check and encode one bucket, on the thread of the lane that sends it."""

@@ -45,7 +45,11 @@ def cuts_for(model: StagedModel, job: Job) -> tuple[list[int], Profile] | None:
     if job.samples:
         # Too few samples are no matter of shapes.
         job.data_order()
-    apart = _within_parts(model, job)
+    # Layers that can't begin a stage, since workers that share layers have what comes in in parts. Raises what
+    # shared_layers() does, such as for a model that is traced.
+    shared = across.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
+    pairs = [[int(name.partition(".")[0]) for name in pair] for pair in across.handed_in_parts(shared)]
+    apart = {number for left, right in pairs for number in range(left + 1, right + 1)}
     layers = model.in_layers()
     try:
         profile = shapes(layers, job)
@@ -62,16 +66,6 @@ def cuts_for(model: StagedModel, job: Job) -> tuple[list[int], Profile] | None:
     exchanged = job.apply != WORKER or job.replicas > 1
     codec = str(job.codec_parcels)
     return cuts(parted, homes, job.accumulate * job.contributors, exchanged=exchanged, codec=codec), profile
-
-
-def _within_parts(model: StagedModel, job: Job) -> set[int]:
-    """Layers that can't begin a stage, since workers that share layers have what comes in in parts.
-
-    Raises what shared_layers() does, such as for a model that is traced.
-    """
-    shared = across.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
-    pairs = [[int(name.partition(".")[0]) for name in pair] for pair in across.handed_in_parts(shared)]
-    return {number for left, right in pairs for number in range(left + 1, right + 1)}
 
 
 def _teams(job: Job) -> int:

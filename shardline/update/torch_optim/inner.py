@@ -63,7 +63,10 @@ class InnerOptimizers:
         try:
             for name, value in self._params.items():
                 value.grad = gradients.get(name)
-            self._clip(gradients)
+            if self._spec.clip_norm > 0.0:
+                for name in gradients:
+                    self._params[name].grad = gradients[name].clone()
+                torch.nn.utils.clip_grad_norm_([self._params[name] for name in gradients], self._spec.clip_norm)
             optimizer.step()
         finally:
             for name, value in self._params.items():
@@ -99,9 +102,3 @@ class InnerOptimizers:
         if "lr" not in hyper:
             found["lr"] = group["lr"] * schedules.factor(self._spec.schedule, self._step)  # type: ignore[operator]
         return torch_arguments(rule.name, found)
-
-    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        if self._spec.clip_norm > 0.0:
-            for name in gradients:
-                self._params[name].grad = gradients[name].clone()
-            torch.nn.utils.clip_grad_norm_([self._params[name] for name in gradients], self._spec.clip_norm)

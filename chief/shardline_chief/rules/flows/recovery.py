@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
-from shardline.errors import CheckpointError, ProtocolError, ShardlineError, TaskLostError
+from shardline.errors import CheckpointError, ProtocolError, TaskLostError
 from shardline_chief.rules.actions import Configure, Find
 from shardline_chief.rules.events import (
     CheckpointFound,
@@ -252,7 +252,11 @@ class Recovery:
         keep = event.order.keep
         empty = {task: error for task, error in event.errors.items() if isinstance(error, ProtocolError) and keep}
         if empty:
-            self._found_empty(loss, empty, now_s)
+            # Servers that were to keep shards don't hold them: they were restarted before anyone noticed.
+            gone = {place.shard for place in loss.home if place.task in empty}
+            self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
+            for task, error in sorted(empty.items()):
+                self.lost(task, f"{task} does not have the expected shards: {error}", now_s, back=True)
             return True
         if not self._lost:
             return False
@@ -262,13 +266,6 @@ class Recovery:
         state.say("no_room", f"{self._full}; waiting for {', '.join(sorted(self._lost))}", "warning")
         state.stage = Stage.PLACING
         return True
-
-    def _found_empty(self, loss: Loss, errors: Mapping[str, ShardlineError], now_s: float) -> None:
-        """Servers that were to keep shards don't hold them: they were restarted before anyone noticed."""
-        gone = {place.shard for place in loss.home if place.task in errors}
-        self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
-        for task, error in sorted(errors.items()):
-            self.lost(task, f"{task} does not have the expected shards: {error}", now_s, back=True)
 
     # Training resumes
 
