@@ -468,15 +468,7 @@ class PushReceiver:
 
         def apply() -> tuple[Decision, int]:
             return shard.push(
-                Push(
-                    task=header.data.task,
-                    incarnation=header.data.incarnation,
-                    seq=header.seq,
-                    base_version=header.base_min,
-                    clock=header.clock,
-                    scale=scale,
-                    skip=commit.skip,
-                ),
+                _push_of(header, scale=scale, skip=commit.skip),
                 staged,
                 hyper=push.hyper,
                 guard=lambda: self._outdated(push),
@@ -563,3 +555,15 @@ def _where(push: IncomingPush, number: int) -> str:
 
 def _severity(decision: Decision) -> int:
     return SEVERITY.index(decision.outcome)
+
+
+def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:
+    return Push(
+        task=header.data.task,
+        incarnation=header.data.incarnation,
+        seq=header.seq,
+        base_version=header.base_min,
+        clock=header.clock,
+        scale=scale,
+        skip=skip,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,10 +13,11 @@ from shardline.consistency.worker import WorkerHalf
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
-from shardline_lab.simulator.clock import VirtualClock
 from shardline_lab.simulator.links import MessageStream
-from shardline_lab.simulator.result import RunCounts
 from shardline_lab.simulator.servers import NOTHING, PulledBucket, VirtualServer
+
+if TYPE_CHECKING:
+    from shardline_lab.simulator.simulation import Simulation
 
 FORWARD = 1 / 3
 """Share of the forward pass in a pass: the backward pass computes twice as much."""
@@ -40,42 +41,6 @@ class Gradients(Protocol):
         """Hyper-parameters that are sent with it."""
 
 
-class VirtualJob(Protocol):
-    """What a worker knows of the simulation."""
-
-    @property
-    def clock(self) -> VirtualClock:
-        """The virtual clock."""
-
-    @property
-    def servers(self) -> Sequence[VirtualServer]:
-        """All servers."""
-
-    @property
-    def tally(self) -> RunCounts:
-        """What is counted."""
-
-    @property
-    def whole_pushes(self) -> bool: ...
-
-    @property
-    def overlap(self) -> bool:
-        """Gradients leave during the backward pass, and the forward pass waits layer by layer."""
-
-    @property
-    def exchange_s(self) -> float: ...
-
-    def draws_in(self, step: int) -> int:
-        """Number of compute times that one replica's part of a step takes."""
-
-    def ahead_in(self, step: int) -> float:
-        """Share of a step's passes that run before the exchange that ended the previous one has to be complete."""
-
-    @property
-    def sums_blocks(self) -> bool:
-        """A worker adds up its replicas' gradients before it sends them."""
-
-
 class VirtualWorker:
     """One worker. Every event of it belongs to one of its lives, and does nothing once that has ended.
 
@@ -85,7 +50,7 @@ class VirtualWorker:
     def __init__(
         self,
         index: int,
-        job: VirtualJob,
+        job: Simulation,
         half: WorkerHalf,
         times: Iterator[float],
         streams: tuple[Sequence[MessageStream], Sequence[MessageStream]],

@@ -5,43 +5,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardline.client.api.optimizer_state import KEY, TrainingPosition, check_loadable
+from shardline.client.api.optimizer_state import KEY, check_loadable
 from shardline.errors import JobError
 from shardline.model import BEFORE
 from shardline.update import fixed_settings, hyper_numbers
 
+if TYPE_CHECKING:
+    from shardline.client.api.session import Session
+
 log = logging.getLogger("shardline.client")
-
-
-class Steps(Protocol):
-    """The part of Session that an optimizer uses."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped."""
-
-    @property
-    def standing(self) -> TrainingPosition:
-        """The job's current position."""
-
-    def finish_step(self, loss: float | None = None, hyper: Mapping[int, Mapping[str, float]] | None = None) -> bool:
-        """Send the open step and get the next parameters."""
-
-    def check_scaler(self) -> None:
-        """Check that a gradient scaler may step."""
-
-    def share_gradients(self, *, set_to_none: bool = True) -> bool:
-        """zero_grad() for gradients in shared memory; returns False if they are private."""
-
-    def gradients_cleared(self) -> None:
-        """zero_grad() was called."""
-
-    def resumed(self) -> None:
-        """Note that an optimizer state saved at this step was loaded."""
 
 
 class ShardlineOptimizer(torch.optim.Optimizer):
@@ -56,7 +32,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     step, and the servers skip those in which any replica overflowed. During the call it sets `found_inf`, and
     `grad_scale` to the divisor for .grad (None if unscale_() has already divided)."""
 
-    def __init__(self, session: Steps, inner: torch.optim.Optimizer, rule: str) -> None:
+    def __init__(self, session: Session, inner: torch.optim.Optimizer, rule: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._session = session
         self._rule = rule

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shardline.core.fixed import fixed
 from shardline.lanes.socket_thread import shut
@@ -18,14 +18,8 @@ from shardline.native import engine
 from shardline.native.engine import Engine
 from shardline.storage.writes import Intact
 
-
-class Incoming(Protocol):
-    """One incoming bucket."""
-
-    memory: memoryview
-    digest: int
-    whole: bool
-    matches: bool | None
+if TYPE_CHECKING:
+    from shardline.lanes.tcp.attachment import TcpTicket
 
 
 @fixed()
@@ -33,7 +27,7 @@ class _Post:
     """Memory that the engine receives into or sends."""
 
     memory: memoryview
-    ticket: Incoming | None = None
+    ticket: TcpTicket | None = None
     intact: Intact | None = None
 
 
@@ -164,7 +158,7 @@ class _EngineLine:
 class EngineReceive(_EngineLine):
     """The socket on which pushed buckets arrive, read only while some are expected: this limits the sender."""
 
-    def expect(self, ticket: Incoming) -> None:
+    def expect(self, ticket: TcpTicket) -> None:
         self._add(_Post(ticket.memory, ticket=ticket))
 
     def _moved(self, post: _Post, status: int) -> None:
