@@ -7,6 +7,7 @@ import json
 import math
 import os
 import queue
+import re
 import shlex
 import shutil
 import signal
@@ -26,7 +27,6 @@ from shardline import plugins
 from shardline.cli import options
 from shardline.cli.launcher import TAIL_LINES, LaunchError, LaunchOptions, LocalCluster
 from shardline.cli.process_exits import SCRIPT_RAISED, Ended, says_more
-from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
@@ -39,6 +39,35 @@ if TYPE_CHECKING:
     from shardline.cli.progress import Display
     from shardline.cli.terminal import PlainConsole
     from shardline.core.status import ChiefStatus
+
+
+AGAIN_S = 60.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+class StatusWarnings:
+    """Selects from the chief's statuses what a launcher's terminal shows. Pure; the clock is an argument."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        """Unix time of the newest event seen."""
+        self._shown_s: dict[str, float] = {}
+        """When each message was last shown, by its text without numbers."""
+
+    def of(self, status: ChiefStatus, now_s: float) -> list[str]:
+        """New warnings and errors, without the reason for the job's end, which is shown at the end."""
+        new = [event for event in status.said if event.time > self._until]
+        self._until = max([self._until, *(event.time for event in new)])
+        told = [event.sentence for event in new if event.level != "info" and event.sentence != status.reason]
+        return [sentence for sentence in told if self._fresh(sentence, now_s)]
+
+    def _fresh(self, sentence: str, now_s: float) -> bool:
+        kind = _NUMBER.sub("#", sentence)
+        if now_s - self._shown_s.get(kind, -AGAIN_S) < AGAIN_S:
+            return False
+        self._shown_s[kind] = now_s
+        return True
+
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20

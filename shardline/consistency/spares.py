@@ -17,7 +17,7 @@ from shardline.consistency.replica_steps import progress
 from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, ShardVote, Staged, Storage, Terms
 from shardline.consistency.voted import VotedSteps
 from shardline.consistency.worker.base import WorkerHalf
-from shardline.consistency.worker.spare_steps import SpareContributions
+from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.choices import choice_of, members
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient
@@ -27,6 +27,17 @@ from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import JobError
+
+
+class SpareContributions(SharedSteps):
+    """Replicas are not summed before they are sent, since the lead chooses among them."""
+
+    def brings_buffers(self, replica: int) -> bool:
+        """See WorkerHalf.brings_buffers: the lowest replica of the choice brings them, whichever that will be."""
+        return True
+
+    def blocks(self, owned: Collection[int]) -> Sequence[Block]:
+        return [Block(replica, 1) for replica in sorted(owned)]
 
 
 def check_spares(spares: int, quorum: float) -> None:

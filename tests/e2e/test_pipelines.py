@@ -148,7 +148,7 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
 
 
 FAILS_ONCE = """
-from shardline.client.exchange.conversation import Conversation
+from shardline.client.exchange.shard_exchange import Conversation
 from shardline.client.exchange.outcomes import Restart
 
 whole, failed = Conversation.hold, []

@@ -195,7 +195,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
         staging.ledger.limit = staging.ledger.reserved
         late = threading.Event()
         asked: dict[int, float] = {}
-        monkeypatch.setattr("shardline.client.exchange.conversation.time", Hurried)
+        monkeypatch.setattr("shardline.client.exchange.shard_exchange.time", Hurried)
 
         def run(replica: int) -> set[str]:
             worker = cluster.worker(replica)

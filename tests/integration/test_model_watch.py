@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from shardline.client.watch.first_loss import FirstLoss
+from shardline.client.job_loop import FirstLoss
 from shardline.client.watch.model_watch import EVERY
 from shardline.errors import JobError
 from shardline.model import model_tensors, named_values

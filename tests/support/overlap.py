@@ -15,7 +15,7 @@ from shardline.client.factory import Wishes
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
 from shardline.client.overlap.watching import StepWatch
-from shardline.client.step.expected import Expected
+from shardline.client.step.sending import Expected
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from shardline.cli.process_exits import Ended, lacking
 from shardline.cli.status_frame import Frame
-from shardline.cli.status_warnings import AGAIN_S, StatusWarnings
-from shardline.cli.train import Polled
+from shardline.cli.train import AGAIN_S, Polled, StatusWarnings
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import as_json, cluster_view

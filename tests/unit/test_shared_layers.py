@@ -23,9 +23,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline import pipeline
-from shardline.client.across.joining import TeamStore, check_group
 from shardline.client.across.meeting import Meeting, Place, hear, name_of, team_key, tell
-from shardline.client.across.team import Team
+from shardline.client.across.team import Team, TeamStore, check_group
 from shardline.client.overlap.watching import StepAgain
 from shardline.consistency.assignment import assign, assign_teams
 from shardline.core.placement import Post

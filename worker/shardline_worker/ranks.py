@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardline import pipeline
 from shardline.client.across.rank_model import RankModel
 from shardline.client.across.team import Team
-from shardline.client.across.team_runner import TeamRunner
 from shardline.client.across.trial import try_parts
 from shardline.client.api.session import Session
 from shardline.core.spec import JobSpec
@@ -15,8 +18,25 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
 from shardline.host.process import tell_ready
 from shardline.job import Job
+from shardline.pipeline.base import Pass
 from shardline.pipeline.model import Pipeline
+from shardline.pipeline.runner import StageRunner, Unit
+from shardline.pipeline.stage_work import At
 from shardline_worker.room import Room
+
+
+class TeamRunner(StageRunner):
+    """A StageRunner of each rank of a process group, whose rank 0 says which unit is next."""
+
+    def choose(self, first: Mapping[Unit, tuple[At, Pass]]) -> Unit:
+        """See StageRunner.choose. What rank 0 has ready, the others have or will get."""
+        if len(first) > 1:
+            units = sorted(first)
+            number = torch.tensor([units.index(super().choose(first)) if dist.get_rank() == 0 else 0])
+            dist.broadcast(number, src=0)
+            chosen = units[int(number)]
+            first = {chosen: first[chosen]}
+        return super().choose(first)
 
 
 class RankWorker:

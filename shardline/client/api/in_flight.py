@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.overlap.watching import StepAgain, StepWatch
-from shardline.client.step.expected import Expected
+from shardline.client.step.sending import Expected
 from shardline.core.orders import StepReport
 from shardline.data import UNWATCHED, Watch
 

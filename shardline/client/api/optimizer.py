@@ -17,6 +17,7 @@ from shardline.update import fixed_settings, hyper_numbers
 if TYPE_CHECKING:
     from shardline.client.api.session import Session
 
+
 log = logging.getLogger("shardline.client")
 
 
@@ -165,3 +166,19 @@ class _OnServers(dict[str, Any]):
             f"optimizer.state has no {key!r} in this process: the optimizer's state is on the servers and in the "
             "checkpoints of the job"
         )
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler with the same arguments, for the optimizer that Session.attach returned.
+
+    If one replica's gradients overflow, the servers skip the step for all replicas. torch's own scaler would then lower
+    the scale of that replica alone; this one lowers it in all. For any other optimizer both behave the same.
+    """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As in torch; call update() afterwards."""
+        found = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled() and isinstance(optimizer, ShardlineOptimizer) and optimizer.skipped:
+            for device_found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                device_found.fill_(1.0)
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,23 +13,138 @@ import torch
 from shardline import pipeline
 from shardline.client.api.barrier import Barrier
 from shardline.client.api.in_flight import InFlight, SentStep
-from shardline.client.api.own_loop import OwnLoop
 from shardline.client.api.script_job import meter_step
 from shardline.client.api.step_finder import StepFinder
-from shardline.client.api.step_reports import StepReports
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
-from shardline.client.step.expected import Expected
 from shardline.client.step.retained_contribution import RetainedContribution
+from shardline.client.step.sending import Expected
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import Phase, StepReport
 from shardline.data import Watch
-from shardline.errors import JobError, RolledBackError, UnreachableError
+from shardline.errors import JobError, JobStopped, RolledBackError, UnreachableError
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
 from shardline.pipeline.parcel import ParcelKey
+
+
+class OwnLoop:
+    """Logs, once, mistakes of a script's own loop that it would not notice. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._goes_on = 0
+        """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
+        self._refused = 0
+
+    @property
+    def lost(self) -> int:
+        """Steps that the loop has taken although the job had ended: those after the first JobStopped."""
+        return max(0, self._refused - 1)
+
+    def check_goes_on(self, finder: StepFinder, step: int) -> None:
+        """Raise JobStopped after a step that was not made because the job has ended, if nothing else tells the loop.
+
+        step: that of the parameters in the model.
+        """
+        if finder.iterating or not finder.stale:
+            return
+        link = finder.link
+        link.wait(lambda o: o.stop_step > 0 or o.fenced or o.phase is Phase.ENDED, timeout_s=link.timeouts.rpc_s)
+        orders = link.orders
+        self._refused += 1
+        # If it isn't known in time, this worker's own step is the best guess.
+        step = orders.stop_step or step
+        what = "this worker left the job" if orders.fenced else "the job ended"
+        what += f" with exit code {orders.exit_code}" if orders.exit_code else ""
+        why = f" ({orders.reason})" if orders.reason else ""
+        error = JobStopped(
+            f"{link.task}: {what} at step {step}{why}; optimizer.step() changed nothing. Leave the loop; "
+            "--resume continues the job",
+            step,
+        )
+        if not self.lost:
+            # Python says nothing when a SystemExit ends the process.
+            log.warning("%s", error)
+        raise error
+
+    def attached(self, step: int) -> None:
+        """Record the job's step."""
+        self._goes_on = step
+
+    def knows_the_step(self) -> None:
+        """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
+        self._goes_on = 0
+
+    def about_to_step(self) -> None:
+        """Warn of steps that will be done twice."""
+        if self._goes_on:
+            log.warning(
+                "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
+                "nor loaded an optimizer state of that step: a loop that counts from 0 repeats %d steps. Loop over "
+                "session.steps(), or let the Trainer resume from its own checkpoint of step %d "
+                "(resume_from_checkpoint=, ckpt_path=)",
+                *(self._goes_on,) * 3,
+            )
+            self._goes_on = 0
+
+
+class StepReports:
+    """The open step's reports, one per replica. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, StepReport] = {}
+        self._losses: dict[int, list[float]] = {}
+        self.contributed = False
+        """Some replica has contributed to the open tick."""
+        self._data_s = 0.0
+        """Seconds of waiting for batches since the last report."""
+        self.began_s = time.monotonic()
+        """When the open step began."""
+
+    def read(self, seconds: float) -> None:
+        """Note that the next report's batch took so long to come."""
+        self._data_s += seconds
+
+    def add(self, report: StepReport, *, waited_s: float) -> None:
+        """Add a replica's report on the open tick. waited_s: seconds it had to wait for the previous step.
+
+        compute_s and data_s are measured here; loss and samples are those of the tick.
+        """
+        before = self._reports.get(report.replica)
+        losses = self._losses.setdefault(report.replica, [])
+        losses.append(report.loss)
+        spent_s = sum(item.compute_s + item.data_s for item in self._reports.values())
+        compute_s = time.monotonic() - self.began_s - waited_s - spent_s - self._data_s
+        self._reports[report.replica] = replace(
+            report,
+            loss=losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses),
+            samples=report.samples + (before.samples if before is not None else 0),
+            compute_s=compute_s + (before.compute_s if before is not None else 0.0),
+            data_s=self._data_s + (before.data_s if before is not None else 0.0),
+        )
+        self._data_s = 0.0
+        self.contributed = True
+
+    def next_tick(self) -> None:
+        """Begin another tick of the same step."""
+        self.contributed = False
+
+    def take(self) -> tuple[StepReport, ...]:
+        """Return the reports, one per replica, when the step is sent, and start over."""
+        taken = tuple(self._reports.values())
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Begin another step, or the same one again."""
+        self._reports.clear()
+        self._losses.clear()
+        self.contributed = False
+        self._data_s = 0.0
+        self.began_s = time.monotonic()
+
 
 log = logging.getLogger("shardline.client")
 

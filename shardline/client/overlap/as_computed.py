@@ -13,10 +13,9 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.priority import bucket_ranks, pull_order
 from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_early
 from shardline.client.overlap.hooks import FireCount, GradientHooks
-from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import PushTools
-from shardline.client.step.sending import Begin, Values
+from shardline.client.step.sending import Begin, Expected, Values
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError

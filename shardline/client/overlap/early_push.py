@@ -13,8 +13,8 @@ from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.layout import homes
-from shardline.client.step.expected import Expected
 from shardline.client.step.open_step import PushTools
+from shardline.client.step.sending import Expected
 from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind

@@ -10,19 +10,18 @@ from dataclasses import replace
 import torch
 
 from shardline.cadence import Outgoing
-from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.live import LivePayloads, ReadyPayloads
 from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
+from shardline.client.exchange.pull_sink import PullSink
 from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.exchange.traffic import PushTraffic
-from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import OpenStep, PushTools
-from shardline.client.step.sending import Sending
+from shardline.client.step.sending import Expected, Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED
-from shardline.core.exchange import Payloads, Sender, Standing, Want
+from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Post
@@ -32,6 +31,42 @@ from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
 from shardline.pipeline import share_of, stepping_together
 from shardline.topology import Route
+
+
+class PushTraffic:
+    """Counts pushed bytes; the sinks count pulled ones."""
+
+    def __init__(self, sinks: Mapping[int, PullSink]) -> None:
+        self._sinks = sinks
+        self._pushed = {shard: [0, 0] for shard in sinks}
+        self._taken: dict[int, tuple[int, int, int, int]] = {}
+
+    def pushed(self, shard: int, pushes: Iterable[Contribution], *, on_wire: bool) -> None:
+        """Count acknowledged pushes. A retry's bytes count once; bytes in shared memory are not wire bytes."""
+        for push in pushes:
+            if isinstance(push.payloads, (LivePayloads, ReadyPayloads)):
+                self._pushed[shard][0] += push.payloads.raw_bytes
+                self._pushed[shard][1] += push.payloads.wire_bytes if on_wire else 0
+
+    @property
+    def total(self) -> tuple[int, int, int, int]:
+        """Bytes so far: pushed raw, pushed wire, pulled raw, pulled wire."""
+        return (
+            sum(raw for raw, _ in self._pushed.values()),
+            sum(wire for _, wire in self._pushed.values()),
+            sum(sink.raw_bytes for sink in self._sinks.values()),
+            sum(sink.wire_bytes for sink in self._sinks.values()),
+        )
+
+    def take(self, shard: int) -> list[tuple[str, int, int]]:
+        """("push" or "pull", raw, wire) bytes with one shard since the last call."""
+        pushed, sink = self._pushed[shard], self._sinks[shard]
+        now = (pushed[0], pushed[1], sink.raw_bytes, sink.wire_bytes)
+        before = self._taken.get(shard, (0, 0, 0, 0))
+        self._taken[shard] = now
+        push_raw, push_wire, pull_raw, pull_wire = (a - b for a, b in zip(now, before, strict=True))
+        return [("push", push_raw, push_wire), ("pull", pull_raw, pull_wire)]
+
 
 PATIENCE = 5.0
 """A call waits for gradients this many times as long as the longest computation so far."""
