@@ -93,7 +93,8 @@ class ShmTicket:
             found = self._tensors[dtype] = self._values.view(DTYPES[dtype])
         return found
 
-    async def wait(self) -> None: ...
+    async def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 class ShmAttachment:

@@ -126,7 +126,8 @@ class TcpAttachment:
             self._check()
         return ticket
 
-    def published(self, bucket: int, step: int) -> None: ...
+    def published(self, bucket: int, step: int) -> None:
+        """Nothing is read in place on this lane."""
 
     def reply_slot(self, bucket: int, nbytes: int) -> None: ...
 
