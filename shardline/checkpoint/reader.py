@@ -32,14 +32,14 @@ class Checkpoint:
     Thread-safe for reading. Nothing is unpickled.
     """
 
-    def __init__(self, path: Path, warnings: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         described = manifests.read(path)
         self.path = path
         self.manifest = described.manifest
         self.job: JobSpec = described.job
         self.plan: Plan = described.plan
         self.step: int = described.manifest.step
-        self.warnings = warnings
+        self.warnings: tuple[str, ...] = ()
         """Messages about newer checkpoints that were skipped."""
         self._lock = threading.Lock()
         self._stored: StoredTensors | None = None

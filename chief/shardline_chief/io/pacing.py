@@ -67,8 +67,7 @@ class Links:
     The best counts, since other traffic on a link only makes a fetch look slower.
     """
 
-    def __init__(self, share: float = SHARE) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self._best: dict[str, float] = {}
 
     def note(self, address: str, rate: float) -> None:
@@ -82,7 +81,7 @@ class Links:
     def cap(self, address: str) -> float:
         """Bytes per second that fetching may use of it; 0 if not measured yet."""
         rate = self.rate(address)
-        return max(LEAST_RATE, self._share * rate) if rate else 0.0
+        return max(LEAST_RATE, SHARE * rate) if rate else 0.0
 
 
 class FetchPace:
