@@ -46,7 +46,13 @@ class Resident:
     name: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        return format_choice(self)
+        # The text from which parse() makes an equal resident.
+        parts = []
+        for item in _fields(self):
+            value = getattr(self, item.name)
+            if item.default is dataclasses.MISSING or value != item.default:
+                parts.append(f"{item.name}={_text(value)}")
+        return f"{self.name}:{','.join(parts)}" if parts else self.name
 
 
 R = TypeVar("R", bound=Resident)
@@ -162,16 +168,6 @@ def usage(resident: type[Resident]) -> str:
         default = item.default
         shown = settings_of(resident)[item.name].__name__.upper() if default is dataclasses.MISSING else _text(default)
         parts.append(f"{item.name}={shown}")
-    return f"{resident.name}:{','.join(parts)}" if parts else resident.name
-
-
-def format_choice(resident: Resident) -> str:
-    """The text from which parse() makes an equal resident."""
-    parts = []
-    for item in _fields(resident):
-        value = getattr(resident, item.name)
-        if item.default is dataclasses.MISSING or value != item.default:
-            parts.append(f"{item.name}={_text(value)}")
     return f"{resident.name}:{','.join(parts)}" if parts else resident.name
 
 

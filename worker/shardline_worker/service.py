@@ -92,28 +92,20 @@ def train(session: Session, job: Job, config: RoleConfig, loaders: LoaderPool | 
         train_stream(session, optimizer, model, job, source)
         return
     if isinstance(model, StagedModel) and schedule.staged:
-        train_stages(
-            session,
-            optimizer,
-            model,
-            StageRunner(model, job, source, schedule, session.parcels, rest=functools.partial(_rest, session)),
-        )
+        # Run the stages that the chief assigns, step by step.
+        runner = StageRunner(model, job, source, schedule, session.parcels, rest=functools.partial(_rest, session))
+        room = Room(session, model)
+        for step in session.steps():
+            with session.attempt():
+                room.check()
+                session.begin_replica(min(session.replicas))
+                stages = {replica: session.parcels.stages(replica) for replica in session.replicas}
+                # No name for what it returns: gradients go when they are applied.
+                _contribute(session, runner.run(step, stages), runner.samples)
+                optimizer.step()
+        _log_end(session)
         return
     run_replicas(session, optimizer, model, job, source)
-    _log_end(session)
-
-
-def train_stages(session: Session, optimizer: ShardlineOptimizer, model: StagedModel, runner: StageRunner) -> None:
-    """Run the stages that the chief assigns, step by step."""
-    room = Room(session, model)
-    for step in session.steps():
-        with session.attempt():
-            room.check()
-            session.begin_replica(min(session.replicas))
-            stages = {replica: session.parcels.stages(replica) for replica in session.replicas}
-            # No name for what it returns: gradients go when they are applied.
-            _contribute(session, runner.run(step, stages), runner.samples)
-            optimizer.step()
     _log_end(session)
 
 

@@ -48,16 +48,6 @@ def packing(optimizer: str, state: str) -> Callable[[TensorSpec], Shape | None] 
     return _PACKED.get(optimizer, {}).get(state)
 
 
-def state_kinds(
-    optimizer: str, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
-) -> Mapping[str, StateSpec]:
-    """States that the optimizer may keep for parameters of this dtype on this device, by name.
-
-    Determined by letting torch update a few zeros. Raises JobError if torch refuses the combination.
-    """
-    return _state_kinds(optimizer, tuple(sorted(group.items())), dtype, device)
-
-
 @functools.lru_cache(maxsize=256)
 def _state_kinds(
     optimizer: str, group: tuple[tuple[str, Argument], ...], dtype: torch.dtype, device: torch.device
@@ -119,8 +109,8 @@ class Torch(UpdateRule):
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
     ) -> Mapping[str, StateSpec]:
-        """See UpdateRule. Found by letting torch update a few zeros."""
-        return state_kinds(spec.name, group, dtype, device)
+        """See UpdateRule. Found by letting torch update a few zeros, which may refuse the combination."""
+        return _state_kinds(spec.name, tuple(sorted(group.items())), dtype, device)
 
     def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
         """See UpdateRule. For Adafactor's factors."""
