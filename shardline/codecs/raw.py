@@ -1,5 +1,3 @@
-"""Raw: the unchanged bytes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""The chief's orders to a task, and a task's reports on its steps."""
-
 from __future__ import annotations
 
 import enum

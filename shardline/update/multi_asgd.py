@@ -1,5 +1,3 @@
-"""Multi-ASGD: a momentum per worker."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

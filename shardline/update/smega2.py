@@ -1,5 +1,3 @@
-"""SMEGA2: one momentum for all workers, moved once per round of their pushes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""The settings of a shard."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

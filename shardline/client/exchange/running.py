@@ -1,5 +1,3 @@
-"""A running exchange, and waiting for it."""
-
 from __future__ import annotations
 
 import logging

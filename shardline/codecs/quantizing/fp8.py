@@ -1,5 +1,3 @@
-"""8-bit floats with a scale per block of values."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""8-bit integers with a scale per block of values."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""QSGD: random rounding to levels between 0 and a block's norm."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Top-k: the largest entries, with error memory."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Lane grpc."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

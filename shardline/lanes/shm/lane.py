@@ -1,5 +1,3 @@
-"""Lane shm."""
-
 from __future__ import annotations
 
 import socket

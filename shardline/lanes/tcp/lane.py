@@ -1,5 +1,3 @@
-"""Lane tcp."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""GPipe: all forward passes of a step, then all backward passes."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""No pipeline: every worker computes the whole model."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

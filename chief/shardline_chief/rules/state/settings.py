@@ -1,5 +1,3 @@
-"""The chief's settings."""
-
 from __future__ import annotations
 
 import dataclasses
