@@ -9,8 +9,8 @@ from .cadence.post_local_sgd import PostLocalSGD as PostLocalSGD
 from .cadence.slowmo import SlowMo as SlowMo
 from .cadence.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from .client.api.connect import connect as connect
-from .client.api.optimizer import ShardlineOptimizer as ShardlineOptimizer
 from .client.api.optimizer import GradScaler as GradScaler
+from .client.api.optimizer import ShardlineOptimizer as ShardlineOptimizer
 from .client.api.session import Session as Session
 from .codecs.auto import Auto as Auto
 from .codecs.cast import Bf16 as Bf16
