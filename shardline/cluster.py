@@ -84,7 +84,6 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
 
 
 def _is_number(text: str) -> bool:
-    """Whether the text is a number of at most MAX_DIGITS digits."""
     return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
 
 
@@ -146,7 +145,6 @@ class ClusterSpec:
         return cls.from_json(text, str(path))
 
     def to_json(self) -> str:
-        """JSON text that from_json() reads back."""
         return json.dumps({role: list(addresses) for role, addresses in self.tasks.items()}, indent=2) + "\n"
 
     def addresses(self, role: str) -> tuple[str, ...]:

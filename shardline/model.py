@@ -208,7 +208,6 @@ BEFORE = "before training begins (in the model function of a job file, before at
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Shape, dtype and device for a message."""
     return f"shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 

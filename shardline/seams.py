@@ -157,7 +157,6 @@ def _fields(resident: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def doc_line(resident: type[Resident]) -> str:
-    """The first line of a resident's docstring."""
     return (resident.__doc__ or "").strip().split("\n")[0]
 
 

@@ -22,7 +22,6 @@ class Files:
     """Operations on real files. All raise OSError; `explained` converts that to an error message."""
 
     def make_folder(self, path: Path) -> None:
-        """Create one folder; an error if it exists."""
         os.mkdir(path)
 
     def write(self, path: Path, chunks: Iterable[Any]) -> tuple[int, str]:

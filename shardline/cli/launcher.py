@@ -467,7 +467,6 @@ class LocalCluster:
         return self.options.spec().task_names()
 
     def pid(self, task: str) -> int:
-        """Process id of a task's newest process."""
         return self._child(task).process.pid
 
     def running(self) -> tuple[str, ...]:

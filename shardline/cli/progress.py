@@ -165,5 +165,4 @@ def on_terminal(console: PlainConsole) -> bool:
 
 
 def make_display(console: PlainConsole) -> Display:
-    """The display that suits the console's output."""
     return BarDisplay(console) if on_terminal(console) else LineDisplay(console)

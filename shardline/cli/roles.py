@@ -105,7 +105,6 @@ role_options = options.together(
 
 
 def find_role(role: str) -> Run:
-    """The function that runs a role, from the installed entry points."""
     run: Run = plugins.installed(ENTRY_POINTS, role, f"the role {role!r}")
     return run
 

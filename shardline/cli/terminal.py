@@ -28,7 +28,6 @@ class PlainConsole(Console):
         return Text(printable(text), style=style, justify=justify, overflow=overflow)
 
     def say(self, sentence: str) -> None:
-        """Print a line of any length."""
         self.print(sentence, soft_wrap=True)
 
 

@@ -167,7 +167,6 @@ class ModelLayout:
             self._versions = self._counters()
 
     def digest(self, number: int) -> int:
-        """A digest of the tensor's value."""
         return digest(tensor_bytes(self.tensors[number].detach().cpu().resolve_conj().resolve_neg()))
 
     def _memory(self) -> list[list[object]]:

@@ -229,10 +229,8 @@ def _square(values: torch.Tensor) -> float:
 
 
 def pushed(codec: Codec) -> Codec:
-    """The codec of a job's gradients."""
     return PLAIN if codec.direction is Direction.PULL else codec
 
 
 def pulled(codec: Codec) -> Codec:
-    """The codec of a job's parameters."""
     return PLAIN if codec.direction is Direction.PUSH else codec

@@ -143,7 +143,6 @@ class DeltaCoder:
         return after
 
     def _after(self, before: torch.Tensor, coded: memoryview, turn: Turn) -> torch.Tensor:
-        """What a receiver makes of a change."""
         change = self._decoder.decode(coded, Turn(turn.step))
         return _exclusive(before, change) if self._exact else before + change
 

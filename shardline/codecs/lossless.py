@@ -46,7 +46,6 @@ class Lossless(Codec):
         return layout.bucket.nbytes
 
     def min_bytes(self, layout: Layout) -> int:
-        """A 256th of a large bucket."""
         return layout.bucket.nbytes // MOST_TIMES if layout.bucket.nbytes > AMPLE_BYTES else 0
 
     def encoder(self, layout: Layout) -> LosslessCoder:

@@ -65,12 +65,10 @@ class PowerSGD(Lossy):
         return True
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Rows, columns and rank."""
         rows, columns = shape[0], math.prod(shape[1:])
         return rows, columns, min(self.rank, rows, columns)
 
     def _factors(self, shape: Sequence[int]) -> int:
-        """Elements of P and Q."""
         rows, columns, rank = self._sizes(shape)
         return rank * (rows + columns)
 

@@ -39,7 +39,6 @@ class RawCoder:
         self._bucket = layout.bucket
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
-        """A view of the tensor's memory."""
         return tensor_bytes(values)
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:

@@ -43,7 +43,6 @@ class StepChoices:
 
     @property
     def leads(self) -> bool:
-        """Whether this shard chooses."""
         return self._shard == 0
 
     def of(self, step: int) -> int | None:

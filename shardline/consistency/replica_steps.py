@@ -91,7 +91,6 @@ class ReplicaSteps(ServerHalf):
 
     @property
     def divisor(self) -> int:
-        """Divisor of the sum of a step's contributions."""
         return self.terms.contributors
 
     def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:

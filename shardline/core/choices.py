@@ -42,7 +42,6 @@ class Choices:
 
     @property
     def end(self) -> int:
-        """The step after the last one."""
         return self.first + len(self.made)
 
     def at(self, step: int) -> int | None:

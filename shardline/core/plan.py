@@ -167,7 +167,6 @@ def num_quanta(tensor: TensorSpec) -> int:
 
 
 def padded(elements: int) -> int:
-    """Number of elements rounded up to the alignment."""
     return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 

@@ -31,7 +31,6 @@ class Block(NamedTuple):
 
     @property
     def end(self) -> int:
-        """First replica after the block."""
         return self.first + self.count
 
     def __str__(self) -> str:

@@ -207,7 +207,6 @@ class JobSpec(Settings):
 
     @functools.cached_property
     def tensor_codecs(self) -> tuple[str, ...]:
-        """Codecs of single tensors, sorted; without the job's."""
         return tuple(sorted({tensor.codec for tensor in self.tensors} - {""}))
 
 

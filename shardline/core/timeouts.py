@@ -27,7 +27,6 @@ class Timeouts:
 
     @functools.cached_property
     def rpc_s(self) -> float:
-        """Deadline of one control call."""
         return self.total_s / 3
 
     @functools.cached_property

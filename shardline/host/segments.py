@@ -79,7 +79,6 @@ class Segment:
 
     @staticmethod
     def of(view: memoryview) -> Segment | None:
-        """The segment that this memory belongs to; None for other memory."""
         segment = _LIVE.get(id(view.obj))
         return segment if segment is not None and segment.memory.obj is view.obj else None
 

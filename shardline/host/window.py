@@ -57,7 +57,6 @@ class Window:
 
     @staticmethod
     def at(address: int) -> Window | None:
-        """The window that begins at this address."""
         return _windows.get(address)
 
     @property

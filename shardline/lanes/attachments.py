@@ -191,7 +191,6 @@ class Attachments:
         return number, opening
 
     def find(self, number: int) -> Attachment | None:
-        """The attachment with this number; None if it is not open."""
         return self._held.get(number)
 
     def drop(self, attachment: Attachment, reason: str) -> None:

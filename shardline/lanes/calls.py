@@ -149,7 +149,6 @@ class ShardCalls:
         self.cancel()
 
     def _arm(self) -> None:
-        """Forget earlier cancellations."""
         with self._lock:
             self._cancelled = False
 

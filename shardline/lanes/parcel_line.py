@@ -105,7 +105,6 @@ class ParcelLine:
         raise self._failure
 
     def shut(self) -> None:
-        """End it, from any thread."""
         shut(self._sock)
 
     def close(self) -> None:
@@ -164,7 +163,6 @@ class ParcelWay:
             self._leave(f"it broke {self._breaks} times in a row, most recently: {error or type(error).__name__}")
 
     def works(self) -> None:
-        """Note that a parcel was answered."""
         self._breaks = 0
 
     def _leave(self, reason: str) -> None:

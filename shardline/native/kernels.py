@@ -55,7 +55,6 @@ def outgrows_cache(nbytes: int) -> bool:
 
 
 def _memory_outgrows_cache(tensor: Tensor) -> bool:
-    """The same of all memory that a tensor is a part of."""
     return tensor.is_cpu and tensor.layout is torch.strided and outgrows_cache(tensor.untyped_storage().nbytes())
 
 

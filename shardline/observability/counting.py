@@ -20,7 +20,6 @@ def position(counting: Counting, step: int, done: int, steps: int) -> str:
 
 
 def speed(counting: Counting, per_second: str) -> str:
-    """Such as "52.1 steps/s"."""
     return f"{per_second} {counting.unit}s/s"
 
 

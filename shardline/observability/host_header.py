@@ -18,5 +18,4 @@ def host_of(header: str) -> str:
 
 
 def names_loopback(header: str) -> bool:
-    """Whether a Host header contains one of loopback's names."""
     return is_loopback(host_of(header))

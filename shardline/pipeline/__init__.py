@@ -117,7 +117,6 @@ def planned(job: JobSpec) -> dict[int, str]:
 
 
 def layout(job: JobSpec) -> StageLayout:
-    """The size of a job's pipeline."""
     return StageLayout.of(job.hosts, stages(job), job.replicas, job.accumulate)
 
 

@@ -42,7 +42,6 @@ class StageLayout:
         return microbatch * self.replicas + replica
 
     def first(self, step: int) -> int:
-        """The number of a step's first microbatch."""
         return step * self.microbatches * self.replicas
 
     def step(self, number: int) -> int:
@@ -53,7 +52,6 @@ class StageLayout:
         return number // self.workers[stage]
 
     def crew(self, replica: int, stage: int) -> int:
-        """Which of a stage's workers a replica goes to."""
         return replica % self.workers[stage]
 
     def share(self, stage: int) -> int:

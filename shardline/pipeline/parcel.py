@@ -77,7 +77,6 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, as they travel."""
         return sum(value.nbytes for value in self.values)
 
     def unusable(self, why: object) -> ProtocolError:

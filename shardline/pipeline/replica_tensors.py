@@ -68,7 +68,6 @@ class ReplicaTensors:
         return replica in self._values
 
     def in_model(self) -> dict[str, torch.Tensor]:
-        """The buffers of all stages, by name."""
         return {name: buffer for buffers in self.buffers for name, buffer in buffers.items()}
 
     def open(self, replica: int, stages: Iterable[int], values: Values | None = None) -> None:

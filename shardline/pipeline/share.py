@@ -48,14 +48,11 @@ class Share:
         return [key for key, fragment in self._all if fragment in fragments]
 
     def asks(self, want: Want) -> Mapping[int, Want]:
-        """A pull of these buckets, by shard."""
         return {shard: replace(want, buckets=self.buckets(shard)) for shard in self._shards}
 
     def buckets(self, shard: int) -> list[int]:
-        """What to ask a shard for; [] = everything."""
         return [bucket for s, bucket in self.keys if s == shard] if self.partial else []
 
     @property
     def shards(self) -> list[int]:
-        """Shards that have some of it, ascending."""
         return self._shards

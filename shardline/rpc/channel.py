@@ -243,7 +243,6 @@ class AioPeer:
         self._prover.forget()
 
     async def close(self) -> None:
-        """Close the channel; its running calls end."""
         await self._channel.close()
 
 
@@ -337,7 +336,6 @@ class Peer:
         return self._name.wait(self.timeouts.lost_s if wait_s is None else wait_s)
 
     def cancel(self) -> None:
-        """Stop waiting for the host name."""
         self._name.cancel()
 
     def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:

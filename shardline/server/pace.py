@@ -97,7 +97,6 @@ class Pace:
         return runner.moved_s > self.clock() - self.patience_s
 
     def moving(self, runner: Runner) -> list[Runner]:
-        """The others that a push keeps pace with now."""
         return [one for one in self.others(runner) if self.moves(one)]
 
     def others(self, runner: Runner) -> list[Runner]:

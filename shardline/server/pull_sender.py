@@ -224,7 +224,6 @@ def _tell_state(
 
 
 def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
-    """The end of a pull as a message of its own."""
     return write_pull(PullFrameView(end=pull_end(backend, shard, outcome, reason)), outer=outer)
 
 

@@ -39,7 +39,6 @@ class Signal:
         return waiter
 
     def disarm(self, waiter: asyncio.Future[bool]) -> None:
-        """Forget a future that is no longer waited for."""
         self._waiters.discard(waiter)
 
     async def wait(self, waiter: asyncio.Future[bool], timeout_s: float) -> bool:

@@ -132,6 +132,5 @@ class History:
             return {"cursor": f"{self._life}-{self._changed}", "reset": not known, "curves": curves}
 
     def names(self) -> Iterable[str]:
-        """Names of the curves, in order of creation."""
         with self._lock:
             return tuple(self._curves)

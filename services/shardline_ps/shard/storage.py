@@ -37,7 +37,6 @@ class ByteCount:
         """May be read without a lock."""
 
     def add(self, difference: int) -> None:
-        """Change the count by `difference` bytes."""
         with self._lock:
             self.value += difference
 
@@ -101,7 +100,6 @@ class ShardStorage:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of values, optimizer state, partial sums and cuts."""
         return sum(bucket.nbytes for bucket in self.buckets) + self.waiting.value + self.cuts.held_bytes
 
     def hold(self, difference: int) -> None:

@@ -65,7 +65,6 @@ class LinkClient:
         return LinkFigures(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
 
     def ask(self, what: str, **more: object) -> dict[str, Any]:
-        """One request that has only an answer."""
         with self._connect() as sock:
             return self._request(sock, what, **more)
 

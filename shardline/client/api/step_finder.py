@@ -96,7 +96,6 @@ class StepFinder:
         """Asynchronous mode: batches that were sent but had to be computed again."""
 
     def follow(self, link: ChiefLink) -> None:
-        """Follow this chief's orders."""
         self._link = link
 
     @property

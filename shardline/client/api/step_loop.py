@@ -70,7 +70,6 @@ class OwnLoop:
         raise error
 
     def attached(self, step: int) -> None:
-        """Record the job's step."""
         self._goes_on = step
 
     def knows_the_step(self) -> None:

@@ -75,7 +75,6 @@ class LivePayloads:
 
     @property
     def order(self) -> list[int]:
-        """Buckets sent so far, in order."""
         with self._changed:
             return [item.bucket for item in self._sent]
 

@@ -78,7 +78,6 @@ class Reach:
         return found
 
     def _inside(self, tables: Iterable[int]) -> set[int]:
-        """id() of the tensors in these tables."""
         return {id(value) for number in tables for value in self.tables[number][2].values()}
 
     def _counts(self) -> list[tuple[int, int, int, int]]:

@@ -219,7 +219,6 @@ class BucketSink:
 
     @property
     def base_version(self) -> int:
-        """Lowest version of the model's buckets."""
         return min([version for _, version in self._held.values()], default=0)
 
 

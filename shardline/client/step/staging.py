@@ -387,7 +387,6 @@ def fill_bucket(
 
 
 def present_bits(present: Sequence[bool]) -> bytes:
-    """Bitmap for the wire; empty = all."""
     return b"" if all(present) else pack_bits(present)
 
 

@@ -63,7 +63,6 @@ class Weights:
     # A pull
 
     def pull_only(self, keys: Iterable[Key]) -> None:
-        """From the next pull on, only these buckets are pulled."""
         self.arrivals.keys = tuple(keys)
 
     def forget(self) -> None:

@@ -82,7 +82,6 @@ class OneBitAdam(Lossy):
         return found
 
     def _moved(self, values: torch.Tensor, part: Part, turn: Turn) -> torch.Tensor:
-        """The next momentum, a new tensor."""
         before = turn.memory.get((part.tensor.name, part.first_row, MOMENTUM))
         return torch.lerp(torch.zeros_like(values) if before is None else before, values, 1.0 - self.momentum)
 

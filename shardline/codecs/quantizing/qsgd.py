@@ -42,7 +42,6 @@ class QSGD(Quantizer):
         return True
 
     def error_bound(self, elements: int) -> float:
-        """min(block / levels^2, sqrt(block) / levels)."""
         size = min(self.block, elements)
         return min(size / self.levels**2, math.sqrt(size) / self.levels)
 

@@ -33,7 +33,6 @@ class _Ternary(Quantizer):
         return 1
 
     def coded(self, scale: float, chosen: torch.Tensor, values: torch.Tensor) -> Buffer:
-        """The payload: the scale, and the sign of each chosen value."""
         # 1 is PLUS; moved by one bit, it is MINUS.
         codes = chosen.to(torch.uint8) << (values < 0.0).to(torch.uint8)
         return self.joined((scale,), codes.numpy())

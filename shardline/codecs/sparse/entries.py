@@ -35,12 +35,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def most_entries(count: int, elements: int) -> int:
-    """Number of entries that largest() returns at most."""
     return count if elements <= EXACT else min(elements, int(MOST * count))
 
 
 def fewest_entries(count: int, elements: int) -> int:
-    """Number of entries that largest() returns at least."""
     return count if elements <= EXACT else int(FEWEST * count)
 
 

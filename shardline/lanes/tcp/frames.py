@@ -37,7 +37,6 @@ class RefusedError(OSError):
 
 
 def preamble(token: bytes) -> bytes:
-    """The first bytes of a bulk socket."""
     return _PREAMBLE.pack(_MAGIC, VERSION, token)
 
 

@@ -80,7 +80,6 @@ def replicas_of(plan: Stages) -> int:
 
 
 def rated(costs: Costs, plan: Stages) -> Rated:
-    """What a plan takes, and whether it fits."""
     forecast = kept(costs, plan).forecast(plan)
     return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
 

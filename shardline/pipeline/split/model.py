@@ -129,7 +129,6 @@ class Split(StagedModel):
 
     @property
     def traced(self) -> Traced:
-        """The model in stages, as values that they hand on."""
         return self._trace()
 
     def cut_at(self, cuts: Sequence[str]) -> Split:

@@ -44,7 +44,6 @@ def behavior_of(handler: Any) -> Any:
 
 
 def same_kind(handler: Any, behavior: Any, *, deserializer: Any) -> Any:
-    """A handler of the same kind, with another function and request deserializer."""
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
     return make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
 

@@ -125,7 +125,6 @@ def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
 
 
 def consistency_to_proto(spec: ConsistencySpec) -> plan_pb2.ConsistencySpec:
-    """Mode, clipping and NaN policy."""
     return plan_pb2.ConsistencySpec(mode=spec.mode, clip_norm=spec.clip_norm, nan_policy=spec.nan_policy)
 
 
@@ -443,7 +442,6 @@ class ImageAssembler:
 
     @property
     def idle(self) -> bool:
-        """Whether no image is incomplete."""
         return self._header is None
 
 
