@@ -15,8 +15,7 @@ from shardline import consistency
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency.by_stage import admit_update
 from shardline.consistency.server import Observers, Push, StepWanted
-from shardline.consistency.ssp import Clocks
-from shardline.consistency.worker.paced_pushes import PacedPushes
+from shardline.consistency.ssp import Clocks, PacedPushes
 from shardline.core.exchange import Standing
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
