@@ -276,7 +276,7 @@ def test_nobody_pushes_pulls_or_opens_a_lane_for_another_task(ready: PlainClient
     before = ready.status()
     for secret in (b"", OTHER, key_of(SECRET)):
         for call, (outcome, reason) in forge(ready, secret).items():
-            assert outcome == common_pb2.OUTCOME_REFUSED, (call, reason)
+            assert outcome == common_pb2.OUTCOME_FENCED, (call, reason)
             assert says(reason, "the message is not from worker/0: it lacks the secret that the chief gave to incarn")
     assert ready.status().shards == before.shards
     assert ready.push(ready.frames({W: floats([1.0] * 12)}, data={"secret": SECRET})).outcome == (

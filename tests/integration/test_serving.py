@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.step.sink import BucketSink
 from shardline.core.exchange import Want
 from shardline.core.outcome import Outcome
@@ -21,9 +22,11 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
+from shardline.rpc.client import PsControl
 from shardline.rpc.messages.data import data_header, ps_stub, pull_request
 from shardline.rpc.server import WATCHER, RpcServer
-from tests.support.cluster import PATIENCE_S, Cluster, Ps
+from shardline.security import key_of
+from tests.support.cluster import PATIENCE_S, TIMELINE, Cluster, Ps
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for
 
@@ -203,3 +206,33 @@ def test_the_memory_of_a_training_ps_does_not_grow_with_its_steps() -> None:
         # The budget of cuts that nobody fetches was full before.
         assert [shard.held_bytes for shard in cluster.shards] == held
         assert after - before < 400_000
+
+
+@pytest.mark.parametrize("name", ["another", ""])
+def test_a_server_of_another_job_at_the_port_of_a_dead_one_is_not_taken_for_it(name: str) -> None:
+    """Both have the same timeline, plan and lives; one has the same name, too."""
+    job = make_job("sgd", replicas=1, steps=10_000)
+    with Cluster(job, members={"worker/0": 1}, term=1) as cluster:
+        worker, address, configuration = cluster.worker(0), cluster.hosts[0].address, cluster.configuration(0)
+        others: list[Ps] = []
+
+        def end() -> None:
+            wait_for(lambda: cluster.shards[0].step_min >= 3, "some steps")
+            cluster.hosts[0].close()
+            others.append(Ps(0, cluster.timeouts, address=address))
+            control = PsControl("ps/0", address, cluster.timeouts, term=1, chief_uuid="another")
+            control.lead()
+            control.configure(dataclasses.replace(configuration, job=name or configuration.job))
+            control.set_membership(TIMELINE, {"worker/0": 1}, keys={"worker/0": key_of(b"another's secret")})
+            control.close()
+
+        def run() -> None:
+            said = ""
+            while "this ps has job 'another'" not in said and "the message is not from worker/0" not in said:
+                # After this a worker waits for the chief's word, and asks again.
+                with pytest.raises(Restart) as caught:
+                    worker.run([0], job.steps)
+                said = str(caught.value)
+
+        cluster.together([run, end])
+        others[0].close()

@@ -41,10 +41,14 @@ def says(text: str, sentence: str) -> bool:
 OUTCOMES: dict[str, tuple[dict[str, Any], str, str]] = {
     "another plan": (
         {"data": {"plan_id": "feed"}},
-        "REFUSED",
+        "NOT_CONFIGURED",
         "the plan is [0-9a-f]{32}; the message follows plan feed",
     ),
-    "another job": ({"data": {"job": "other"}}, "REFUSED", "this ps has job 'plain'; the message is for 'other'"),
+    "another job": (
+        {"data": {"job": "other"}},
+        "NOT_CONFIGURED",
+        "this ps has job 'plain'; the message is for 'other'",
+    ),
     "another timeline": (
         {"data": {"timeline": 7}},
         "WRONG_TIMELINE",

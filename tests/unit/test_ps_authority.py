@@ -71,9 +71,9 @@ def ask(authority: Authority, **changes: Any) -> Decision:
         ({}, {}, Outcome.SERVED, ""),
         ({"members": None}, {"task": "anybody", "incarnation": 9}, Outcome.SERVED, ""),
         ({"configured": False}, {}, Outcome.NOT_CONFIGURED, "this ps has no configuration yet"),
-        ({}, {"job": "k"}, Outcome.REFUSED, "this ps has job 'j'; the message is for 'k'"),
+        ({}, {"job": "k"}, Outcome.NOT_CONFIGURED, "this ps has job 'j'; the message is for 'k'"),
         ({}, {"timeline": 4}, Outcome.WRONG_TIMELINE, "the timeline is 0x5; the message says 0x4"),
-        ({}, {"plan_id": "q"}, Outcome.REFUSED, "the plan is p; the message follows plan q"),
+        ({}, {"plan_id": "q"}, Outcome.NOT_CONFIGURED, "the plan is p; the message follows plan q"),
         ({}, {"incarnation": 1}, Outcome.FENCED, "worker/0 incarnation 0x1 is not admitted, 0x2 is"),
         ({}, {"incarnation": 3}, Outcome.FENCED, "worker/0 incarnation 0x3 is not admitted, 0x2 is"),
         (

@@ -50,23 +50,27 @@ class Authority:
         )
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        """Whether a data message belongs to the current timeline and comes from a living task."""
+        """Whether a data message belongs to the current timeline and comes from a living task.
+
+        Another job's worker may call: this ps may have the port of a server of that job that has died. It is to go on
+        waiting for its own, so it gets an outcome after which it asks again, never REFUSED.
+        """
         if not self.configured:
             return Decision(Outcome.NOT_CONFIGURED, "this ps has no configuration yet")
         if job != self.job:
-            return Decision(Outcome.REFUSED, f"this ps has job {self.job!r}; the message is for {job!r}")
+            return Decision(Outcome.NOT_CONFIGURED, f"this ps has job {self.job!r}; the message is for {job!r}")
         if timeline != self.timeline:
             return Decision(
                 Outcome.WRONG_TIMELINE, f"the timeline is {self.timeline:#x}; the message says {timeline:#x}"
             )
         if plan_id != self.plan_id:
-            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}; the message follows plan {plan_id}")
+            return Decision(Outcome.NOT_CONFIGURED, f"the plan is {self.plan_id}; the message follows plan {plan_id}")
         fenced = self.fenced(who.task, who.incarnation)
         if fenced is not None:
             return fenced
         if not holds(who.secret, self.keys.get(who.task, b"")):
             return Decision(
-                Outcome.REFUSED,
+                Outcome.FENCED,
                 f"the message is not from {who.task}: it lacks the secret that the chief gave to incarnation "
                 f"{who.incarnation:#x} of that task when it joined",
             )
