@@ -116,6 +116,7 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
 
 
 log = logging.getLogger("shardline.ps")
+GetCutFrame = parameter_server_pb2.GetCutFrame
 GRACE_S = 0.25
 """Seconds that woken calls have to finish by themselves when their shard is retired."""
 KEY_BYTES = 32
@@ -328,10 +329,7 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
         async with self._changing:
             self._obey(request.term)
             authority = self._store.authority
-            if request.timeline != authority.timeline:
-                raise ProtocolError(
-                    f"Activate is for timeline {request.timeline:#x}; this ps is at {authority.timeline:#x}"
-                )
+            self._check_timeline(request.timeline, "Activate")
             if not authority.configured:
                 raise ProtocolError(f"{self._task} is not fully configured; call Configure first")
             empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
@@ -410,10 +408,9 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
         reader_s = 3 * self.calls.reader_s
         for image in cut.in_order():
             for header, chunk in image_parts(image):
-                frame = parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
-                await rpc_errors.write(context, frame, reader_s)
+                await rpc_errors.write(context, GetCutFrame(header=header, chunk=chunk), reader_s)
         end = parameter_server_pb2.ImageEnd(buckets=len(cut.images), sequences=sequences_to_proto(cut.sequences))
-        await rpc_errors.write(context, parameter_server_pb2.GetCutFrame(end=end), reader_s)
+        await rpc_errors.write(context, GetCutFrame(end=end), reader_s)
 
     @rpc_errors.unary
     async def Release(
@@ -438,7 +435,9 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
     async def Status(
         self, request: parameter_server_pb2.PsStatusRequest, context: Any
     ) -> parameter_server_pb2.PsStatusReply:
-        """Steps, versions, cuts, standbys, traffic."""
+        """Steps, versions, cuts, standbys, traffic; not for a chief whose dead server had this port."""
+        if request.HasField("term"):
+            self._obey(request.term)
         return await self._store.work(self.status)
 
     def status(self) -> parameter_server_pb2.PsStatusReply:

@@ -273,7 +273,8 @@ class PsControl:
 
     def status(self) -> PsStatus:
         """Steps, versions, cuts, standbys and traffic of the ps."""
-        reply = self.peer.call(self._stub.Status, parameter_server_pb2.PsStatusRequest(), what="Status")
+        request = parameter_server_pb2.PsStatusRequest(term=self._term)
+        reply = self.peer.call(self._stub.Status, request, what="Status")
         return ps_status_from_proto(reply)
 
     def close(self) -> None:

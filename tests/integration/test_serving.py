@@ -235,4 +235,7 @@ def test_a_server_of_another_job_at_the_port_of_a_dead_one_is_not_taken_for_it(n
                 said = str(caught.value)
 
         cluster.together([run, end])
+        with pytest.raises(ShardlineError, match="this ps obeys the chief of term 1"):
+            # Its steps are not this job's.
+            cluster.controls[0].status()
         others[0].close()

@@ -1095,12 +1095,19 @@ Global___StopReply: _TypeAlias = StopReply  # noqa: Y015
 class PsStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TERM_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def term(self) -> Global___Term:
+        """Absent: it is told whichever chief the ps obeys."""
+
     def __init__(
         self,
+        *,
+        term: Global___Term | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
