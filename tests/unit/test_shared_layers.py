@@ -415,6 +415,27 @@ def test_the_name_of_a_team_stays_taken_between_its_meetings() -> None:
         pass
 
 
+def test_a_member_may_come_as_late_as_a_sum_with_one_that_has_left_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s = 0.0
+    monkeypatch.setattr("shardline.client.across.team.awake_s", lambda: waited_s)
+    wanted = iter([True, True, False])
+
+    def still_ordered() -> bool:
+        nonlocal waited_s
+        # A join timeout as short as --timeout, which is how long a sum waits.
+        waited_s += 8.0
+        return next(wanted)
+
+    team = Team(Timeouts(total_s=9.0, join_s=9.0), still_ordered)
+    posts = tuple(Post(task=f"worker/{rank}", address="here:1", incarnation=int(uuid.uuid4())) for rank in range(2))
+    with contextlib.closing(team):
+        with pytest.raises(StepAgain):
+            team.meet(posts, 0, "step 1", SECRET)
+        wanted = iter([True] * 9)
+        with pytest.raises(UnreachableError, match=r"worker/1 \(rank 1\) did not come .* within 24 s"):
+            team.meet(posts, 0, "step 1", SECRET)
+
+
 def grouped(store: dist.Store, rank: int, keys: Sequence[bytes]) -> None:
     group = dist.ProcessGroupGloo(store, rank, len(keys), datetime.timedelta(seconds=PATIENCE_S))
     check_group(group, keys[rank])
