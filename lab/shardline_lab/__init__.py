@@ -1,1 +1,1 @@
-"""The laboratory: what a job would do on a cluster that need not exist."""
+"""The laboratory: what a job would do on a cluster, what plain PyTorch does with it, and what a network can carry."""

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import click
 
 from shardline import errors, methods
-from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
-from shardline.cli.check.command import check
 from shardline.cli.cluster_commands import export, page, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
@@ -79,11 +77,11 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, check, partition, *COMMANDS):
+for command in (train, partition, *COMMANDS):
     cli.add_command(command)
 for installed in importlib.metadata.entry_points(group="shardline.commands"):
     cli.add_command(installed.load())
-for command in (status, top, page, stop, export, certs, health, bench):
+for command in (status, top, page, stop, export, certs, health):
     cli.add_command(command)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardline import comparison, schedule
+from shardline import schedule
 from shardline.cli.main import main
-from shardline.comparison import InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline.config import RoleConfig
 from shardline.errors import NonFiniteError, UsageError
 from shardline.job import Job
 from shardline_chief import service as chief
+from shardline_lab.comparison import Difference, InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline_ps import service as ps
 from tests.support.jobs import Rich, make_job
 from tests.support.services import TIMEOUTS
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 ROLES: dict[str, Callable[[RoleConfig], int]] = {"chief": chief.run, "ps": ps.run}
 
 
-def compare(job: Job, out: Path, **settings: Any) -> list[comparison.Difference]:
+def compare(job: Job, out: Path, **settings: Any) -> list[Difference]:
     expected = PlainTraining(job, CPU).run(job.steps)
     return differences(
         expected, train_served(job, InProcessCluster(role=ROLES.__getitem__, out=out, timeouts=TIMEOUTS, **settings))
@@ -127,7 +127,7 @@ def test_the_command_lists_the_tensors_that_differ(
             found[job.steps]["bias"] += 0.5
         return {step: found[step] for step in (0, job.steps)}
 
-    monkeypatch.setattr(comparison, "train_served", served)
+    monkeypatch.setattr("shardline_lab.comparison.train_served", served)
     assert main(["check", job_file(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "3 steps: 1 of 2 tensors differ",

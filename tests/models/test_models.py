@@ -16,11 +16,11 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import nn
 
-from shardline.comparison import InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline.config import RoleConfig
 from shardline.errors import ShardlineError
 from shardline.model import named_tensors
 from shardline_chief import service as chief
+from shardline_lab.comparison import InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline_ps import service as ps
 from tests.models.changes import CHANGES
 from tests.models.row import Row

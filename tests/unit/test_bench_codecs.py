@@ -30,7 +30,7 @@ job = shardline.Job(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.codecs.measuring.MEASURED_S", 0.0)
-    monkeypatch.setattr("shardline.cli.bench.codecs.SIDE", 250)
+    monkeypatch.setattr("shardline_lab.bench.codecs.SIDE", 250)
 
 
 @pytest.mark.usefixtures("quick")

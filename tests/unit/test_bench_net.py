@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.bench import link as bench_link
-from shardline.cli.bench.command import BenchFigures, headline, table
-from shardline.cli.bench.lane import LaneFigures, pull_wait_s
-from shardline.cli.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 from shardline.cli.main import main
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline_lab.bench import link as bench_link
+from shardline_lab.bench.command import BenchFigures, headline, table
+from shardline_lab.bench.lane import LaneFigures, pull_wait_s
+from shardline_lab.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 
 
 @contextmanager

@@ -110,7 +110,6 @@ LAYERS = (
     ("server", "config"),
     ("observability",),
     ("client",),
-    ("comparison",),
     ("cli",),
     ("__main__", "__init__"),
 )

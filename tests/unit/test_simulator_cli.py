@@ -16,7 +16,7 @@ from shardline.cli.main import main
 from shardline.codecs import CODECS
 from shardline.codecs.base import Memory
 from shardline.errors import UsageError
-from shardline_lab.commands import death
+from shardline_lab.simulate import death
 from shardline_lab.simulator import Death, Gamma, menu, runs
 from shardline_lab.simulator.times import Measured
 

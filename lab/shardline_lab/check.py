@@ -19,8 +19,8 @@ from shardline.observability.counting import plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardline.comparison import CheckedJob
     from shardline.job import Job
+    from shardline_lab.comparison import CheckedJob
 
 MOST_NAMED = 20
 """Tensors that are named if more differ."""
@@ -45,7 +45,7 @@ def check(**flags: Any) -> int:
     from shardline.update.torch_optim.eager import leave_compiler_out
 
     leave_compiler_out()
-    from shardline.comparison import checked_job, differences
+    from shardline_lab.comparison import checked_job, differences
 
     steps: int = flags["steps"]
     # Once: what a file registers, such as an operator, can't be registered again.
@@ -58,7 +58,7 @@ def check(**flags: Any) -> int:
         click.echo(f"{plural(steps, 'step')}: equal bits in {plural(len(expected[steps]), 'tensor')}")
         return 0
     # Raise JobError if plain PyTorch itself ends elsewhere when it runs again.
-    from shardline.comparison import differences
+    from shardline_lab.comparison import differences
 
     for one in differences(expected, _plain(job, flags))[:1]:
         when = f"in step {one.step}" if one.step else "before the first step"
@@ -103,15 +103,15 @@ def _remarks(checked: CheckedJob) -> list[str]:
 
 
 def _plain(job: Job, flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    from shardline.comparison import PlainTraining, checked_job
     from shardline.host.process import resolve_device
+    from shardline_lab.comparison import PlainTraining, checked_job
 
     checked = checked_job(job, flags["steps"])
     return PlainTraining(checked.job, resolve_device(flags["device"])).run(flags["steps"])
 
 
 def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) -> dict[int, dict[str, Tensor]]:
-    from shardline.comparison import InProcessCluster, checked_job, train_served
+    from shardline_lab.comparison import InProcessCluster, checked_job, train_served
 
     checked = checked_job(job, steps)
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
-from shardline.cli.bench.codecs import codecs
-from shardline.cli.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
@@ -23,13 +21,15 @@ from shardline.errors import ClusterSpecError, InternalError, UnreachableError, 
 from shardline.host.allocator import ALLOCATOR
 from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
+from shardline_lab.bench.codecs import codecs
+from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.table import Table
 
-    from shardline.cli.bench.lane import LaneFigures
+    from shardline_lab.bench.lane import LaneFigures
 
 START_S = 60.0
 """Seconds that a server started by this command may take to import torch on a busy machine."""
@@ -195,7 +195,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
         print(f"{asked.server} is waiting at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
     request = link.serve(wait_s=asked.wait_s)
     # Imports torch, which the first part doesn't need.
-    from shardline.cli.bench.lane import serve_without_chief
+    from shardline_lab.bench.lane import serve_without_chief
 
     process = serve_without_chief(replace(config, cluster=config.cluster.with_address("ps/0", link.address)))
     process.start()
@@ -231,7 +231,7 @@ def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
     # Initial values, one uncounted call and MIN_ROUNDS of each kind, at a tenth of the link's rate.
     budget_s = min(3600.0, START_S + 10 * (3 * asked.seconds + 16 * asked.megabytes * 1e6 / slowest))
     link.ask("lane", budget_s=budget_s)
-    from shardline.cli.bench.lane import LaneProbe
+    from shardline_lab.bench.lane import LaneProbe
 
     role, index = parse_task(asked.sender)
     config = RoleConfig(
