@@ -123,7 +123,7 @@ native-fuzz: $(STAMP)
 
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
-	$(BIN)/pytest -q tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -n 2 --dist loadfile tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # Every Python on PATH with the newest libraries, one with the oldest that pyproject.toml allows; half an hour and more.
 # make test-versions ARGS="--python /path/to/python3.14"
@@ -146,7 +146,7 @@ chaos: $(STAMP)
 
 # The short, fixed part of it.
 chaos-quick: $(STAMP)
-	$(BIN)/pytest -q -m chaos tests/chaos $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -n 2 --dist worksteal -m chaos tests/chaos $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # Deaths in the middle of whole runs, one by one: servers, the chief, standbys, scripts. Five minutes.
 chaos-e2e: $(STAMP)
