@@ -39,7 +39,7 @@ class TlsPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsInUse:
-    """What TLS files contained when they were read; b"" = not given."""
+    """What TLS files contained when they were read; b"" for those that are not given."""
 
     paths: TlsPaths
     seen: Seen
@@ -53,7 +53,7 @@ class TlsInUse:
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if not self.ca:
+        if self.paths.ca is None:
             context.load_default_certs(ssl.Purpose.SERVER_AUTH)
         return self._load(context)
 
@@ -112,9 +112,9 @@ class TlsInUse:
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         import ssl
 
-        if self.ca:
+        if self.paths.ca is not None:
             _trust(context, self.ca, f"--tls-ca {self.paths.ca}")
-        if self.cert:
+        if self.paths.cert is not None:
             # OpenSSL has one error for both files: check them separately first.
             _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, f"--tls-cert {self.paths.cert}")
             _load_chain(context, self)

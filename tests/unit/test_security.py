@@ -403,6 +403,9 @@ def test_unusable_tls_files_are_named_with_their_flag(files: Files, tmp_path: Pa
     cert, key = files.own
     missing, junk = tmp_path / "missing.pem", tmp_path / "junk.pem"
     junk.write_bytes(b"\x00\xffnot a certificate")
+    # As a file is for a moment that is written anew in place.
+    empty = tmp_path / "empty.pem"
+    empty.touch()
     broken = tmp_path / "broken.pem"
     broken.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     cases: list[tuple[dict[str, Path], str]] = [
@@ -414,6 +417,9 @@ def test_unusable_tls_files_are_named_with_their_flag(files: Files, tmp_path: Pa
         ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: it is a folder, not a regular file"),
         ({"tls_ca": junk}, f"--tls-ca {junk} contains no PEM certificate"),
         ({"tls_ca": broken}, f"--tls-ca {broken} contains no PEM certificate"),
+        ({"tls_ca": empty}, f"--tls-ca {empty} contains no PEM certificate"),
+        ({"tls_cert": empty, "tls_key": key}, f"--tls-cert {empty} contains no PEM certificate"),
+        ({"tls_cert": cert, "tls_key": empty}, f"--tls-key {empty} contains no PEM private key"),
         ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} contains no PEM certificate"),
         ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} contains no PEM private key"),
         ({"tls_cert": cert, "tls_key": files.stranger[1]}, f"--tls-key {files.stranger[1]} is not the private key of"),

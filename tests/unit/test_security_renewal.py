@@ -415,6 +415,11 @@ def no_ca(own: Holder) -> None:
     replace(own.ca, b"none")
 
 
+def empty_ca(own: Holder) -> None:
+    """As a file is for a moment that is written anew in place."""
+    own.ca.write_bytes(b"")
+
+
 def expired(own: Holder) -> None:
     own.renew(not_before=now() - 3 * DAY, not_after=now() - DAY)
 
@@ -427,6 +432,7 @@ def expired(own: Holder) -> None:
         (half, r"--tls-cert \S+own.pem contains no PEM certificate"),
         (gone, r"--tls-cert \S+own.pem can't be read: No such file or directory"),
         (no_ca, r"--tls-ca \S+ca.pem contains no PEM certificate"),
+        (empty_ca, r"--tls-ca \S+ca.pem contains no PEM certificate"),
         (expired, r"--tls-cert \S+own.pem expired on .*, and by this machine's clock it is .*, or set the clock"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
