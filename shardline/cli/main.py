@@ -80,7 +80,16 @@ cli.add_command(list_methods, "methods")
 for command in (train, partition, *COMMANDS):
     cli.add_command(command)
 for installed in importlib.metadata.entry_points(group="shardline.commands"):
-    cli.add_command(installed.load())
+    try:
+        cli.add_command(installed.load())
+    except Exception as problem:
+        # Tasks of a cluster are commands, too, and need none of these.
+        package = installed.dist.name if installed.dist is not None else ""
+        print(
+            f"shardline: its command {installed.name} can't be loaded from {installed.value} ({problem}); "
+            f"repair the package {package}, or remove it",
+            file=sys.stderr,
+        )
 for command in (status, top, page, stop, export, certs, health):
     cli.add_command(command)
 

@@ -380,6 +380,26 @@ def test_missing_role_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         roles.find_role("ps")
 
 
+def test_a_package_whose_command_can_not_be_loaded_costs_no_other_command(tmp_path: Path) -> None:
+    package = tmp_path / "broken-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[shardline.commands]\nbroken = not_there:command\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardline", "methods", "rule"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0 and "--rule: " in done.stdout
+    assert done.stderr == (
+        "shardline: its command broken can't be loaded from not_there:command (No module named 'not_there'); "
+        "repair the package broken, or remove it\n"
+    )
+
+
 def test_job_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="does not exist"):
         options.existing_job(tmp_path / "nothing.py")
