@@ -157,18 +157,7 @@ class ParcelReceiver:
     def _run(self) -> None:
         try:
             while True:
-                reader = ParcelReader(self._header())
-                wanted = self._inbox.awaits(reader, wait_s=self._timeout_s)
-                if wanted:
-                    while len(room := reader.room()):
-                        reader.filled(self._receive(room))
-                    self._inbox.deliver(self.who, reader.timeline, reader.parcel())
-                else:
-                    nbytes = reader.nbytes
-                    scratch = memoryview(bytearray(min(nbytes, SCRATCH_BYTES)))
-                    while nbytes:
-                        nbytes -= self._receive(scratch[: min(nbytes, len(scratch))])
-                self._answer(frame(Kind.DONE))
+                self._take_one()
         except OSError as error:
             log.debug("parcels from %s: %s", self.who.task, error or type(error).__name__)
         except ShardlineError as error:
@@ -179,6 +168,20 @@ class ParcelReceiver:
             self._answer(failure(*status_of(error, self.who.task)))
         finally:
             self._sock.close()
+
+    def _take_one(self) -> None:
+        """A call of its own, so that nothing of a parcel is kept while the next one is waited for."""
+        reader = ParcelReader(self._header())
+        if self._inbox.awaits(reader, wait_s=self._timeout_s):
+            while len(room := reader.room()):
+                reader.filled(self._receive(room))
+            self._inbox.deliver(self.who, reader.timeline, reader.parcel())
+        else:
+            nbytes = reader.nbytes
+            scratch = memoryview(bytearray(min(nbytes, SCRATCH_BYTES)))
+            while nbytes:
+                nbytes -= self._receive(scratch[: min(nbytes, len(scratch))])
+        self._answer(frame(Kind.DONE))
 
     def _header(self) -> worker_pb2.ParcelHeader:
         start = memoryview(bytearray(HEADER.size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardline.lanes.call_frames import HEADER, Kind, frame, read_failure
 from shardline.lanes.parcels import ask_for_lane
 from shardline.pipeline.parcel import Parcel
 from shardline.rpc.channel import Peer
-from shardline.rpc.messages.parcels import Packed, packed
+from shardline.rpc.messages.parcels import Packed, ParcelReader, packed
 from shardline.security import PLAIN, Security
 from tests.support.lanes import usable
 from tests.support.parcel_workers import TIMEOUTS, Workers, identity, key, make_config, make_office, parcel, workers
@@ -95,6 +96,14 @@ def test_a_line_that_breaks_loses_no_parcel(lane: str) -> None:
             group.offices[1].ports.keep_only(())
         group.offices[1].wait([key(microbatch=2)])
         assert [float(group.offices[1].take(key(microbatch=n)).values[0][0]) for n in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("lane", usable(LANES.names))
+def test_a_line_that_waits_for_the_next_parcel_does_not_keep_the_last_one(lane: str) -> None:
+    with workers(lane) as group:
+        group.offices[0].send(parcel(key()))
+        group.offices[1].wait([key()])
+        wait_for(lambda: not any(type(one) is ParcelReader for one in gc.get_objects()), "it is let go")
 
 
 def test_a_lane_that_one_side_does_not_offer_is_left_for_another() -> None:
