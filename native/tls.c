@@ -81,8 +81,11 @@ PUBLIC ptrdiff_t shardline_tls_receive(void *ssl, int fd, unsigned char *to, siz
             continue;
         }
         int why = openssl.ssl_get_error(ssl, done);
-        if (why == CLOSED)
+        if (why == CLOSED) {
+            /* Whoever waits for the socket hears of the end too, if it came with the last bytes. */
+            shutdown(fd, SHUT_RD);
             break;
+        }
         if (why != WANT_READ)
             return -EPROTO;
         /* No more than the memory has room for: the rest would not make the socket readable. */

@@ -28,6 +28,7 @@ from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline.lanes.tcp.server import TcpOffer
+from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.native.engine import available
 from shardline.server.buffers import Buffers
@@ -410,6 +411,27 @@ def test_a_socket_closed_in_mid_payload_fails_every_expected_bucket(server: Serv
         assert ticket.done
     # The other direction goes too.
     assert down.recv(1) == b""
+
+
+def test_bytes_and_a_said_end_that_come_at_once_end_the_transfer(tls: Contexts) -> None:
+    server = Server(tls=tls)
+    attachment, up, _ = server.pair()
+    assert isinstance(up, TlsSocket)
+
+    async def expect() -> Any:
+        return attachment.expect(0, 1000, 0)
+
+    ticket = server.run(expect())
+    # The engine has looked, and waits for the socket.
+    time.sleep(0.2)
+    up.native.ssl.write(bytes(500))
+    with contextlib.suppress(ssl.SSLWantReadError):
+        up.native.ssl.unwrap()
+    # Sends both; the connection stays open.
+    up.do_handshake()
+    with pytest.raises(UnreachableError, match="closed its socket in the middle of a transfer"):
+        server.run(ticket.wait())
+    server.close()
 
 
 def test_a_peer_that_stops_reading_is_given_up_and_holds_bounded_memory(hasty: Server) -> None:
