@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from shardline_chief.rules import events
-from shardline_chief.rules.continuations import After
-from shardline_chief.rules.machine import Flows, continuations, rows
+from shardline_chief.rules.machine import Flows, rows
 from shardline_chief.rules.stages import ANY, PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
@@ -32,10 +31,6 @@ def flows() -> Flows:
 def test_every_event_has_its_rows(flows: Flows) -> None:
     assert set(rows(flows)) == set(events.Event.__subclasses__())
     assert all(stages <= ANY for found in rows(flows).values() for stages, _ in found)
-
-
-def test_every_continuation_has_its_rule(flows: Flows) -> None:
-    assert set(continuations(flows)) == set(After.__subclasses__())
 
 
 def test_every_stage_has_a_phase_but_those_in_which_tasks_keep_theirs() -> None:

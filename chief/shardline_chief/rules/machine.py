@@ -1,8 +1,8 @@
-"""The chief's state machine: what follows from each event in each stage, and from the answers to each order.
+"""The chief's state machine: what follows from each event in each stage.
 
-`rows` and `continuations` are its tables. The rows of an event are tried in order, each against the stage at that
-moment; if a rule returns True, it has handled the event, and the remaining rows are skipped. Events that a rule emits
-(State.emit) are handled as soon as it has returned.
+`rows` is its table. The rows of an event are tried in order, each against the stage at that moment; if a rule returns
+True, it has handled the event, and the remaining rows are skipped. Events that a rule emits (State.emit) are handled as
+soon as it has returned. What follows the answers to an order is given with the order (outbox.Then).
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline_chief.rules import continuations as then
 from shardline_chief.rules import events as on
-from shardline_chief.rules.actions import CommandResult
 from shardline_chief.rules.codecs.choice import CodecChoice
 from shardline_chief.rules.codecs.error_memory import ErrorMemory
-from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
@@ -47,7 +44,6 @@ from shardline_chief.rules.state.state import State
 Rule = Callable[[Any, float], bool | None]
 Row = tuple[frozenset[Stage], Rule]
 Rows = Mapping[type[Event], tuple[Row, ...]]
-Continuation = Callable[[Any, CommandResult, float], None]
 
 
 @dataclass
@@ -210,47 +206,12 @@ def _of_checkpoints(flows: Flows) -> Rows:
     }
 
 
-def continuations(flows: Flows) -> Mapping[type[After], Continuation]:
-    """The rule for each After, run once every server has answered."""
-    preparation, failover, takeover, ending = flows.preparation, flows.failover, flows.takeover, flows.ending
-    return {
-        then.LeadThenConfigure: preparation.led,
-        then.LeadThenPromote: preparation.promote,
-        then.PromoteThenConfigure: preparation.led,
-        then.ConfigureThenTable: preparation.configured,
-        then.TableThenFill: preparation.fill,
-        then.RestoreThenActivate: preparation.restored,
-        then.ActivateThenBound: preparation.activated,
-        then.BoundThenTrain: preparation.bounded,
-        then.LeadThenPlaceStandbys: failover.led,
-        then.PlaceStandbysThenTable: failover.configured,
-        then.TableThenActivateStandbys: failover.known,
-        then.StandbysPlaced: failover.placed,
-        then.FenceThenMove: flows.workers.fenced,
-        then.TableThenAdmit: flows.joining.admit,
-        then.CutThenSave: flows.checkpointing.taken,
-        then.StatusThenChoose: ending.choose,
-        then.StopThenReach: ending.stop_asked,
-        then.StandThenCut: ending.stands,
-        then.StatusThenFinalCut: ending.told,
-        then.StatusThenEnd: flows.scoring.counted,
-        then.LeadThenAsk: takeover.led_to_ask,
-        then.StatusThenResume: takeover.asked,
-        then.LeadThenCompare: takeover.led,
-        then.StatusThenAdopt: takeover.compare,
-        then.AdoptThenActivate: takeover.known_to_all,
-        then.AdoptThenBound: takeover.activated,
-        then.AdoptThenTrain: takeover.bounded,
-    }
-
-
 class Machine:
-    """Applies the tables to a job."""
+    """Applies the table to a job."""
 
     def __init__(self, state: State, flows: Flows) -> None:
         self.state = state
         self._rows = rows(flows)
-        self.continuations = continuations(flows)
 
     def handle(self, event: Event, now_s: float) -> None:
         """Apply the rules for an event, and for the events that these emit."""

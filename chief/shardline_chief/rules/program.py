@@ -161,10 +161,10 @@ class Program:
         if result.errors:
             self.flows.servers.failed(pending, result.errors)
             self.machine.settle(now_s)
-        after = pending.then
+        then = pending.then
         whole = not result.errors and not state.ended and pending.timeline == state.layout.timeline
-        if after is not None and (whole or not after.needs_all):
-            self.machine.continuations[type(after)](after, result, now_s)
+        if then is not None and (whole or not then.needs_all):
+            then.rule(result, now_s)
             self.machine.settle(now_s)
         self._progress(now_s)
 

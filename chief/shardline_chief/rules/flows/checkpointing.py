@@ -6,14 +6,15 @@ note the checkpoint, release the copies.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import CommandResult, Cut, Release, Save
-from shardline_chief.rules.continuations import CutThenSave
 from shardline_chief.rules.events import CheckpointSaved, ShardsTold
 from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 
@@ -88,12 +89,12 @@ class Checkpointing:
         # Noted first, so that every update of a finished lease is in the copies (PROTOCOL 1.7).
         cursor = state.work.leases.cursor() if state.work.leases is not None else {}
         order = Cut(timeline=state.layout.timeline, step=step, stop=stop)
-        state.command(order, CutThenSave(step, cursor))
+        state.command(order, Then(partial(self.taken, step, cursor)))
         return step
 
-    def taken(self, after: CutThenSave, result: CommandResult, now_s: float) -> None:
+    def taken(self, step: int, cursor: dict[str, Any], result: CommandResult, now_s: float) -> None:
         self.state.saves.cutting = False
-        self.save(after.step, after.cursor)
+        self.save(step, cursor)
 
     # Saving
 

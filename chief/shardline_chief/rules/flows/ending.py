@@ -6,14 +6,16 @@ Past the deadline the last committed checkpoint stands (PROTOCOL 1.6).
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardline import fit, pipeline
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry
-from shardline_chief.rules.continuations import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
 from shardline_chief.rules.events import CheckpointSaved, EndAsked, Progressed, Tick
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring
 from shardline_chief.rules.stages import ENDING, Stage
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 MARGIN_S = 0.25
@@ -62,7 +64,7 @@ class Ending:
         if event.done and state.stops_by_itself:
             self._reached(now_s)
         else:
-            state.command(AskStatus(), StatusThenChoose())
+            state.command(AskStatus(), Then(self.choose, needs_all=False))
 
     def end_at_once(self, event: EndAsked, now_s: float) -> None:
         """Nothing is training yet, or at present: end without waiting."""
@@ -103,7 +105,7 @@ class Ending:
 
     # The stop step
 
-    def choose(self, after: StatusThenChoose, result: CommandResult, now_s: float) -> None:
+    def choose(self, result: CommandResult, now_s: float) -> None:
         """Fresh statuses have arrived: choose the stop step."""
         state, progress = self.state, self.state.progress
         if state.stage is not Stage.CHOOSING:
@@ -120,9 +122,9 @@ class Ending:
             # The job's own last step comes first.
             return
         state.record("stop", step=step)
-        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), StopThenReach(step))
+        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), Then(partial(self.stop_asked, step)))
 
-    def stop_asked(self, after: StopThenReach, result: CommandResult, now_s: float) -> None:
+    def stop_asked(self, step: int, result: CommandResult, now_s: float) -> None:
         """The servers have the stop step, unless some are past it already."""
         state = self.state
         if self._failed or state.stage is not Stage.REACHING:
@@ -131,10 +133,10 @@ class Ending:
         if any(passed for passed, _ in result.values.values()):
             self._margin_s *= 4
             state.stage = Stage.CHOOSING
-            state.command(AskStatus(), StatusThenChoose())
+            state.command(AskStatus(), Then(self.choose, needs_all=False))
             return
-        state.progress.stop_step = after.step
-        state.say("stop_step", f"the job stops at step {after.step}")
+        state.progress.stop_step = step
+        state.say("stop_step", f"the job stops at step {step}")
 
     def _nobody_goes_on(self) -> bool:
         """Whether no further step will be closed: a script's worker contributes nothing once it has finished.
@@ -153,19 +155,19 @@ class Ending:
         # Try nothing else until the answers arrive.
         state.stage = Stage.CHOOSING
         state.record("stop", step=step)
-        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), StandThenCut(step))
+        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), Then(partial(self.stands, step)))
 
-    def stands(self, after: StandThenCut, result: CommandResult, now_s: float) -> None:
+    def stands(self, step: int, result: CommandResult, now_s: float) -> None:
         """The servers were ordered to stop where they are."""
         state = self.state
         if state.stage is not Stage.CHOOSING:
             return
         if any(passed for passed, _ in result.values.values()):
             # The report was out of date: some shards had advanced before they stopped.
-            state.command(AskStatus(), StatusThenChoose())
+            state.command(AskStatus(), Then(self.choose, needs_all=False))
             return
-        state.progress.stop_step = after.step
-        state.saves.ledger.reopen(after.step)
+        state.progress.stop_step = step
+        state.saves.ledger.reopen(step)
         self._reached(now_s)
 
     def _reached(self, now_s: float) -> None:
@@ -201,7 +203,7 @@ class Ending:
             if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
                 # Ask for the shards' progress once more, so that the cut gets the right number.
                 self._enter_cutting(now_s)
-                state.command(AskStatus(), StatusThenFinalCut())
+                state.command(AskStatus(), Then(self.told, needs_all=False))
             return
         if 0 < progress.stop_step <= progress.step:
             self._reached(now_s)
@@ -218,7 +220,7 @@ class Ending:
             return ""
         return f"; {pipeline.named(state.job, sorted(state.work.moved))} moved, and what was in the pipeline is lost"
 
-    def told(self, after: StatusThenFinalCut, result: CommandResult, now_s: float) -> None:
+    def told(self, result: CommandResult, now_s: float) -> None:
         self._told = True
 
     # The last checkpoint

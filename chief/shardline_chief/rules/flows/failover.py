@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Lead, Promotion
-from shardline_chief.rules.continuations import (
-    LeadThenPlaceStandbys,
-    PlaceStandbysThenTable,
-    StandbysPlaced,
-    TableThenActivateStandbys,
-)
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
 from shardline_chief.rules.flows.preparation import Preparation, standbys_of
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.losses import Loss, Recovered
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
 
@@ -165,19 +161,19 @@ class Failover:
             keep=frozenset(range(len(layout.plan.shards))),
             keep_standbys=self.protection.followed(placement),
         )
-        state.command(Lead(addresses=addresses(placement)), LeadThenPlaceStandbys(configure))
+        state.command(Lead(addresses=addresses(placement)), Then(partial(self.led, configure)))
 
-    def led(self, after: LeadThenPlaceStandbys, result: CommandResult, now_s: float) -> None:
+    def led(self, configure: Configure, result: CommandResult, now_s: float) -> None:
         """The servers obey this chief, including new ones that need a full configuration."""
-        self.state.command(after.configure, PlaceStandbysThenTable())
+        self.state.command(configure, Then(self.configured))
 
-    def configured(self, after: PlaceStandbysThenTable, result: CommandResult, now_s: float) -> None:
-        self.state.publish_members(TableThenActivateStandbys())
+    def configured(self, result: CommandResult, now_s: float) -> None:
+        self.state.publish_members(Then(self.known))
 
-    def known(self, after: TableThenActivateStandbys, result: CommandResult, now_s: float) -> None:
-        self.state.command(Activate(timeline=self.state.layout.timeline), StandbysPlaced())
+    def known(self, result: CommandResult, now_s: float) -> None:
+        self.state.command(Activate(timeline=self.state.layout.timeline), Then(self.placed))
 
-    def placed(self, after: StandbysPlaced, result: CommandResult, now_s: float) -> None:
+    def placed(self, result: CommandResult, now_s: float) -> None:
         """The standbys are placed; their primaries now copy themselves to them."""
         self.state.layout.placing_standbys = False
 

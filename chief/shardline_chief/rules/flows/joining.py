@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from shardline.security import key_of
 from shardline_chief.rules import admission
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.continuations import TableThenAdmit
 from shardline_chief.rules.events import Arrived, ServerRestarted
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
 from shardline_chief.rules.messages import Join, JoinAnswer, PlaceAnswer
 from shardline_chief.rules.state.membership import Life, Member, Refused
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 
@@ -89,7 +90,9 @@ class Joining:
             # The servers get a table that includes the new life before anything else.
             state.outbox.answer(ticket, answer)
         else:
-            state.publish_members(TableThenAdmit(ticket, answer, old.incarnation if old is not None else None))
+            state.publish_members(
+                Then(partial(self.admit, ticket, answer, old.incarnation if old is not None else None), needs_all=False)
+            )
 
     def _note(self, join: Join, member: Member) -> None:
         """Take in what this Join brings: the job, the machine, and an end to waits for such a task."""
@@ -105,12 +108,12 @@ class Joining:
             state.figures.lost_scores = ""
         tasks.finished.discard(member.task)
 
-    def admit(self, after: TableThenAdmit, result: CommandResult, now_s: float) -> None:
+    def admit(self, ticket: Any, answer: JoinAnswer, replaced: int | None, result: CommandResult, now_s: float) -> None:
         """Every server knows the new life, or is lost: admit it."""
-        self.state.outbox.answer(after.ticket, after.answer)
+        self.state.outbox.answer(ticket, answer)
         if self.state.ended:
             return
-        self.state.reassign(after.replaced)
+        self.state.reassign(replaced)
         self._advance()
 
     def _advance(self) -> None:

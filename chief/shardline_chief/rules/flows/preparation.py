@@ -8,6 +8,7 @@ timeline.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from shardline.core.choices import Choices
 from shardline.core.placement import Placement
@@ -21,16 +22,6 @@ from shardline_chief.rules.actions import (
     Promotion,
     Restore,
 )
-from shardline_chief.rules.continuations import (
-    ActivateThenBound,
-    BoundThenTrain,
-    ConfigureThenTable,
-    LeadThenConfigure,
-    LeadThenPromote,
-    PromoteThenConfigure,
-    RestoreThenActivate,
-    TableThenFill,
-)
 from shardline_chief.rules.events import CheckpointSaved, ServersReady, ShardsTold, Tick, TrainerLost
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
@@ -38,6 +29,7 @@ from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.cuts import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.standbys import protected
 from shardline_chief.rules.state.state import State
 
@@ -68,7 +60,7 @@ class Preparation:
         state.layout.placement = placement
         self.keep, self.stays, self.followed = keep, False, frozenset()
         self._forget(Stage.LEADING)
-        state.command(Lead(addresses=addresses(placement)), LeadThenConfigure())
+        state.command(Lead(addresses=addresses(placement)), Then(self.led))
 
     def take_over(
         self, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], *, followed: frozenset[int]
@@ -83,7 +75,7 @@ class Preparation:
         self.keep, self.stays, self.followed = frozenset(range(len(state.layout.plan.shards))), True, followed
         self._forget(Stage.LEADING)
         state.record("failover", timeline=state.layout.timeline, promoted=_promotions(promoted))
-        state.command(Lead(addresses=addresses(placement)), LeadThenPromote(promoted))
+        state.command(Lead(addresses=addresses(placement)), Then(partial(self.promote, promoted)))
 
     def leave(self, stage: Stage) -> None:
         """Abandon the current timeline: its messages are refused from now on, and workers stop."""
@@ -104,12 +96,12 @@ class Preparation:
 
     # The servers
 
-    def promote(self, after: LeadThenPromote, result: CommandResult, now_s: float) -> None:
+    def promote(self, promoted: Mapping[int, Promotion], result: CommandResult, now_s: float) -> None:
         """The servers obey this chief: promote standbys."""
-        order = Promote(timeline=self.state.layout.timeline, shards=after.promoted)
-        self.state.command(order, PromoteThenConfigure())
+        order = Promote(timeline=self.state.layout.timeline, shards=promoted)
+        self.state.command(order, Then(self.led))
 
-    def led(self, after: LeadThenConfigure | PromoteThenConfigure, result: CommandResult, now_s: float) -> None:
+    def led(self, result: CommandResult, now_s: float) -> None:
         """The servers obey this chief, and any promotions are done: configure them."""
         self._configure()
 
@@ -144,16 +136,16 @@ class Preparation:
             keep_standbys=self.followed,
             replayed=state.settings.replayed.choices if state.settings.replayed is not None else Choices(),
         )
-        state.command(order, ConfigureThenTable())
+        state.command(order, Then(self.configured))
 
-    def configured(self, after: ConfigureThenTable, result: CommandResult, now_s: float) -> None:
+    def configured(self, result: CommandResult, now_s: float) -> None:
         """The servers have their shards: send the table of members."""
         size = sum(value for value in result.values.values() if isinstance(value, int))
         servers = f"{len(result.values)} parameter servers"
         self.state.say("configured", f"{servers} hold {size / 1e6:.1f} MB with optimizer state")
-        self.state.publish_members(TableThenFill())
+        self.state.publish_members(Then(self.fill))
 
-    def fill(self, after: TableThenFill, result: CommandResult, now_s: float) -> None:
+    def fill(self, result: CommandResult, now_s: float) -> None:
         """The servers have the table of members: fill the shards, unless all values are kept."""
         state, layout, resume = self.state, self.state.layout, self.state.saves.resume
         if self.stays:
@@ -167,9 +159,9 @@ class Preparation:
         state.stage = Stage.RESTORING
         state.say("restore", f"restoring step {resume.step} from {resume.path}")
         order = Restore(timeline=layout.timeline, plan=layout.plan, placement=layout.placement, keep=self.keep)
-        state.command(order, RestoreThenActivate())
+        state.command(order, Then(self.restored))
 
-    def restored(self, after: RestoreThenActivate, result: CommandResult, now_s: float) -> None:
+    def restored(self, result: CommandResult, now_s: float) -> None:
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
         state.progress.base_step = resume.step
@@ -247,9 +239,9 @@ class Preparation:
         state = self.state
         state.stage = Stage.ACTIVATING
         state.record("timeline", timeline=state.layout.timeline, state="active")
-        state.command(Activate(timeline=state.layout.timeline), ActivateThenBound())
+        state.command(Activate(timeline=state.layout.timeline), Then(self.activated))
 
-    def activated(self, after: ActivateThenBound, result: CommandResult, now_s: float) -> None:
+    def activated(self, result: CommandResult, now_s: float) -> None:
         """The servers accept pushes: send the stop step, if it is known."""
         state = self.state
         assert state.job is not None
@@ -259,9 +251,9 @@ class Preparation:
         state.progress.stop_step = state.job.steps
         state.record("stop", step=state.progress.stop_step)
         order = Cut(timeline=state.layout.timeline, step=state.progress.stop_step, stop=True)
-        state.command(order, BoundThenTrain())
+        state.command(order, Then(self.bounded))
 
-    def bounded(self, after: BoundThenTrain, result: CommandResult, now_s: float) -> None:
+    def bounded(self, result: CommandResult, now_s: float) -> None:
         """The servers will stop by themselves at the last step."""
         self._ready()
 

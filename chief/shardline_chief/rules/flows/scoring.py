@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from shardline.errors import FencedError
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
-from shardline_chief.rules.continuations import StatusThenEnd
 from shardline_chief.rules.events import Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 SHOWN = 16
@@ -97,7 +97,7 @@ class Scoring:
         if not scored:
             self._tell_unscored(evaluators)
         state.stage = Stage.COUNTING
-        state.command(AskStatus(), StatusThenEnd())
+        state.command(AskStatus(), Then(self.counted, needs_all=False))
 
     def _tell_unscored(self, evaluators: Sequence[Member]) -> None:
         """Note and log why the last checkpoint has no score."""
@@ -121,6 +121,6 @@ class Scoring:
             why = "evaluator/0 had not joined when the job was stopped"
         state.figures.unscored[state.saves.final_step] = why
 
-    def counted(self, after: StatusThenEnd, result: CommandResult, now_s: float) -> None:
+    def counted(self, result: CommandResult, now_s: float) -> None:
         """The last figures have arrived: end the job."""
         self.state.end(self.exit_code, self.state.reason, now_s)

@@ -17,15 +17,6 @@ from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
 from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
-from shardline_chief.rules.continuations import (
-    AdoptThenActivate,
-    AdoptThenBound,
-    AdoptThenTrain,
-    LeadThenAsk,
-    LeadThenCompare,
-    StatusThenAdopt,
-    StatusThenResume,
-)
 from shardline_chief.rules.events import Arrived, EndAsked, ServerLost, ServerRestarted, Tick
 from shardline_chief.rules.flows.recollection import bound, empty, missing, recall, say_goodbye
 from shardline_chief.rules.flows.recovery import Recovery
@@ -34,6 +25,7 @@ from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.cuts import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Life
+from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.standbys import as_found
 from shardline_chief.rules.state.state import State
 
@@ -158,7 +150,7 @@ class Takeover:
         if state.phase is Phase.INIT or lost or exact:
             self._go_back(lost, now_s)
             return
-        state.command(Lead(addresses=addresses(known.placement)), LeadThenCompare())
+        state.command(Lead(addresses=addresses(known.placement)), Then(self.led))
 
     # Standbys
 
@@ -171,12 +163,12 @@ class Takeover:
         promotions = {promotion.task for promotion in known.promoted.values()}
         wanted = addresses(known.placement).keys() | promotions
         servers = {task: at for task, at in there.items() if task in wanted}
-        state.command(Lead(addresses=servers), LeadThenAsk())
+        state.command(Lead(addresses=servers), Then(self.led_to_ask, needs_all=False))
 
-    def led_to_ask(self, after: LeadThenAsk, result: CommandResult, now_s: float) -> None:
+    def led_to_ask(self, result: CommandResult, now_s: float) -> None:
         """The reachable servers obey this chief: ask what they hold."""
         if not self._again(result):
-            self.state.command(AskStatus(), StatusThenResume())
+            self.state.command(AskStatus(), Then(self.asked, needs_all=False))
 
     def _again(self, result: CommandResult) -> bool:
         """Whether another server turned out to be gone: the decision is then made again without it."""
@@ -188,7 +180,7 @@ class Takeover:
             self.state.stage = Stage.HEARING
         return bool(result.errors)
 
-    def asked(self, after: StatusThenResume, result: CommandResult, now_s: float) -> None:
+    def asked(self, result: CommandResult, now_s: float) -> None:
         """Continue as it is, with standbys in place of lost primaries, or roll back."""
         if self._again(result):
             return
@@ -247,10 +239,10 @@ class Takeover:
 
     # Taking command
 
-    def led(self, after: LeadThenCompare, result: CommandResult, now_s: float) -> None:
-        self.state.command(AskStatus(), StatusThenAdopt())
+    def led(self, result: CommandResult, now_s: float) -> None:
+        self.state.command(AskStatus(), Then(self.compare, needs_all=False))
 
-    def compare(self, after: StatusThenAdopt, result: CommandResult, now_s: float) -> None:
+    def compare(self, result: CommandResult, now_s: float) -> None:
         """The servers have reported what they hold."""
         self._compare(result, now_s)
 
@@ -269,13 +261,13 @@ class Takeover:
             self._go_back(lost, now_s)
             return
         self._release_copies({task: value for task, value in result.values.items() if isinstance(value, PsStatus)})
-        state.publish_members(AdoptThenActivate())
+        state.publish_members(Then(self.known_to_all))
 
-    def known_to_all(self, after: AdoptThenActivate, result: CommandResult, now_s: float) -> None:
+    def known_to_all(self, result: CommandResult, now_s: float) -> None:
         # The last chief may have died after noting that they are active and before activating them.
-        self.state.command(Activate(timeline=self.state.layout.timeline), AdoptThenBound())
+        self.state.command(Activate(timeline=self.state.layout.timeline), Then(self.activated))
 
-    def activated(self, after: AdoptThenBound, result: CommandResult, now_s: float) -> None:
+    def activated(self, result: CommandResult, now_s: float) -> None:
         self._stop_again(now_s)
 
     def _stop_again(self, now_s: float) -> None:
@@ -283,9 +275,9 @@ class Takeover:
         if not state.mode.consistent_cuts or not stop_step:
             self._adopted(now_s)
             return
-        state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True), AdoptThenTrain())
+        state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True), Then(self.bounded))
 
-    def bounded(self, after: AdoptThenTrain, result: CommandResult, now_s: float) -> None:
+    def bounded(self, result: CommandResult, now_s: float) -> None:
         """The servers have the stop step, unless they are past it."""
         progress = self.state.progress
         if progress.stop_step != bound(self.state) and any(passed for passed, _ in result.values.values()):

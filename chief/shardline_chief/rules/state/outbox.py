@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,19 @@ from shardline_chief.rules.actions import (
     Say,
     Tell,
 )
-from shardline_chief.rules.continuations import After
 from shardline_chief.rules.state.layout import JobLayout
+
+
+@dataclass(frozen=True)
+class Then:
+    """What follows an order that every server has answered: rule(result, now_s).
+
+    needs_all: only if every server succeeded and the timeline is still the one in which the order was given. Otherwise
+    the rule runs whatever was answered, and looks at the errors itself.
+    """
+
+    rule: Callable[[CommandResult, float], None]
+    needs_all: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +40,7 @@ class Pending:
     """An order that not every server has answered yet."""
 
     order: Order
-    then: After | None
+    then: Then | None
     timeline: int
     """Timeline in which it was given."""
 
@@ -64,7 +75,7 @@ class Outbox:
     def answer(self, ticket: Any, value: Any) -> None:
         self.actions.append(Answer(ticket=ticket, value=value))
 
-    def command(self, order: Order, then: After | None) -> None:
+    def command(self, order: Order, then: Then | None) -> None:
         """Send an order to every ps; `then` follows once all have answered."""
         self._commands += 1
         self._pending[self._commands] = Pending(order=order, then=then, timeline=self._layout.timeline)

@@ -13,7 +13,6 @@ from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import Finish, Order, Resume
-from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.stages import PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.checkpoints import Checkpoints
@@ -21,7 +20,7 @@ from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
 from shardline_chief.rules.state.motion import Motion
-from shardline_chief.rules.state.outbox import Outbox
+from shardline_chief.rules.state.outbox import Outbox, Then
 from shardline_chief.rules.state.progress import ChoiceLog, Progress
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.tasks import Tasks
@@ -132,7 +131,7 @@ class State:
         """Record a decision in the journal, before the actions that follow."""
         self.outbox.record(kind, fields)
 
-    def command(self, order: Order, then: After | None = None) -> None:
+    def command(self, order: Order, then: Then | None = None) -> None:
         """Send an order to every ps; `then` follows once all have answered."""
         self.outbox.command(order, then)
 
@@ -142,7 +141,7 @@ class State:
         assert leases is not None
         self.record("cursor", steps=leases.steps, cursor=leases.cursor())
 
-    def publish_members(self, then: After) -> None:
+    def publish_members(self, then: Then) -> None:
         """Send the table of living incarnations to every ps; `then` follows once all have answered."""
         self.layout.table_sent = True
         self.command(self.tasks.table(self.layout.timeline), then)
