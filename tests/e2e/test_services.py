@@ -148,7 +148,7 @@ def check_status_command(cluster: HandCluster, found: ChiefStatus) -> None:
     assert shown.code == 0, shown
     assert shown.out.startswith("digits  sync  "), shown.out
     for wanted in (
-        r" step \d+/100000 ",
+        r"\bstep \d+/100000 ",
         r"^loss \d.* steps/s  push \d.*/s  pull \d",
         r"^evaluated at step \d+: accuracy \d",
         r"^checkpoint of step \d+0, .* /\S+$",
