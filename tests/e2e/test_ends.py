@@ -188,7 +188,7 @@ def test_a_full_disk_is_said_on_the_terminal_in_status_and_at_the_end_and_a_seco
         fill(disk / "filler")
         spec = out / "cluster.json"
         deadline_s = time.monotonic() + 60
-        while "No space left" not in (status := shardline("status", "--cluster", spec)).out:
+        while "No space left" not in (status := shardline("status", "--cluster", spec, env={"COLUMNS": "240"})).out:
             assert time.monotonic() < deadline_s, status
         assert shardline("stop", "--cluster", spec).code == 0
         finished = command.finish()

@@ -144,7 +144,8 @@ def scored(client: ChiefClient) -> ChiefStatus | None:
 
 def check_status_command(cluster: HandCluster, found: ChiefStatus) -> None:
     """`shardline status` has the job's figures, and a line per task and shard."""
-    shown = shardline("status", "--cluster", cluster.path)
+    # As wide as all columns need; runners of tests set 80.
+    shown = shardline("status", "--cluster", cluster.path, env={"COLUMNS": "240"})
     assert shown.code == 0, shown
     assert shown.out.startswith("digits  sync  "), shown.out
     for wanted in (
