@@ -149,7 +149,7 @@ def test_plain_processes_of_the_page_train_are_watched_stopped_and_exported(mach
     secured = secured.replace("task.", "certs/chief-0.")
     for text in ("training from step 0", "evaluator/0 joined"):
         machine.wait_for("0-chief", text)
-    top, status, stop = watch.splitlines()
+    status, top, stop = watch.splitlines()
     frame = machine.run(f"{secured}\n{top} --once")
     table = machine.run(f"{secured}\n{status}")
     for task in ("ps/0", "ps/1", "worker/0", "worker/1", "evaluator/0"):
