@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import select
 import socket
-import ssl
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ class ParcelLine:
                 for kind, body in self._reader.feed(data):
                     _check_answer(kind, body)
                     count += 1
-        except (*NOT_READY, ssl.SSLWantReadError):
+        except NOT_READY:
             return count
         except (OSError, ShardlineError) as error:
             self._failure = error
