@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.services import PATIENCE_S, Services
+from tests.support.waiting import wait_for
 
 SCRIPT = """
 import sys
@@ -50,20 +51,21 @@ def test_a_script_has_done_its_part_when_the_thread_that_trains_has_ended(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "SHARDLINE_CLUSTER": services.spec.to_json(), "SHARDLINE_TASK": "worker/0"}
-    process = subprocess.Popen(
-        [sys.executable, str(script), how], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    log = tmp_path / "script.log"
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, str(script), how], env=environment, stdin=subprocess.PIPE, stderr=said, text=True
+        )
     try:
         if how == "main thread trains":
             # The job ends although the script can't.
             assert services.end()["steps"] == 3
+            wait_for(lambda: "Python waits for its threads: uploader" in log.read_text(), "the script to say so")
             assert process.poll() is None
-        _, said = process.communicate("\n\n\n", timeout=PATIENCE_S)
+        process.communicate("\n\n\n", timeout=PATIENCE_S)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, said
-    if how == "main thread trains":
-        assert "Python waits for its threads: uploader" in said
-    else:
+    assert process.returncode == 0, log.read_text()
+    if how == "another thread trains":
         assert services.end()["steps"] == 3
