@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden house way
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -75,6 +75,14 @@ test: $(STAMP)
 		[ $$? = 5 -a -n "$(ARGS)" ]
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "$(SHORT)" tests/e2e $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
+
+# Its size, and signs of special cases in the middle; tests/unit/test_house.py has the bars.
+house: $(STAMP)
+	@$(BIN)/python -m tests.support.house
+
+# The files that a gradient passes on its way to the servers and back.
+way: $(STAMP)
+	@$(BIN)/python -m tests.support.way 2>/dev/null
 
 # The rest of those that start whole clusters of processes: what ends, dies, floods and is refused.
 test-processes: $(STAMP)

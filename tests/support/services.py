@@ -18,6 +18,7 @@ from shardline.client.api.session import Session
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
+from shardline.lanes import AUTO
 from shardline_chief import service as chief_service
 from shardline_ps import service as ps_service
 
@@ -29,7 +30,7 @@ PATIENCE_S = 60.0
 class Services:
     """A chief and parameter servers in threads, for a script's job."""
 
-    def __init__(self, out: Path, *, ps: int, workers: int, resume: bool = False) -> None:
+    def __init__(self, out: Path, *, ps: int, workers: int, resume: bool = False, lane: str = AUTO) -> None:
         self.out = out
         self._pool = ThreadPoolExecutor(max_workers=16)
         any_port = ("127.0.0.1:0",)
@@ -47,7 +48,7 @@ class Services:
             self.chief = self._pool.submit(chief_service.run, chief)
             assert started.wait(PATIENCE_S), self.chief
         self.spec = spec.with_address("chief/0", address[0])
-        configs = [RoleConfig(role="ps", index=i, cluster=self.spec, timeouts=TIMEOUTS) for i in range(ps)]
+        configs = [RoleConfig(role="ps", index=i, cluster=self.spec, timeouts=TIMEOUTS, lane=lane) for i in range(ps)]
         self.ps = [self._pool.submit(ps_service.run, config) for config in configs]
 
     def connect(self, index: int = 0, **settings: Any) -> Session:
