@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardline import cadence, codecs, consistency, pipeline
 from shardline.cadence import Cadence
+from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency
 from shardline.core.settings import EXACT, SERVER, WORKER
@@ -100,13 +101,13 @@ def _applied(job: JobSpec) -> JobSpec:
 
 def _check_applied(job: JobSpec, *, standbys: int) -> None:
     """Refuse what works on parameters where servers have none."""
-    bringing = next((one for one in codecs.of(job).ups if one.server_rule), None)
+    bringing = next((one for one in codecs.of(job).ups if one.at_server.rule), None)
     if bringing is not None:
         raise JobError(
             f"codec {bringing} brings a rule for the servers, but with apply 'worker' these only sum; leave `apply` "
             "out, or choose another codec"
         )
-    changing = next((one for one in codecs.of(job).downs if one.shares_memory), None)
+    changing = next((one for one in codecs.of(job).downs if one.memory.shared), None)
     if changing is not None:
         raise JobError(
             f"codec {changing} sends how parameters changed, but with apply 'worker' gradients go down; choose another "
@@ -122,7 +123,7 @@ def _check_applied(job: JobSpec, *, standbys: int) -> None:
 def _with_server_rule(job: JobSpec) -> JobSpec:
     """The job with the update rule that its codec brings along."""
     ups = codecs.of(job).ups
-    bringing = next((one for one in ups if one.server_rule), None)
+    bringing = next((one for one in ups if one.at_server.rule), None)
     if bringing is None:
         return job
     if len(ups) > 1:
@@ -130,12 +131,12 @@ def _with_server_rule(job: JobSpec) -> JobSpec:
             f"codec {bringing} changes what the servers do with all tensors; leave codec_tensors out, or choose "
             "another codec"
         )
-    if job.rule.method not in (Torch.name, bringing.server_rule):
+    if job.rule.method not in (Torch.name, bringing.at_server.rule):
         raise JobError(
-            f"codec {bringing} needs update rule {bringing.server_rule}, but the job has {job.rule.method}; leave "
+            f"codec {bringing} needs update rule {bringing.at_server.rule}, but the job has {job.rule.method}; leave "
             "`rule` out, or choose another codec"
         )
-    found = replace(job, rule=replace(job.rule, method=bringing.server_rule))
+    found = replace(job, rule=replace(job.rule, method=bringing.at_server.rule))
     check_rule(found.rule)
     check_tensors(found.rule, found.tensors)
     return found
@@ -175,7 +176,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
             f"update rule {rule} takes parameter deltas, but cadence {job.cadence} sends gradients; choose "
             "another rule or cadence"
         )
-    if rule.takes is Takes.MOMENTUM and all(one.server_rule != job.rule.method for one in codecs.of(job).ups):
+    if rule.takes is Takes.MOMENTUM and all(one.at_server.rule != job.rule.method for one in codecs.of(job).ups):
         raise JobError(
             f"update rule {rule} takes workers' momentum, but codec {job.codec_up or job.codec} sends gradients; leave "
             "`rule` out: a codec that sends momentum, such as onebit-adam, brings its rule along"
@@ -257,13 +258,13 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
             "choose nan_policy='stop'"
         )
     keeping = next((one for one in codecs.of(job).ups if one.memory is not Memory.NONE), None)
-    keeping = keeping or next((one for one in codecs.of(job).downs if one.shares_memory), None)
+    keeping = keeping or next((one for one in codecs.of(job).downs if one.memory.shared), None)
     if keeping is not None:
         raise JobError(
             f"codec {keeping} remembers what it has sent, which moves to another worker when its worker dies; with "
             f"{how} choose a codec without memory, such as bf16 or int8"
         )
-    if any(one.undecided for one in codecs.of(job).ups):
+    if any(undecided(one) for one in codecs.of(job).ups):
         raise JobError(
             f"codec {job.codec} measures workers that have the whole model; with {how} choose a codec, such as bf16"
         )
@@ -352,7 +353,7 @@ def _check_exact(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
         )
     if not codecs.of(job).remembers:
         return
-    resting = next((one for one in codecs.of(job).ups if one.server_rule), None)
+    resting = next((one for one in codecs.of(job).ups if one.at_server.rule), None)
     if resting is not None:
         raise JobError(
             f"error_memory 'exact' clears what workers remember at each checkpoint, also the momentum that codec "
@@ -368,18 +369,18 @@ def _check_exact(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
 def _check_undecided(job: JobSpec, mode: Consistency) -> None:
     """Refuse a choice that the chief can't make: it has to measure steps, and to start over with its choice."""
     found = codecs.of(job)
-    undecided = next((one for one in (*found.ups, *found.downs) if one.undecided), None)
-    if undecided is None:
+    choosing = next((one for one in (*found.ups, *found.downs) if undecided(one)), None)
+    if choosing is None:
         return
-    if not found.undecided or any(one.undecided for one in found.ups[1:]):
+    if not found.undecided or any(undecided(one) for one in found.ups[1:]):
         raise JobError(
-            f"codec {undecided} chooses for all tensors and both directions: give it as `codec` alone, without "
+            f"codec {choosing} chooses for all tensors and both directions: give it as `codec` alone, without "
             "codec_up, codec_down and codec_tensors"
         )
     if not mode.consistent_cuts or job.script:
         where = "a script" if job.script else f"consistency {mode}"
         raise JobError(
-            f"codec {undecided} measures some steps and starts the job over with its choice, which {where} can't; "
+            f"codec {choosing} measures some steps and starts the job over with its choice, which {where} can't; "
             "choose a codec: shardline bench codecs and shardline advise show what they save"
         )
 
@@ -391,18 +392,18 @@ def _check_down(job: JobSpec, mode: Consistency, *, standbys: int) -> None:
 
 
 def _check_changes(codec: Codec, job: JobSpec, mode: Consistency, *, standbys: int) -> None:
-    if codec.shares_memory and not mode.pulls_by_step:
+    if codec.memory.shared and not mode.pulls_by_step:
         raise JobError(
             f"codec {codec} sends how the parameters changed from step to step, but in consistency {mode} workers have "
             "no common steps; choose another codec_down, or consistency='sync'"
         )
-    if codec.exact_every and job.checkpoint_every % codec.exact_every:
+    if codec.memory.reset_every and job.checkpoint_every % codec.memory.reset_every:
         raise JobError(
-            f"codec {codec} sends whole parameters every {codec.exact_every} steps, but checkpoint_every is "
+            f"codec {codec} sends whole parameters every {codec.memory.reset_every} steps, but checkpoint_every is "
             f"{job.checkpoint_every}; make that a multiple, so that a job that goes back to a checkpoint ends in the "
             "same bits"
         )
-    if codec.shares_memory and standbys:
+    if codec.memory.shared and standbys:
         raise JobError(
             f"codec {codec} remembers what receivers have, which standbys do not; leave out --standbys, or choose "
             "another codec_down"
@@ -426,7 +427,7 @@ def _check_dropping(job: JobSpec, mode: Consistency) -> None:
 
 def _check_votes(job: JobSpec, pace: Cadence) -> None:
     """Refuse what has no meaning where only the signs of gradients count."""
-    voting = next((one for one in codecs.of(job).ups if one.votes), None)
+    voting = next((one for one in codecs.of(job).ups if one.at_server.votes), None)
     if voting is None:
         return
     clip = job.consistency.clip_norm or (job.inner.clip_norm if job.inner is not None else 0.0)
@@ -447,8 +448,12 @@ def _check_taken(job: JobSpec) -> None:
     found = codecs.of(job)
     for tensor in job.tensors:
         codec = found.of(tensor)[0]
-        if tensor.kind is TensorKind.PARAM and (codec.votes or codec.has_momentum) and not codec.takes(tensor):
-            what = "signs" if codec.votes else "gradients with momentum"
+        if (
+            tensor.kind is TensorKind.PARAM
+            and (codec.at_server.votes or codec.has_momentum)
+            and not codec.takes(tensor)
+        ):
+            what = "signs" if codec.at_server.votes else "gradients with momentum"
             raise JobError(
                 f"{tensor.name!r} has dtype {tensor.dtype}, which codec {codec} doesn't encode: it would train by its "
                 f"gradient, beside others that train by {what}; choose another codec, or give this tensor one of its "
@@ -468,7 +473,7 @@ def _check_momentum(codec: Codec, job: JobSpec, mode: Consistency, pace: Cadence
             f"codec {codec} adds momentum to gradients on each worker, so that clip_norm={job.consistency.clip_norm:g} "
             "would clip momentum on the servers instead of gradients; leave it out, or choose another codec"
         )
-    if codec.server_rule:
+    if codec.at_server.rule:
         if mode.clock is Clock.VERSION:
             raise JobError(
                 f"codec {codec} sends momentum after some steps, but in consistency {job.consistency.mode} workers "

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from shardline.codecs.auto import Auto
+from shardline.codecs.auto import Auto, undecided
 from shardline.codecs.base import Codec, Direction, Memory
 from shardline.codecs.cast import Bf16, Fp16
 from shardline.codecs.coding import PLAIN, JobCodec, JobCoding, pulled, pushed
@@ -113,9 +113,9 @@ def _needs(codec: Codec) -> str:
         return "a memory of what it has sent"
     if codec.direction is Direction.PULL:
         return "values that the receiver already has"
-    if codec.votes:
+    if codec.at_server.votes:
         return "several replicas that vote"
-    return "a chief that chooses" if codec.undecided else ""
+    return "a chief that chooses" if undecided(codec) else ""
 
 
 def assigned(tensors: Iterable[TensorSpec], choices: Mapping[str, str]) -> tuple[TensorSpec, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardline.codecs.base import Codec
 from shardline.codecs.raw import Raw
 
 REFRESH = 100
@@ -23,9 +24,10 @@ class Auto(Raw):
 
     name: ClassVar[str] = "auto"
 
-    @property
-    def undecided(self) -> bool:
-        return True
+
+def undecided(codec: Codec) -> bool:
+    """Whether the chief is to choose another codec in its place."""
+    return isinstance(codec, Auto)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Protocol, cast
@@ -46,7 +46,21 @@ class Scope(enum.Enum):
     """The flat bucket, padding included; for codecs that work element by element."""
 
 
-class Memory(enum.Enum):
+class Fidelity(enum.IntEnum):
+    """How near decoded numbers are to the encoded ones."""
+
+    LOSSY = enum.auto()
+    """Other numbers; NaN and infinity come back as something that is not finite, anywhere in their part."""
+    ROUNDED = enum.auto()
+    """Each number is rounded; NaN and infinity come back as such."""
+    EXACT = enum.auto()
+    """The bits that were encoded, so gradients may be added up before they are sent."""
+    VIEW = enum.auto()
+    """A payload is the bucket's own memory: it may be read and written in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
     """What a codec remembers between encodings, and what happens to it when the job goes back.
 
     Memory of pushes is kept per (replica, tensor), or (worker, tensor) if workers push for themselves; memory of pulls
@@ -54,12 +68,50 @@ class Memory(enum.Enum):
     worker (after a death) or to a new process (a resume), it starts from zero; see also Turn.whole.
     """
 
-    NONE = enum.auto()
-    """Nothing."""
-    DROPPED = enum.auto()
-    """Starts from zero after a rollback."""
-    RESTORED = enum.auto()
-    """A worker keeps the memory of its last checkpoint steps: a rollback to one of them restores it."""
+    restored: bool = False
+    """A worker keeps the memory of its last checkpoint steps: a rollback to one of them restores it. False: it starts
+    from zero after a rollback."""
+    shared: bool = False
+    """All receivers of a pull share one memory, so that each of them has to pull every step."""
+    reset_every: int = 0
+    """Steps between two pulls that depend on no memory, where a job may go back to; 0 = all are such, or none."""
+    copies: int = 0
+    """Most memory of the sender of pulls, in sizes of the buckets."""
+
+    NONE: ClassVar[Memory]
+    DROPPED: ClassVar[Memory]
+    RESTORED: ClassVar[Memory]
+
+    def keeps(self, base: int | None, step: int) -> bool:
+        """Whether a receiver with the values of `base`, which have not changed since, has what `step` would bring."""
+        every = self.reset_every
+        return base is not None and (not every or base // every == step // every)
+
+
+Memory.NONE, Memory.DROPPED, Memory.RESTORED = Memory(), Memory(), Memory(restored=True)
+
+
+def the_mean(mean: torch.Tensor) -> torch.Tensor:
+    """Apply the mean of the decoded gradients as it is."""
+    return mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtServer:
+    """What servers do with the gradients that a codec decodes."""
+
+    combine: Callable[[torch.Tensor], torch.Tensor] = the_mean
+    """Makes what they apply of the mean, both flat; a new tensor, or the mean itself."""
+    rule: str = ""
+    """Update rule that they have to run, with the job's optimizer; "" = any."""
+
+    @property
+    def votes(self) -> bool:
+        """Whether they apply something else than the mean."""
+        return self.combine is not the_mean
+
+
+MEAN = AtServer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +218,12 @@ PLAIN_TURN = Turn(memory=cast(MutableMapping[MemoryKey, torch.Tensor], MappingPr
 """For codecs that don't use a turn. It has no memory."""
 
 
-class Encoder(Protocol):
-    """Encodes the numbers of one bucket. Any thread may use it."""
+class Coder(Protocol):
+    """Encodes and decodes the numbers of one bucket. Any thread may use it."""
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """Bytes for a 1-d CPU tensor in the bucket's layout, possibly a view of it. The tensor is not written to."""
         ...
-
-
-class Decoder(Protocol):
-    """Decodes the numbers of one bucket. Any thread may use it."""
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """1-d CPU tensor in the bucket's layout and dtype, zero for elements not in the payload.
@@ -191,41 +239,17 @@ class Codec(Resident, ABC):
 
     direction: ClassVar[Direction] = Direction.BOTH
     scope: ClassVar[Scope] = Scope.BUCKET
-    memory: ClassVar[Memory] = Memory.NONE
-    exact: ClassVar[bool] = False
-    """Decoding gives the bits that were encoded, so gradients may be added up before they are sent."""
-    is_view: ClassVar[bool] = False
-    """A payload is the bucket's own memory: it may be read and written in place. Implies `exact`."""
-    fixed_size: ClassVar[bool] = True
-    """Every payload of a bucket has exactly max_bytes() bytes."""
-
-    shares_memory: ClassVar[bool] = False
-    """All receivers of a pull share one memory, so that each of them has to pull every step."""
-
-    writes_nonfinite: ClassVar[bool] = True
-    """NaN and infinity are decoded as such."""
-
-    sender_copies: ClassVar[int] = 0
-    """Most memory of the sender of pulls, in sizes of the buckets."""
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
 
     @property
-    def exact_every(self) -> int:
-        """Steps between two pulls that depend on no memory, where a job may go back to; 0 = all are such, or none."""
-        return 0
+    def at_server(self) -> AtServer:
+        """What servers do with what they decode."""
+        return MEAN
 
     @property
-    def votes(self) -> bool:
-        """Whether servers apply something else than the mean of what they decode: see combined()."""
-        return False
-
-    def combined(self, mean: torch.Tensor) -> torch.Tensor:
-        """What servers apply for the mean of the decoded gradients, flat; a new tensor, or `mean` itself."""
-        return mean
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the chief is to choose another codec in its place."""
-        return False
+    def memory(self) -> Memory:
+        """What it remembers from one encoding to the next."""
+        return Memory.NONE
 
     @property
     def has_momentum(self) -> bool:
@@ -233,14 +257,14 @@ class Codec(Resident, ABC):
         return False
 
     @property
-    def server_rule(self) -> str:
-        """Update rule that the servers have to run for what it sends, with the job's optimizer; "" = any."""
-        return ""
+    def exact(self) -> bool:
+        """Whether decoding gives the bits that were encoded."""
+        return self.fidelity >= Fidelity.EXACT
 
-    def keeps(self, base: int | None, step: int) -> bool:
-        """Whether a receiver with the values of `base`, which have not changed since, has what `step` would bring."""
-        every = self.exact_every
-        return base is not None and (not every or base // every == step // every)
+    @property
+    def is_view(self) -> bool:
+        """Whether a payload is the bucket's own memory."""
+        return self.fidelity is Fidelity.VIEW
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether it encodes this tensor; other tensors are not encoded, even in the same bucket."""
@@ -255,24 +279,19 @@ class Codec(Resident, ABC):
         return False
 
     @abstractmethod
-    def max_bytes(self, layout: Layout) -> int:
-        """Upper bound for the bytes of the bucket's payloads; at most the bytes of the bucket itself."""
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        """Least and most bytes of the bucket's payloads: equal if all have one size, never more than the bucket's own.
 
-    def min_bytes(self, layout: Layout) -> int:
-        """Lower bound for the bytes of the bucket's payloads, so that few can't become many."""
-        return 0
+        Where few bytes may stand for many, a receiver that does not know its sender trusts the least.
+        """
 
     def usual_bytes(self, layout: Layout) -> int:
         """An upper bound for payloads after a warm-up, if there is one, and that are not whole; see Turn.whole."""
-        return self.max_bytes(layout)
+        return self.sizes(layout)[1]
 
     @abstractmethod
-    def encoder(self, layout: Layout) -> Encoder:
-        """The encoder of this bucket."""
-
-    @abstractmethod
-    def decoder(self, layout: Layout) -> Decoder:
-        """The decoder of this bucket."""
+    def coder(self, layout: Layout) -> Coder:
+        """The coder of this bucket."""
 
 
 def check_length(payload: Buffer, expected: int, elements: int, dtype: str) -> None:

@@ -18,16 +18,14 @@ class Cast(Codec):
 
     wire_dtype: ClassVar[str]
 
-    def max_bytes(self, layout: Layout) -> int:
-        return layout.bucket.elements * itemsize(self.wire_dtype)
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        nbytes = layout.bucket.elements * itemsize(self.wire_dtype)
+        return nbytes, nbytes
 
     def stays_finite(self, magnitude: float) -> bool:
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(DTYPES[self.wire_dtype]).isfinite())
 
-    def encoder(self, layout: Layout) -> CastCoder:
-        return CastCoder(layout, self.wire_dtype)
-
-    def decoder(self, layout: Layout) -> CastCoder:
+    def coder(self, layout: Layout) -> CastCoder:
         return CastCoder(layout, self.wire_dtype)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Scope, Turn, zeros
+from shardline.codecs.auto import undecided
+from shardline.codecs.base import Codec, Coder, Direction, Layout, Memory, MemoryKey, Scope, Turn, zeros
 from shardline.codecs.parts import ERROR
 from shardline.codecs.raw import Raw
 from shardline.core.plan import Plan
@@ -30,19 +31,23 @@ class BucketCoding:
     name: str
     """The codec's name in messages."""
     layout: Layout
-    encoder: Encoder
-    decoder: Decoder
+    encoder: Coder
+    decoder: Coder
     usual_bytes: int
+    least_bytes: int
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:
         """Why no payload of this bucket has this length; "" if one may. Checked before memory is allocated for it."""
-        if self.codec.fixed_size:
-            return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes} bytes"
-        least = self.codec.min_bytes(self.layout)
-        if least <= nbytes <= self.max_bytes:
+        if self.least_bytes <= nbytes <= self.max_bytes:
             return ""
-        return f"codec {self.name} makes {least} to {self.max_bytes} bytes"
+        least = "" if self.fixed_size else f"{self.least_bytes} to "
+        return f"codec {self.name} makes {least}{self.max_bytes} bytes"
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether all payloads have one length."""
+        return self.least_bytes == self.max_bytes
 
 
 class Coding:
@@ -102,8 +107,10 @@ class Coding:
         codec = own if taken else PLAIN
         usual = codec.usual_bytes(layout)
         # What is owed may be sent at any time, see Turn.whole.
-        most = spec.nbytes if codec.memory is not Memory.NONE else codec.max_bytes(layout)
-        return BucketCoding(codec, str(codec), layout, codec.encoder(layout), codec.decoder(layout), usual, most)
+        least, most = codec.sizes(layout)
+        most = spec.nbytes if codec.memory is not Memory.NONE else most
+        coder = codec.coder(layout)
+        return BucketCoding(codec, str(codec), layout, coder, coder, usual, least, most)
 
     def measure(self, shard: int, number: int, values: torch.Tensor, data: Buffer, turn: Turn) -> bool:
         """In every MEASURED_EVERYth step: note how far what was sent is from what was to be. Returns whether it did.
@@ -146,7 +153,7 @@ class Coding:
         codec = self.bucket(shard, number).codec
         if codec.memory is Memory.NONE:
             return {}
-        return self._memories.setdefault((shard, number, "" if codec.shares_memory else receiver), {})
+        return self._memories.setdefault((shard, number, "" if codec.memory.shared else receiver), {})
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ class JobCodec:
 
     @property
     def undecided(self) -> bool:
-        return self.ups[0].undecided and self.downs[0].undecided
+        return undecided(self.ups[0]) and undecided(self.downs[0])
 
     @property
     def remembers(self) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.codecs.base import Codec, Decoder, Direction, Encoder, Layout, Memory, MemoryKey, Turn
+from shardline.codecs.base import Codec, Direction, Layout, Memory, MemoryKey, Turn
 from shardline.core.reduce import is_finite
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import Buffer, digest, tensor_bytes, tensor_from_bytes
@@ -42,11 +42,6 @@ class Delta(Codec):
 
     name: ClassVar[str] = "delta"
     direction = Direction.PULL
-    memory = Memory.DROPPED
-    fixed_size = False
-    shares_memory: ClassVar[bool] = True
-    # The values of two steps, and their changes, each at most half of them.
-    sender_copies: ClassVar[int] = 3
     by: str = "int8"
     refresh: int = 100
 
@@ -72,9 +67,10 @@ class Delta(Codec):
         return CODECS[self.by]()
 
     @property
-    def exact_every(self) -> int:
-        """See Codec.exact_every. With exact changes no pull depends on what was sent before."""
-        return 0 if self.inner.exact else self.refresh
+    def memory(self) -> Memory:
+        """With exact changes no pull depends on what was sent before."""
+        # The values of two steps, and their changes, each at most half of them.
+        return Memory(shared=True, copies=3, reset_every=0 if self.inner.exact else self.refresh)
 
     def takes(self, tensor: TensorSpec) -> bool:
         return self.inner.takes(tensor)
@@ -82,15 +78,10 @@ class Delta(Codec):
     def wants_whole(self, shape: Sequence[int]) -> bool:
         return self.inner.wants_whole(shape)
 
-    def max_bytes(self, layout: Layout) -> int:
-        return layout.bucket.nbytes
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        return 0, layout.bucket.nbytes
 
-    def encoder(self, layout: Layout) -> DeltaCoder:
-        """Encoder that keeps what was sent in the turn's memory."""
-        return DeltaCoder(self, layout)
-
-    def decoder(self, layout: Layout) -> DeltaCoder:
-        """Decoder that keeps what was received in the turn's memory."""
+    def coder(self, layout: Layout) -> DeltaCoder:
         return DeltaCoder(self, layout)
 
 
@@ -98,11 +89,10 @@ class DeltaCoder:
     """Encoder and decoder of one bucket. The memory has v of the last steps, and the bytes of their changes."""
 
     def __init__(self, codec: Delta, layout: Layout) -> None:
-        self._refresh = codec.exact_every
+        self._refresh = codec.memory.reset_every
         self._exact = codec.inner.exact
         self._layout = layout
-        self._encoder: Encoder = codec.inner.encoder(layout)
-        self._decoder: Decoder = codec.inner.decoder(layout)
+        self._inner = codec.inner.coder(layout)
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """The change since turn.base, or all of the values."""
@@ -132,7 +122,7 @@ class DeltaCoder:
         """Values of this step by a change; the true ones where a change would not be shorter, or would overflow."""
         change = _exclusive(values, before) if self._exact else values - before
         inner = Turn(turn.step, seed=turn.seed, owes=False, memory=_started(turn))
-        coded = bytes(self._encoder.encode(change, inner))
+        coded = bytes(self._inner.encode(change, inner))
         for (name, row, what), tensor in inner.memory.items():
             turn.memory[name, turn.step, f"{START}{row}/{what}"] = tensor
         after = values.clone() if self._exact else self._after(before, memoryview(bytearray(coded)), turn)
@@ -143,7 +133,7 @@ class DeltaCoder:
         return after
 
     def _after(self, before: torch.Tensor, coded: memoryview, turn: Turn) -> torch.Tensor:
-        change = self._decoder.decode(coded, Turn(turn.step))
+        change = self._inner.decode(coded, Turn(turn.step))
         return _exclusive(before, change) if self._exact else before + change
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
@@ -168,7 +158,7 @@ class DeltaCoder:
 def _fits(kind: type[Codec]) -> bool:
     """Whether a codec of gradients says something about changes of parameters."""
     codec = kind()
-    return not (codec.is_view or codec.undecided or codec.votes or codec.has_momentum)
+    return not (codec.is_view or codec.at_server.votes or codec.has_momentum)
 
 
 def _exclusive(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

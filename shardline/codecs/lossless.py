@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import zstandard
 
-from shardline.codecs.base import Codec, Layout, Turn
+from shardline.codecs.base import Codec, Fidelity, Layout, Turn
 from shardline.core.spec import DTYPES, TensorSpec, itemsize
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError, ProtocolError
@@ -31,8 +31,7 @@ class Lossless(Codec):
     """
 
     name: ClassVar[str] = "lossless"
-    exact: ClassVar[bool] = True
-    fixed_size = False
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -42,17 +41,12 @@ class Lossless(Codec):
     def takes(self, tensor: TensorSpec) -> bool:
         return True
 
-    def max_bytes(self, layout: Layout) -> int:
-        return layout.bucket.nbytes
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        nbytes = layout.bucket.nbytes
+        return nbytes // MOST_TIMES if nbytes > AMPLE_BYTES else 0, nbytes
 
-    def min_bytes(self, layout: Layout) -> int:
-        return layout.bucket.nbytes // MOST_TIMES if layout.bucket.nbytes > AMPLE_BYTES else 0
-
-    def encoder(self, layout: Layout) -> LosslessCoder:
-        return LosslessCoder(layout, self.level, self.min_bytes(layout))
-
-    def decoder(self, layout: Layout) -> LosslessCoder:
-        return LosslessCoder(layout, self.level, self.min_bytes(layout))
+    def coder(self, layout: Layout) -> LosslessCoder:
+        return LosslessCoder(layout, self.level, self.sizes(layout)[0])
 
 
 class LosslessCoder:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 
 import torch
 
-from shardline.codecs.base import Direction, Part, Scope, Turn
+from shardline.codecs.base import Direction, Fidelity, Part, Scope, Turn
 from shardline.codecs.parts import PartCodec
 from shardline.core.reduce import is_finite
 from shardline.core.spec import TensorSpec
@@ -38,7 +38,7 @@ class Lossy(PartCodec):
 
     direction = Direction.PUSH
     scope = Scope.QUANTUM
-    writes_nonfinite = False
+    fidelity = Fidelity.LOSSY
 
     def stays_finite(self, magnitude: float) -> bool:
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(torch.float32).isfinite())

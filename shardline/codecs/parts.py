@@ -30,7 +30,6 @@ class PartCodec(Codec):
     """
 
     scope = Scope.TENSOR
-    fixed_size = False
 
     @abstractmethod
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
@@ -66,9 +65,9 @@ class PartCodec(Codec):
         """Upper bound for encode_part(); the part's own bytes if unknown."""
         return part.elements * part.dtype.itemsize
 
-    def max_bytes(self, layout: Layout) -> int:
+    def sizes(self, layout: Layout) -> tuple[int, int]:
         parts = layout.parts(self.scope)
-        return min(layout.bucket.nbytes, sum(LENGTH.size + self._bound(part) for part in parts))
+        return 0, min(layout.bucket.nbytes, sum(LENGTH.size + self._bound(part) for part in parts))
 
     def _bound(self, part: Part) -> int:
         own = part.elements * part.dtype.itemsize
@@ -78,10 +77,7 @@ class PartCodec(Codec):
         """What an encoding leaves only as a start for the next one, where no error is to be remembered."""
         return {}
 
-    def encoder(self, layout: Layout) -> PartCoder:
-        return PartCoder(self, layout)
-
-    def decoder(self, layout: Layout) -> PartCoder:
+    def coder(self, layout: Layout) -> PartCoder:
         return PartCoder(self, layout)
 
 

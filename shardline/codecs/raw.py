@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.codecs.base import Codec, Layout, Turn, check_length
+from shardline.codecs.base import Codec, Fidelity, Layout, Turn, check_length
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 
@@ -15,20 +15,15 @@ class Raw(Codec):
     """Unencoded: each number as it is in memory."""
 
     name: ClassVar[str] = "raw"
-    exact: ClassVar[bool] = True
-    is_view: ClassVar[bool] = True
+    fidelity: ClassVar[Fidelity] = Fidelity.VIEW
 
     def takes(self, tensor: TensorSpec) -> bool:
         return True
 
-    def max_bytes(self, layout: Layout) -> int:
-        return layout.bucket.nbytes
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        return layout.bucket.nbytes, layout.bucket.nbytes
 
-    def encoder(self, layout: Layout) -> RawCoder:
-        return RawCoder(layout)
-
-    def decoder(self, layout: Layout) -> RawCoder:
-        """Decoder that returns views of writable payloads, copies of read-only ones."""
+    def coder(self, layout: Layout) -> RawCoder:
         return RawCoder(layout)
 
 

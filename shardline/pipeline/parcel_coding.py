@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardline import codecs
-from shardline.codecs.base import Layout, Turn
+from shardline.codecs.base import Fidelity, Layout, Turn
 from shardline.codecs.coding import BucketCoding
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.reduce import magnitude
@@ -79,7 +79,7 @@ class ParcelCoding:
         largest = magnitude(values)
         where = f"in step {key.step} of replica {key.replica}, microbatch {key.microbatch}"
         if not math.isfinite(largest):
-            if not self._codec.writes_nonfinite:
+            if self._codec.fidelity is Fidelity.LOSSY:
                 raise NonFiniteError(
                     f"{what} has NaN or infinity in it, {where}, which codec {self._name} can't write; lower the "
                     "learning rate, or if infinity is meant, choose codec_parcels='bf16', which can"
@@ -128,8 +128,8 @@ class ParcelCoding:
         piece = Slice(tensor=0, first_row=0, rows=tensor.rows, offset=0, elements=elements)
         bucket = BucketSpec(dtype=tensor.dtype, kind=TensorKind.PARAM, elements=elements, slices=(piece,))
         layout = Layout(bucket=bucket, tensors=(tensor,))
-        coders = codec.encoder(layout), codec.decoder(layout)
-        return BucketCoding(codec, self._name, layout, *coders, codec.usual_bytes(layout), codec.max_bytes(layout))
+        coders = (codec.coder(layout),) * 2
+        return BucketCoding(codec, self._name, layout, *coders, codec.usual_bytes(layout), *codec.sizes(layout))
 
 
 def is_encoded(value: torch.Tensor) -> bool:

@@ -152,7 +152,7 @@ def encode_bucket(
         state = bucket_state(bucket, step)
         written = coding.bucket(shard.number, number)
         stands = want.have is not None and bucket.changed_step <= want.have <= step
-        if stands and not written.codec.shares_memory:
+        if stands and not written.codec.memory.shared:
             state.unchanged = True
             return Encoded(state, b"", 0)
         memory = coding.memory(shard.number, number, want.task)
@@ -168,7 +168,7 @@ def encode_bucket(
         # The only copy is made under the lock, so no reader sees a torn bucket.
         values = values.cpu()
         payload = memoryview(written.encoder.encode(values, turn))
-        if stands and written.codec.keeps(want.have, step):
+        if stands and written.codec.memory.keeps(want.have, step):
             # The step is in the memory all the same, which all receivers share.
             state.unchanged = True
             return Encoded(state, b"", 0)

@@ -81,7 +81,7 @@ def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
     spec = coding.layout.bucket
     decoded = 0 if coding.codec.is_view else spec.nbytes
     # A payload that is read twice is copied: the worker may write to its memory at any time.
-    held = decoded if borrowed and coding.codec.fixed_size else decoded + coding.max_bytes
+    held = decoded if borrowed and coding.fixed_size else decoded + coding.max_bytes
     # Payloads in a message or the worker's memory are summed elsewhere, decoded values in place.
     return held + spec.nbytes if summed and not (borrowed and decoded) else held
 
@@ -114,7 +114,7 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
     turn = Turn(present=slot.present)
     if not slot.coding.codec.is_view:
         # The decoded values may be larger than the payload that was checked.
-        stable = memory if slot.moved or slot.coding.codec.fixed_size else bytes(memory)
+        stable = memory if slot.moved or slot.coding.fixed_size else bytes(memory)
         return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
     if slot.borrowed:
         values = borrowed_tensor(memory, slot.spec.dtype) if ticket is None else ticket.tensor(slot.spec.dtype)

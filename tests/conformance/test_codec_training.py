@@ -12,6 +12,7 @@ import torch
 from _pytest.mark import MarkDecorator
 
 from shardline.codecs import CODECS
+from shardline.codecs.auto import undecided
 from shardline.codecs.coding import pulled, pushed
 from shardline.job import Job
 from shardline.testing import reference
@@ -43,7 +44,7 @@ def over_lanes(codecs: Sequence[str]) -> MarkDecorator:
 def optimizer_for(codec: str) -> str:
     """A codec with momentum goes with an optimizer that has none, unless it brings its rule along."""
     found = CODECS.parse(codec)
-    return "adagrad" if found.has_momentum and not found.server_rule else "adam"
+    return "adagrad" if found.has_momentum and not found.at_server.rule else "adam"
 
 
 Params = Mapping[str, torch.Tensor]
@@ -52,7 +53,7 @@ Params = Mapping[str, torch.Tensor]
 def suits_asynchronous(codec: str) -> bool:
     """Doesn't need steps in common."""
     found = CODECS.parse(codec)
-    return not found.shares_memory and not found.undecided and not found.server_rule
+    return not found.memory.shared and not undecided(found) and not found.at_server.rule
 
 
 def job_with(codec: str, model: Any, **changes: Any) -> Job:
@@ -138,9 +139,9 @@ def test_exchanges_that_are_given_up_change_no_bit(codec: str, model: Any) -> No
 @LOSSY
 def test_it_saves_bytes_in_its_direction_and_learns(codec: str) -> None:
     choice = CODECS.parse(codec)
-    optimizer = "adam" if choice.server_rule else "sgd"
+    optimizer = "adam" if choice.at_server.rule else "sgd"
     # Adam's steps are as long as its learning rate, so it takes more of them.
-    job = make_job(optimizer, model=broad, replicas=1, steps=60 if choice.server_rule else 20, codec=codec)
+    job = make_job(optimizer, model=broad, replicas=1, steps=60 if choice.at_server.rule else 20, codec=codec)
     with Cluster(job, ps=1, lane="tcp") as cluster:
         worker, *_ = cluster.train([[0]])
         push_raw, push_wire, pull_raw, pull_wire = worker.trainer.meter.total

@@ -137,8 +137,8 @@ def test_an_unchanged_bucket_keeps_what_receivers_have_whoever_asks_for_it() -> 
 
 def test_who_has_an_unchanged_bucket_needs_it_again_at_a_refresh() -> None:
     codec = Delta(by="bf16", refresh=20)
-    assert codec.keeps(18, 19) and codec.keeps(20, 39) and codec.keeps(5, 5)
-    assert not codec.keeps(19, 20) and not codec.keeps(19, 41) and not codec.keeps(None, 5)
+    assert codec.memory.keeps(18, 19) and codec.memory.keeps(20, 39) and codec.memory.keeps(5, 5)
+    assert not codec.memory.keeps(19, 20) and not codec.memory.keeps(19, 41) and not codec.memory.keeps(None, 5)
     sender = Sender(codec)
     receiver = Receiver(sender)
     for step in range(20):

@@ -34,7 +34,7 @@ class Bucket:
         self.coding = Coding(codec, plan).bucket(0, 0)
         self.bucket = self.coding.layout.bucket
         self.memories: list[dict[MemoryKey, torch.Tensor]] = [{} for _ in range(replicas)]
-        chosen = rule(optimizer, [{"lr": LR, **arguments}], method=codec.server_rule)
+        chosen = rule(optimizer, [{"lr": LR, **arguments}], method=codec.at_server.rule)
         self.rule = bucket_rule(chosen, ScheduleSpec(), self.bucket, plan.tensors, torch.device("cpu"))
         self.values = torch.zeros(self.bucket.elements)
         self.payloads: list[int] = []

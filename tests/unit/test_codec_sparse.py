@@ -85,7 +85,7 @@ def test_what_no_encoder_makes_is_refused(change: object, message: str) -> None:
 @pytest.mark.parametrize("by", ["sparse", "lossless"])
 def test_exact_changes_leave_no_error_and_need_no_refresh(by: str) -> None:
     codec, memory, held = Delta(by=by), dict[MemoryKey, torch.Tensor](), dict[MemoryKey, torch.Tensor]()
-    assert not codec.exact_every
+    assert not codec.memory.reset_every
     bucket = Coding(codec, make_plan([spec("embedding", (ROWS, COLUMNS))], 1)).bucket(0, 0)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(ROWS * COLUMNS, generator=generator)

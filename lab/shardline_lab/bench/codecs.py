@@ -12,6 +12,7 @@ import click
 
 from shardline.cli import options
 from shardline.cli.quantities import bytes_per_s
+from shardline.codecs.auto import undecided
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def codecs(**flags: Any) -> int:
     from shardline.core.plan import make_plan
 
     link = bytes_per_s(flags["link"], "--link")
-    chosen = [CODECS.parse(text) for text in flags["only"]] or [kind() for kind in CODECS if not kind().undecided]
+    chosen = [CODECS.parse(text) for text in flags["only"]] or [kind() for kind in CODECS if not undecided(kind())]
     specs, values = gradients(flags)
     found = []
     for codec in chosen:

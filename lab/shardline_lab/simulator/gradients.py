@@ -60,7 +60,7 @@ def training_contents(job: Job, setup: Setup) -> Contents:
             "from shardline.testing.reference"
         )
     codec = codecs.of(setup.job)
-    voting = next((one for one in codec.ups if one.votes), None)
+    voting = next((one for one in codec.ups if one.at_server.votes), None)
     if voting is not None:
         raise UsageError(f"codec {voting} has the servers vote, which can't be simulated; choose another codec")
     remembering = [one for one in (*codec.ups, *codec.downs) if one.memory is not Memory.NONE]

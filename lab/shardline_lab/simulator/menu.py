@@ -10,6 +10,7 @@ from shardline import cadence as cadences
 from shardline import codecs, consistency, pipeline
 from shardline.cadence import CADENCES
 from shardline.codecs import CODECS
+from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import CONSISTENCIES
 from shardline.core.plan import make_plan
@@ -82,7 +83,7 @@ def own(job: Job) -> Choice:
 
 def _comparable(codec: Codec) -> bool:
     """Whether it is a choice whose effect can be simulated."""
-    return codec.memory is Memory.NONE and not codec.undecided and not codec.votes
+    return codec.memory is Memory.NONE and not undecided(codec) and not codec.at_server.votes
 
 
 def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:

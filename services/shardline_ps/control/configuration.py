@@ -65,7 +65,7 @@ def codec_bytes(configuration: PsConfiguration) -> int:
     """Bytes of what the codec of parameters remembers of its receivers."""
     pull, shards = configuration.coding.pull, configuration.plan.shards
     return sum(
-        bucket.nbytes * pull.bucket(number, at).codec.sender_copies
+        bucket.nbytes * pull.bucket(number, at).codec.memory.copies
         for number in configuration.shards
         for at, bucket in enumerate(shards[number].buckets)
     )

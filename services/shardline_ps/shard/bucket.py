@@ -40,7 +40,7 @@ class Bucket:
     ) -> None:
         """make_rule: called for parameters, and again for each restored state. pub: memory for the values (zeros of the
         bucket's length and dtype), by step & 1; the same tensor twice if one step at a time is enough. combined: see
-        Codec.combined.
+        AtServer.combine.
         """
         self.combined = combined
         self.lock = threading.Lock()

@@ -76,7 +76,7 @@ class ShardStorage:
                 bucket,
                 settings.plan.tensors,
                 functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
-                combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).combined,
+                combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).at_server.combine,
                 pub=areas(self.publication, index, bucket, keeps_previous=mode.keeps_previous),
                 contributions=Contributions(
                     bucket, settings.replicas, on_held=self.waiting.add, in_tree=mode.sums_in_tree

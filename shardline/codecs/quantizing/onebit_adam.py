@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
+from shardline.codecs.base import AtServer, Codec, Layout, Memory, Part, Turn
 from shardline.codecs.lossy import Lossy, check_setting, check_size, is_large
 from shardline.codecs.parts import ERROR, PartCodec
 from shardline.codecs.quantizing.onebit import OneBit
@@ -49,8 +49,8 @@ class OneBitAdam(Lossy):
         return True
 
     @property
-    def server_rule(self) -> str:
-        return f"onebit-adam:warmup={self.warmup},momentum={self.momentum}"
+    def at_server(self) -> AtServer:
+        return AtServer(rule=f"onebit-adam:warmup={self.warmup},momentum={self.momentum}")
 
     def takes(self, tensor: TensorSpec) -> bool:
         """All trained float tensors, since all need momentum."""
@@ -64,7 +64,7 @@ class OneBitAdam(Lossy):
         return _SIGNS.error_bound(elements)
 
     def usual_bytes(self, layout: Layout) -> int:
-        return _SIGNS.max_bytes(layout)
+        return _SIGNS.sizes(layout)[1]
 
     def wanted(self, values: torch.Tensor, part: Part, turn: Turn) -> torch.Tensor:
         """The gradient; after the warm-up the momentum and what is left of it to be sent."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shardline.codecs.base import Codec, Direction, Part, Scope, Turn
+from shardline.codecs.base import AtServer, Codec, Direction, Part, Scope, Turn
 from shardline.codecs.lossy import NOT_FINITE, check_size, values_like
 from shardline.codecs.parts import PartCodec
 from shardline.codecs.quantizing.packing import pack, packed_bytes, unpack
@@ -33,14 +33,8 @@ class SignVote(PartCodec):
     name: ClassVar[str] = "sign-vote"
     direction = Direction.PUSH
     scope = Scope.QUANTUM
-
-    @property
-    def votes(self) -> bool:
-        return True
-
-    def combined(self, mean: torch.Tensor) -> torch.Tensor:
-        """The sign of the majority, 0 for a tie."""
-        return mean.sign()
+    # The sign of the majority, 0 for a tie.
+    at_server = AtServer(combine=torch.sign)
 
     def takes(self, tensor: TensorSpec) -> bool:
         """All trained float tensors: others would move by their gradients, at a learning rate for signs."""

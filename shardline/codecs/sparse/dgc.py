@@ -83,7 +83,7 @@ class DGC(Lossy):
 
     def usual_bytes(self, layout: Layout) -> int:
         """See Codec.usual_bytes: the share that is sent after the warm-up."""
-        return replace(self, warmup=0).max_bytes(layout)
+        return replace(self, warmup=0).sizes(layout)[1]
 
     def max_part_bytes(self, part: Part) -> int:
         """As topk with the largest share of the warm-up; all of a vector or small tensor."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shardline.codecs.base import Direction, Part, Turn
+from shardline.codecs.base import Direction, Fidelity, Part, Turn
 from shardline.codecs.parts import PartCodec
 from shardline.codecs.sparse.entries import read_entries, write_entries
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
@@ -24,7 +24,7 @@ class Sparse(PartCodec):
     """
 
     name: ClassVar[str] = "sparse"
-    exact: ClassVar[bool] = True
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     direction = Direction.PUSH
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
