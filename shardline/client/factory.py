@@ -22,7 +22,6 @@ from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.codecs import coding_of
 from shardline.consistency import Clock
-from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
 from shardline.core.spec import TensorKind
@@ -30,6 +29,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.lanes.base import Lane
 from shardline.topology import Route
+from shardline.waist import Sender
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import BucketView, ServerHalf, StepWanted, Storage, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.shared_steps import SharedSteps
-from shardline.core.exchange import Standing
 from shardline.core.image import WorkerSequence, origin, replica_of
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
+from shardline.waist import Standing
 
 
 class StageSteps(SharedSteps):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shardline.consistency.server import BucketView, Guard, Hyper, Push, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import BucketView, Guard, Hyper, NumberedPush, ServerHalf, StepWanted, Storage, Terms
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
 from shardline.core.image import WorkerSequence
@@ -69,14 +69,14 @@ class NumberedPushes(ServerHalf):
         """
         raise NotImplementedError
 
-    def counted(self, push: Push) -> None:
+    def counted(self, push: NumberedPush) -> None:
         """Note a push that has used up its number: it is taken, or skipped. Call with `order` held."""
 
     # Contributions
 
     def push(
         self,
-        push: Push,
+        push: NumberedPush,
         gradients: Mapping[int, Gradient],
         *,
         hyper: Hyper | None = None,
@@ -112,7 +112,7 @@ class NumberedPushes(ServerHalf):
             storage.observers.on_publish(bucket.number)
         return decision, lag
 
-    def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
+    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
         """Whether a push counts: APPLIED, COUNTED (applied with a later one) or SKIPPED. last: the previous one.
 
         Call with `order` held.

@@ -174,7 +174,7 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push:
+class NumberedPush:
     task: str
     incarnation: int
     seq: int
@@ -253,7 +253,7 @@ class ServerHalf:
 
     def push(
         self,
-        push: Push,
+        push: NumberedPush,
         gradients: Mapping[int, Gradient],
         *,
         hyper: Hyper | None = None,

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
-from shardline.consistency.server import BucketView, Push, ServerHalf, Storage, Terms
+from shardline.consistency.server import BucketView, NumberedPush, ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import TOGETHER, PushContext
@@ -65,7 +65,7 @@ class SoftSyncPushes(NumberedPushes):
         self._sums: dict[int, Partial] = {}
         """The open sum, by bucket."""
 
-    def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
+    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
         """See NumberedPushes. COUNTED if the sum lacks more pushes."""
         decision = super().admit(push, last, skip=skip)
         workers = self._members or len(self.pushes.keys() | {push.task})

@@ -14,15 +14,15 @@ from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.by_stage import ByStage
 from shardline.consistency.eager import Eager
 from shardline.consistency.numbered_pushes import COUNTED
-from shardline.consistency.server import BucketView, Push, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import BucketView, NumberedPush, ServerHalf, StepWanted, Storage, Terms
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
-from shardline.core.exchange import Standing
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.records import AppliedPush
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import JobError
+from shardline.waist import Standing
 
 
 class PacedPushes(OwnPushes):
@@ -203,7 +203,7 @@ class PacedByTheSlowest(AsynchronousPushes):
         self._clocks = Clocks(slack)
         """Guarded by the storage's lock, but for `held`."""
 
-    def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
+    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
         decision = super().admit(push, last, skip=skip)
         if decision.outcome not in COUNTED:
             return decision
@@ -211,7 +211,7 @@ class PacedByTheSlowest(AsynchronousPushes):
             refused = self._clocks.why_not(push.task, push.incarnation, push.clock)
         return Decision(Outcome.REFUSED, refused) if refused else decision
 
-    def counted(self, push: Push) -> None:
+    def counted(self, push: NumberedPush) -> None:
         with self.storage.lock:
             self._clocks.pushed(push.task, push.incarnation, push.clock)
 

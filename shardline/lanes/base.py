@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
+from shardline.waist import Sender, ShardService
 
 
 class LaneUnavailable(Exception):
@@ -34,28 +34,12 @@ class SharedMemory(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """One task's connection to one shard. Used by one thread at a time; any thread may call cancel()."""
+class Lane(ShardService, Protocol):
+    """One task's connection to one shard; makes one call, no retry. Any thread may call cancel()."""
 
     @property
     def name(self) -> str:
         """Name of the lane, or of the one in use."""
-        ...
-
-    def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
-    ) -> Exchanged:
-        """Push contributions and pull in one call.
-
-        Raises UnreachableError on a broken or late call, ProtocolError if the shard refuses it as malformed.
-        """
-        ...
-
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """The shard's standing on some replicas; one call, no retry. Raises UnreachableError.
-
-        In a mode with `holds_back`, naming a replica says that the sender computes, naming none that it rests.
-        """
         ...
 
     def state(

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from shardline.core.exchange import Ack, Arrival, Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
@@ -33,6 +32,7 @@ from shardline.rpc.messages.data import (
     state_frames,
     state_request,
 )
+from shardline.waist import Ack, Arrival, End, Exchanged, Push, Sender, Sink, Standing, Want
 from shardline.wire.protobuf import ReplyView, Request
 
 LAST_WORD_S = 1.0
@@ -59,7 +59,7 @@ class NotAdmittedError(Exception):
         super().__init__(reason)
         self.outcome = outcome
 
-    def exchanged(self, contributions: Sequence[Contribution]) -> Exchanged:
+    def exchanged(self, contributions: Sequence[Push]) -> Exchanged:
         """The result of an exchange that could not begin."""
         if contributions:
             return Exchanged(acks=(Ack(outcome=self.outcome, reason=str(self)),), end=None)
@@ -86,7 +86,7 @@ class ShardCalls:
         """The socket with the call that runs."""
         self._cancelled = False
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         self._arm()
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
@@ -209,7 +209,7 @@ class ShardCalls:
     def converse(
         self,
         requests: Iterable[Request],
-        contributions: Sequence[Contribution],
+        contributions: Sequence[Push],
         want: Want | None,
         sink: Sink,
         *,

@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
+from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3
@@ -53,7 +53,7 @@ class NegotiatedLane:
         return self.current.name
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         try:
             while True:
@@ -85,7 +85,7 @@ class NegotiatedLane:
         """Whether the shard answers calls and is still wanted: then the lane is broken, not the shard."""
         try:
             # With a replica: without one it would say that this worker rests.
-            lane.progress(sender, (0,), timeout_s=min(timeout_s, 5.0))
+            lane.standing(sender, (0,), timeout_s=min(timeout_s, 5.0))
         except UnreachableError:
             return False
         return not self._cancelled.is_set()
@@ -115,8 +115,8 @@ class NegotiatedLane:
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
         return self._left[0].allocate(bucket, nbytes)
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self.current.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self.current.standing(sender, replicas, timeout_s=timeout_s)
 
     def state(
         self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float

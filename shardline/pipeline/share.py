@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardline.core.exchange import Want
 from shardline.core.plan import Plan
+from shardline.waist import Want
 
 Key = tuple[int, int]
 """(shard, bucket)."""

@@ -14,7 +14,7 @@ import torch
 
 from shardline.codecs.coding import JobCoding
 from shardline.consistency.base import Consistency
-from shardline.consistency.server import Guard, Hyper, Push, StepWanted
+from shardline.consistency.server import Guard, Hyper, NumberedPush, StepWanted
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
@@ -135,7 +135,7 @@ class HostedShard(Protocol):
 
     def push(
         self,
-        push: Push,
+        push: NumberedPush,
         gradients: Mapping[int, Gradient],
         *,
         hyper: Hyper | None = None,

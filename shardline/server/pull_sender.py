@@ -11,7 +11,6 @@ from dataclasses import replace
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
 from shardline.consistency.server import StepWanted
-from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
@@ -26,6 +25,7 @@ from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.inline_apply import QUICK_BYTES
 from shardline.storage.base import ParameterBlock
 from shardline.storage.writes import Intact
+from shardline.waist import CHUNK_BYTES
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 
 STATES_PER_FRAME = 16

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from shardline.codecs.coding import PLAIN, Coding
-from shardline.consistency.server import Push
+from shardline.consistency.server import NumberedPush
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
-from shardline.core.outcome import Decision, Outcome
+from shardline.core.outcome import Decision, Outcome, worst_of
 from shardline.core.plan import BucketSpec
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
@@ -39,22 +39,6 @@ from shardline.server.slots import NO_BYTES, Slot, opened
 from shardline.server.staging import Ask, AsyncPush, StagingLease
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
-SEVERITY = (
-    Outcome.REFUSED,
-    Outcome.FENCED,
-    Outcome.WRONG_TIMELINE,
-    Outcome.NOT_CONFIGURED,
-    Outcome.STOPPED,
-    Outcome.OUT_OF_SEQUENCE,
-    Outcome.SPLIT,
-    Outcome.LATE_DROPPED,
-    Outcome.SKIPPED,
-    Outcome.COUNTED,
-    Outcome.STAGED,
-    Outcome.APPLIED,
-    Outcome.DUPLICATE,
-)
-"""Worst first: a push's outcome is that of its worst bucket."""
 SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
 """Outcomes for a worker that was admitted before: they end its lane."""
 
@@ -449,7 +433,7 @@ class PushReceiver:
         if push.running:
             await all_ended(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
-        worst = decisions[0] if len(decisions) == 1 else min(decisions, key=_severity)
+        worst = worst_of(decisions)
         if not push.gradient and worst.outcome is Outcome.COUNTED:
             await self._backend.work(self._backend.filled)
         return self._result(push, worst, 0)
@@ -553,12 +537,8 @@ def _where(push: IncomingPush, number: int) -> str:
     return f"shard {push.shard.number}, bucket {number}"
 
 
-def _severity(decision: Decision) -> int:
-    return SEVERITY.index(decision.outcome)
-
-
-def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> Push:
-    return Push(
+def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> NumberedPush:
+    return NumberedPush(
         task=header.data.task,
         incarnation=header.data.incarnation,
         seq=header.seq,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardline.host.loops import post
 
@@ -13,9 +16,12 @@ class Signal:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiters: set[asyncio.Future[bool]] = set()
+        self._threads: set[threading.Event] = set()
 
     def notify(self) -> None:
         """Wake all current waiters; does nothing if the loop is closed, since nobody waits on it then."""
+        for event in tuple(self._threads):
+            event.set()
         if not self._waiters:
             # A waiter that arms after this sees the change itself.
             return
@@ -40,6 +46,15 @@ class Signal:
 
     def disarm(self, waiter: asyncio.Future[bool]) -> None:
         self._waiters.discard(waiter)
+
+    @contextmanager
+    def watched(self, event: threading.Event) -> Iterator[None]:
+        """Have each notify() set an event too, for a thread without a loop."""
+        self._threads.add(event)
+        try:
+            yield
+        finally:
+            self._threads.discard(event)
 
     async def wait(self, waiter: asyncio.Future[bool], timeout_s: float) -> bool:
         """Wait for an armed future; False after timeout_s."""

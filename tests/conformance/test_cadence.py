@@ -14,7 +14,6 @@ import torch
 from _pytest.mark import MarkDecorator
 
 from shardline.cadence import CADENCES, Cadence, EveryStep, Held, LocalTraining, Outgoing, Ticks
-from shardline.core.exchange import Exchanged, Sender, Sink, Standing, Want
 from shardline.core.spec import InnerSpec, TensorKind, TensorSpec
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, UnreachableError
@@ -24,6 +23,7 @@ from shardline.seams import doc_line
 from shardline.testing import reference
 from shardline.update import rule
 from shardline.update.torch_optim.inner import InnerOptimizers
+from shardline.waist import Exchanged, Sender, Sink, Standing, Want
 from tests.conformance.toys import toy_cadence, toy_local_steps
 from tests.support.cluster import Cluster, ClusterState, assert_same_end
 from tests.support.jobs import Rich, make_job, mlp
@@ -267,8 +267,8 @@ class Breaking(Lane):
             raise UnreachableError("the reply was lost")
         return done
 
-    def progress(self, sender: Sender, replicas: Any, *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Any, *, timeout_s: float) -> Standing:
+        return self._lane.standing(sender, replicas, timeout_s=timeout_s)
 
     def cancel(self) -> None:
         self._lane.cancel()

@@ -14,47 +14,39 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
-from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
-from shardline.host import segments
 from shardline.lanes import AUTO, CHOICES, LANES, OPENED, candidates, offered, token_acceptor
-from shardline.lanes.attachments import LaneOffer
-from shardline.lanes.base import Lane, LaneUnavailable
-from shardline.lanes.kind import LaneKind
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages import data
 from shardline.seams import doc_line
+from shardline.waist import Arrival, Payload, Push, Want, Whole
 from tests.support.cluster import Ps
 from tests.support.lanes import (
     DEADLINE_S,
     SENDER,
     TIMEOUTS,
-    Bench,
+    KindBench,
     Mapping,
-    a_push_that_does_not_count_ends_the_exchange,
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
+    config,
     gradient,
     on_loop,
     payload,
     spec,
-    unchanged_buckets_come_without_bytes,
     usable,
 )
-from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
+from tests.support.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
 from tests.support.refusals import unchanged
 from tests.support.waiting import wait_for
 
@@ -62,87 +54,6 @@ ROOT = Path(__file__).parents[2]
 STEPPED = tuple(value - RATE for value in FIRST_W)
 every_lane = pytest.mark.parametrize("name", usable(LANES.names))
 every_opened_lane = pytest.mark.parametrize("name", usable(OPENED))
-
-
-def config(kind: LaneKind) -> RoleConfig:
-    """Settings for either side."""
-    cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",)})
-    return RoleConfig(role="ps", index=0, cluster=cluster, timeouts=TIMEOUTS, lane=kind.name)
-
-
-class KindBench(Bench[Lane]):
-    """A lane from the table to one ps, whose shard is not configured yet."""
-
-    sink = Mapping
-
-    def __init__(self, name: str, ps: Ps) -> None:
-        kind = LANES.parse(name)
-        self.kind = kind
-        self.said: list[Exception] = []
-        offer = kind.offer(
-            config(kind),
-            on_host=True,
-            take=ps.store.buffers.take,
-            on_refused=lambda label, error: self.said.append(error),
-        )
-        assert (offer is not None) == kind.opened, f"lane {name} can't be offered on this machine"
-        if offer is not None:
-            otherwise = ps.store.make_publication
-            ps.store.make_publication = lambda spec, two: publication(offer, otherwise, spec, two)
-        super().__init__(ps, offer, lambda peer: kind.connect(config(kind), peer, 0, spec()))
-        self.openings = 0
-        """How many times a worker has opened the lane."""
-        given = ps.attachments.open
-
-        def count(*arguments: Any) -> Any:
-            self.openings += 1
-            return given(*arguments)
-
-        ps.attachments.open = count  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        super().close()
-        # Errors that a test looked at refer to frames, and those to segments; other tests count the mapped ones.
-        gc.collect()
-
-    def another(self, peer: Peer | None = None) -> Lane:
-        """Another worker's half."""
-        return self.kind.connect(config(self.kind), peer or self.peer, 0, spec())
-
-    @property
-    def open(self) -> int:
-        """Number of attachments on the ps for this lane."""
-        return int(on_loop(self.ps, lambda: sum(self.ps.attachments.count().values())))
-
-    @property
-    def acceptor(self) -> token_acceptor.TokenAcceptor[Any]:
-        """The acceptor that admits workers, for a lane that is opened."""
-        acceptor = self.offer.acceptor
-        assert isinstance(acceptor, token_acceptor.TokenAcceptor)
-        return acceptor
-
-    def opening(self) -> Any:
-        """The reply to OpenLane, with which a worker opens the lane."""
-        return self.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)  # type: ignore[attr-defined]
-
-    def call(self, said: bytes = b"") -> socket.socket:
-        """Connect to the lane's own socket as a stranger and send something."""
-        opening = self.opening()
-        if opening.port:
-            sock = socket.create_connection(("127.0.0.1", opening.port), timeout=10.0)
-        else:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(10.0)
-            sock.connect(segments.to_kernel(opening.socket))
-        if said:
-            sock.sendall(said)
-        return sock
-
-
-def publication(offer: LaneOffer, otherwise: Callable[..., Any], spec: Any, two: bool) -> Any:
-    """A shard's publication memory on this lane."""
-    made = offer.publish(spec, keeps_previous=two)
-    return otherwise(spec, two) if made is None else made
 
 
 @pytest.fixture
@@ -162,15 +73,15 @@ def two(name: str, ps: Ps, client: PlainClient) -> Iterator[KindBench]:
     made.close()
 
 
-def of(replica: int, value: float, *, items: Sequence[BucketPayload] | None = None) -> Contribution:
+def of(replica: int, value: float, *, items: Sequence[Payload] | None = None) -> Push:
     """A push of one replica for step 0."""
     items = [payload(floats([value] * 12))] if items is None else items
-    return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=0, block=Block(replica, 1))
+    return Push(payloads=Whole(items, (FROZEN, STATS)), step=0, block=Block(replica, 1))
 
 
-def at_hand(octets: bytes, *, step: int = 0) -> Contribution:
+def at_hand(octets: bytes, *, step: int = 0) -> Push:
     """A push that may leave before anything is heard of it."""
-    return Contribution(payloads=Whole([payload(octets)], (FROZEN, STATS), at_once=True), step=step, block=Block(0, 1))
+    return Push(payloads=Whole([payload(octets)], (FROZEN, STATS), at_once=True), step=step, block=Block(0, 1))
 
 
 def hears_refusal(sock: socket.socket) -> bool:
@@ -184,53 +95,12 @@ def hears_refusal(sock: socket.socket) -> bool:
 
 
 @every_lane
-def test_a_step_ends_as_on_the_stream(bench: KindBench, client: PlainClient) -> None:
-    sink = bench.sink()
-    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
-    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
-    assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
-    assert sink.weights() == STEPPED == client.weights()
-    assert sorted(head.bucket for head in sink.heads) == [W, FROZEN, STATS]
-
-
-@every_lane
 def test_one_opening_serves_many_exchanges(bench: KindBench) -> None:
     for step in range(5):
         done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
         assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
     assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
     assert bench.openings == bench.open == (1 if bench.kind.opened else 0)
-
-
-@every_lane
-def test_buckets_come_in_the_order_asked_for(bench: KindBench) -> None:
-    sink = bench.sink()
-    bench.exchange(want=Want(step=0, buckets=(STATS, W, FROZEN), wait_s=5.0), sink=sink)
-    assert [head.bucket for head in sink.heads] == [STATS, W, FROZEN]
-
-
-@every_lane
-def test_buckets_that_did_not_change_come_without_bytes(bench: KindBench) -> None:
-    unchanged_buckets_come_without_bytes(bench)
-
-
-@every_lane
-def test_pushes_of_one_exchange_keep_their_bytes_apart(two: KindBench) -> None:
-    sink = two.sink()
-    pushes = [of(0, 1.0), of(1, 3.0)]
-    done = two.lane.exchange(SENDER, pushes, Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
-    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED] * 2
-    assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
-
-
-@every_lane
-def test_all_buckets_may_bring_bytes(bench: KindBench) -> None:
-    items = [payload(floats([1.0] * 12)), payload(floats([5.0, 6.0]), STATS)]
-    push = Contribution(payloads=Whole(items, (FROZEN,)), step=0, block=Block(0, 1))
-    sink = bench.sink()
-    bench.exchange(push, Want(step=1, wait_s=5.0), sink=sink)
-    assert sink.weights() == STEPPED
-    assert len(sink.memory[STATS]) == ELEMENTS * DTYPES["float32"].itemsize
 
 
 @every_lane
@@ -282,18 +152,6 @@ def test_a_push_that_is_at_hand_leaves_in_one_message(bench: KindBench, monkeypa
 
 
 # What is refused
-
-
-@every_lane
-def test_a_push_that_does_not_count_ends_the_exchange(bench: KindBench) -> None:
-    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    a_push_that_does_not_count_ends_the_exchange(bench)
-    assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
-
-
-@every_lane
-def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: KindBench) -> None:
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
 
 
 @every_lane
@@ -486,12 +344,12 @@ def test_an_exchange_is_cancelled_wherever_it_waits(bench: KindBench) -> None:
     waiting = threading.Event()
 
     class Payloads(Whole):
-        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        def batches(self) -> Iterator[Sequence[Payload]]:
             waiting.set()
             yield from super().batches()
 
     bench.pull(0)
-    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
+    push = Push(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
     with ThreadPoolExecutor(1) as pool:
         # Waits for a step that is never completed.
         running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
@@ -520,7 +378,7 @@ class Stuck(Whole):
 def work(name, address):
     kind = LANES.parse(name)
     lane = kind.connect(config(kind), Peer("ps/0", address, TIMEOUTS), 0, spec())
-    push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
+    push = Push(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
     lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
 
 for line in iter(sys.stdin.readline, ""):

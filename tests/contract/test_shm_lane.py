@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from shardline.client.exchange.outcomes import Interrupted
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.core.timeouts import Timeouts
@@ -30,6 +29,7 @@ from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
+from shardline.waist import Arrival, Payload, Push, Want, Whole
 from tests.support.cluster import Cluster, Ps, assert_same_end
 from tests.support.jobs import Wide, make_job
 from tests.support.lanes import (
@@ -74,7 +74,7 @@ def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: ShmBench, ready: P
     assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
     assert sink.weights() == tuple(value - RATE for value in FIRST_W) == ready.weights()
     assert sorted(head.bucket for head in sink.heads) == [0, 1, 2]
-    assert {head.bucket: head.area for head in sink.heads} == {W: 1, FROZEN: 0, STATS: 1}
+    assert {head.bucket: head.place[0] for head in sink.heads} == {W: 1, FROZEN: 0, STATS: 1}
 
 
 def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: ShmBench, ready: PlainClient) -> None:
@@ -181,7 +181,7 @@ def test_pushes_of_one_exchange_get_places_of_their_own(ps: Ps, client: PlainCli
     client.start(replicas=3)
     bench = ShmBench(ps)
     pushes = [
-        Contribution(payloads=Whole([payload(floats([value] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1))
+        Push(payloads=Whole([payload(floats([value] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1))
         for number, value in enumerate((1.0, 2.0, 3.0))
     ]
     sink = Mapping()
@@ -199,8 +199,8 @@ def test_what_lies_in_the_lanes_memory_keeps_its_bits_whichever_push_is_sent_fir
     client.start(replicas=3)
     bench = ShmBench(ps)
 
-    def push(number: int, data: Any, step: int) -> Contribution:
-        return Contribution(payloads=Whole([payload(data)], (FROZEN, STATS)), step=step, block=Block(number, 1))
+    def push(number: int, data: Any, step: int) -> Push:
+        return Push(payloads=Whole([payload(data)], (FROZEN, STATS)), step=step, block=Block(number, 1))
 
     sink = Mapping()
     first = [push(number, floats([1.0] * 12), 0) for number in range(3)]
@@ -225,7 +225,7 @@ def test_a_reply_that_points_outside_of_an_area_is_refused(bench: ShmBench) -> N
 
     def arrival(area: int, offset: int) -> Arrival:
         return Arrival(
-            bucket=0, step=0, version=0, unchanged=False, codec="raw", payload_bytes=256, area=area, offset=offset
+            bucket=0, step=0, version=0, unchanged=False, codec="raw", payload_bytes=256, place=(area, offset)
         )
 
     assert len(mapped.view(arrival(1, bench.length - 256))) == 256
@@ -350,11 +350,11 @@ def test_an_exchange_is_cancelled_while_it_waits_and_its_segments_are_never_writ
     waiting = threading.Event()
 
     class Payloads(Whole):
-        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        def batches(self) -> Iterator[Sequence[Payload]]:
             waiting.set()
             yield from super().batches()
 
-    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
+    push = Push(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
         assert waiting.wait(5.0)
@@ -385,7 +385,7 @@ DYING_WORKER = """
 import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import referred_requests
-from shardline.core.exchange import Contribution
+from shardline.waist import Push
 from tests.support.lanes import *
 
 class Stuck(Whole):
@@ -398,7 +398,7 @@ class Stuck(Whole):
         threading.Event().wait(60.0)
 
 lane = ShmLane(Peer("ps/0", sys.argv[1], TIMEOUTS), 0, spec(), timeout_s=TIMEOUTS.rpc_s)
-push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
+push = Push(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
 lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
 """
 
@@ -423,7 +423,7 @@ def test_a_worker_killed_in_mid_push_leaves_nothing_and_its_next_life_completes_
     # What was counted is kept, and read from the dead worker's memory.
     again = bench.exchange(gradient(9.0))
     assert [ack.outcome for ack in again.acks] == [Outcome.COUNTED]
-    other = Contribution(payloads=Whole([payload(floats([3.0] * 12))], (FROZEN, STATS)), step=0, block=Block(1, 1))
+    other = Push(payloads=Whole([payload(floats([3.0] * 12))], (FROZEN, STATS)), step=0, block=Block(1, 1))
     sink = Mapping()
     done = bench.exchange(other, Want(step=1, wait_s=5.0), sink=sink)
     assert done.end is not None and done.end.outcome is Outcome.SERVED

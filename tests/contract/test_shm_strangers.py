@@ -29,7 +29,6 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.core.exchange import Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
@@ -43,6 +42,7 @@ from shardline.lanes.shm import server as shared
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import Attached, referred_requests
+from shardline.waist import Push, Sender, Want, Whole
 from shardline_ps.service import offers
 from tests.support.cluster import Ps
 from tests.support.lanes import GRADIENTS, SENDER, TIMEOUTS, Mapping, ShmBench, gradient, on_loop, payload, spec
@@ -378,7 +378,7 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
     lanes = [ShmLane(bench.peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s) for _ in range(64)]
     for number, lane in enumerate(lanes):
         sender = dataclasses.replace(SENDER, who=Identity(f"worker/{number + 1}", 1))
-        push = Contribution(
+        push = Push(
             payloads=Whole([payload(floats([float(number)] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1)
         )
         done = lane.exchange(sender, [push], None, Mapping(), timeout_s=DEADLINE_S)

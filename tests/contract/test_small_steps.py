@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from shardline.core.exchange import BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
@@ -25,6 +24,7 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import push_receiver
 from shardline.server.inline_apply import stands_inline
+from shardline.waist import Payload, Push, Want, Whole
 from tests.support.cluster import Ps
 from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
@@ -180,7 +180,7 @@ def test_a_step_without_gradients_is_one_message_and_counted_where_it_is_read(
 
     monkeypatch.setattr(push_receiver, "stands_inline", noted)
     for step in range(3):
-        nothing = Contribution(payloads=Whole([], (0, FROZEN, STATS)), step=step)
+        nothing = Push(payloads=Whole([], (0, FROZEN, STATS)), step=step)
         done = bench.exchange(nothing, Want(step=step + 1, have_step=step, buckets=[0], wait_s=5.0))
         assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
         assert done.end is not None and done.end.outcome is Outcome.SERVED
@@ -203,7 +203,7 @@ class Late(Whole):
     asked: threading.Event
     go_on: threading.Event
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         self.asked.set()
         assert self.go_on.wait(10.0)
         yield from super().batches()
@@ -211,7 +211,7 @@ class Late(Whole):
 
 def test_a_small_push_that_is_given_up_before_its_gradients_come_never_leaves(bench: Any, client: PlainClient) -> None:
     late = Late()
-    push = Contribution(payloads=late, step=0, block=Block(0, 1))
+    push = Push(payloads=late, step=0, block=Block(0, 1))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.exchange, push)
         assert late.asked.wait(5.0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from shardline.core.exchange import BucketPayload, Sender, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.errors import UnreachableError
@@ -23,6 +22,7 @@ from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.native.engine import available
 from shardline.rpc.messages.data import Attached, referred_requests
+from shardline.waist import Payload, Sender, Want
 from tests.support.cluster import Ps
 from tests.support.lanes import (
     DEADLINE_S,
@@ -152,7 +152,7 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
     opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
     up = bench.dial(opened.port, opened.up_token)
 
-    def after(batch: Sequence[BucketPayload]) -> None:
+    def after(batch: Sequence[Payload]) -> None:
         bulk.send_all(up, memoryview(batch[0].data)[:sent])
         up.close()
 

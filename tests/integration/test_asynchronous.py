@@ -14,7 +14,6 @@ from torch import nn
 
 from shardline import schedule
 from shardline.client.exchange.outcomes import Restart, Stopped
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.data import BatchSource, derive, seed_everything
@@ -22,6 +21,7 @@ from shardline.errors import NonFiniteError, UnreachableError
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.model import named_values
+from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
 from tests.support.cluster import PATIENCE_S, Cluster, Worker
 from tests.support.covering import covering
 from tests.support.jobs import OPTIMIZERS, Rich, make_job, mse
@@ -110,7 +110,7 @@ class LossyLane(Lane):
         self.outcomes: list[Outcome] = []
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         draw = self._random.random() if contributions else 1.0
         if draw < 0.2:
@@ -121,8 +121,8 @@ class LossyLane(Lane):
             raise UnreachableError("the reply was lost")
         return done
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.standing(sender, replicas, timeout_s=timeout_s)
 
     def cancel(self) -> None:
         self._lane.cancel()

@@ -15,13 +15,13 @@ from torch import nn
 
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
-from shardline.core.exchange import BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Standing, Want
 from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.pipeline.model import Pipeline
 from shardline.pipeline.parcel import ParcelKey
 from shardline.testing import ReferenceResult, reference
+from shardline.waist import Exchanged, Payload, Payloads, Push, Sender, Sink, Standing, Want
 from tests.support.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.support.covering import covering
 from tests.support.jobs import Rich, make_job
@@ -49,7 +49,7 @@ class Between:
     def empty(self) -> Sequence[int]:
         return self._payloads.empty
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         number = 0
         for batch in self._payloads.batches():
             for bucket in batch:
@@ -71,7 +71,7 @@ class TrapLane(Lane):
         self.sprung = False
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         if contributions and contributions[0].step == self._step and not self.sprung:
             self.sprung = True
@@ -79,8 +79,8 @@ class TrapLane(Lane):
             contributions = [replace(first, payloads=Between(first.payloads, self._at, self._function)), *rest]
         return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.standing(sender, replicas, timeout_s=timeout_s)
 
     def cancel(self) -> None:
         self._lane.cancel()

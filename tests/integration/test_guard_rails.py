@@ -15,8 +15,7 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.consistency.server import Observers, Push
-from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.consistency.server import NumberedPush, Observers
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
@@ -32,6 +31,7 @@ from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
+from shardline.waist import End, Exchanged, Push, Sender, Sink, Standing, Want
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard, roll_back
 from tests.support.cluster import Orders
@@ -64,7 +64,7 @@ def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() ->
 
 def test_an_asynchronous_push_with_a_wrong_hyper_parameter_keeps_its_number() -> None:
     shard = half_precision_shard([], mode="async")
-    first = Push(task="worker/0", incarnation=1, seq=1, base_version=0)
+    first = NumberedPush(task="worker/0", incarnation=1, seq=1, base_version=0)
     with pytest.raises(ProtocolError, match="'speed'"):
         shard.push(first, {0: gradient(1.0)}, hyper={0: {"speed": 2.0}})
     decision, _ = shard.push(first, {0: gradient(1.0)})
@@ -108,7 +108,7 @@ class WaitingLane(Lane):
         self.calls = 0
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         self.calls += 1
         return Exchanged(acks=(), end=End(outcome=Outcome.WAITING, waiting_for=(1,)))

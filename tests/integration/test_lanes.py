@@ -156,7 +156,7 @@ def test_a_new_life_of_a_worker_opens_a_lane_of_its_own_and_the_old_one_is_close
         assert cluster.hosts[0].attachments.count().get(lane, 0) == 0
         cluster.worker(0, incarnation=2).run(range(job.replicas), job.steps)
         assert_same_end(cluster.state(), expected("wide"))
-        standing = old.trainer.exchange.progress(cluster.sender("worker/0"), 0, [0])
+        standing = old.trainer.exchange.standing(cluster.sender("worker/0"), 0, [0])
         assert standing.outcome is Outcome.FENCED
 
 

@@ -6,10 +6,10 @@ import threading
 
 import torch
 
-from shardline.core.exchange import Want
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.testing import reference
+from shardline.waist import Want
 from tests.support.cluster import Cluster, Worker, assert_same_end
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for

@@ -18,11 +18,11 @@ from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads, Unready
 from shardline.client.layout import copy_each
 from shardline.client.step.sending import Expected
-from shardline.core.exchange import Contribution, Exchanged, Sender
 from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import Lane
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
+from shardline.waist import Exchanged, Push, Sender
 from tests.integration.test_asynchronous import plain_torch
 from tests.integration.test_deaths import received
 from tests.integration.test_equivalence import data_with_a_nan
@@ -194,7 +194,7 @@ def test_exchanges_that_break_during_the_backward_pass_are_made_again_and_change
 
 def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> None:
     class Impatient(LosingLane):
-        def exchange(self, sender: Sender, contributions: Sequence[Contribution], *args: Any, **more: Any) -> Exchanged:
+        def exchange(self, sender: Sender, contributions: Sequence[Push], *args: Any, **more: Any) -> Exchanged:
             for push in contributions:
                 assert isinstance(push.payloads, LivePayloads)
                 push.payloads.be_patient(0.05)

@@ -13,10 +13,10 @@ import torch
 from shardline.client.exchange.priority import pull_order
 from shardline.client.layout import homes
 from shardline.client.overlap import as_computed
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import Lane
 from shardline.testing import reference
+from shardline.waist import Arrival, Exchanged, Payload, Payloads, Push, Sender, Sink, Want
 from tests.support.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
 from tests.support.jobs import make_job
 from tests.support.overlap import Layers, LosingLane, Middle, OverlapWorker
@@ -36,7 +36,7 @@ class RecordingLane(LosingLane):
         self.go_on.set()
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         noted = [replace(push, payloads=self.Noted(push.payloads, self, push.step)) for push in contributions]
         return self._lane.exchange(sender, noted, want, sink, timeout_s=timeout_s)
@@ -53,7 +53,7 @@ class RecordingLane(LosingLane):
         def empty(self) -> Sequence[int]:
             return self._payloads.empty
 
-        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        def batches(self) -> Iterator[Sequence[Payload]]:
             order = self._lane.sent.setdefault(self._step, [])
             for batch in self._payloads.batches():
                 order.extend(item.bucket for item in batch)
@@ -115,7 +115,7 @@ class LateLane(RecordingLane):
         self.may_come = threading.Event()
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         deferred: list[Arrival] = []
         late = self.late

@@ -16,7 +16,6 @@ from torch import nn
 
 from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.step.sink import BucketSink
-from shardline.core.exchange import Want
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
@@ -26,6 +25,7 @@ from shardline.rpc.client import PsControl
 from shardline.rpc.messages.data import data_header, ps_stub, pull_request
 from shardline.rpc.server import WATCHER, RpcServer
 from shardline.security import key_of
+from shardline.waist import Want
 from tests.support.cluster import PATIENCE_S, TIMELINE, Cluster, Ps
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for

@@ -12,12 +12,12 @@ import pytest
 
 from shardline.client.exchange.outcomes import Overtaken
 from shardline.core.choices import Choices, members
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.rpc.messages.configuration import Configuration
 from shardline.testing import ReferenceResult, reference
+from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
 from tests.support.cluster import Cluster, Worker, assert_same_end, split_evenly
 from tests.support.covering import covering
 from tests.support.jobs import Rich, make_job
@@ -42,7 +42,7 @@ class LateLane(Lane):
         self.answers: list[Outcome] = []
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         for push in contributions:
             target = min(push.step + self._behind, self._cluster.job.steps)
@@ -54,8 +54,8 @@ class LateLane(Lane):
     def _reached(self, step: int) -> bool:
         return min(shard.step_min for shard in self._cluster.shards) >= step
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.standing(sender, replicas, timeout_s=timeout_s)
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
         return self._lane.allocate(bucket, nbytes)

@@ -23,13 +23,13 @@ from shardline.config import RoleConfig
 from shardline.consistency import of
 from shardline.consistency.worker import ComputedAt
 from shardline.consistency.worker.base import WorkerHalf
-from shardline.core.exchange import Exchanged
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import RolledBackError, UnreachableError
 from shardline.lanes.base import Lane
 from shardline.rpc.link import ChiefLink
 from shardline.update import rule
+from shardline.waist import Exchanged
 from tests.integration.test_deaths import Between
 from tests.support.cluster import ClusterState, same_bits
 from tests.support.jobs import make_job, mse

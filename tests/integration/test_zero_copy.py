@@ -22,7 +22,6 @@ from torch import nn
 from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.in_place import InPlace, regions
 from shardline.client.step.shared_gradients import SharedGradients
-from shardline.core.exchange import Arrival, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.core.timeouts import Timeouts
@@ -36,6 +35,7 @@ from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.testing import ReferenceResult, reference
+from shardline.waist import Arrival, Exchanged, Push, Sender, Sink, Want
 from tests.support.cluster import Cluster, Worker, assert_same_end
 from tests.support.jobs import Rich, Wide, make_job
 from tests.support.overlap import OverlapWorker
@@ -466,7 +466,7 @@ def within(lane: Lane, step: int, wrap: Callable[[Sink], Breaking]) -> None:
     whole = lane.exchange
 
     def exchange(
-        sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         chosen = contributions and contributions[0].step == step
         found = cast(Sink, wrap(sink)) if chosen else sink

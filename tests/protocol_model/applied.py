@@ -18,7 +18,6 @@ from shardline.client.applied.ground import ServerStates
 from shardline.client.applied.here import AppliedHere
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
-from shardline.core.exchange import Sender
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.image import BucketImage
@@ -27,6 +26,7 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.pipeline.share import Share
+from shardline.waist import Sender
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.numbers import require
 from tests.support.builders import make_job_spec, make_settings

@@ -14,13 +14,13 @@ from shardline.cadence import Outgoing, Told
 from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
-from shardline.core.exchange import Sender, Standing
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.pipeline.schedules.unbroken import Unbroken
+from shardline.waist import Sender, Standing
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import contribution
 from tests.protocol_model.numbers import require

@@ -24,7 +24,6 @@ from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import ModelWatch
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import JobView
@@ -44,6 +43,7 @@ from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
 from shardline.topology import Hop, Surroundings
+from shardline.waist import Sender
 from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register

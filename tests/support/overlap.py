@@ -16,10 +16,10 @@ from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
 from shardline.client.overlap.watching import StepWatch
 from shardline.client.step.sending import Expected
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
+from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
 from tests.support.cluster import COMPUTE, Cluster, Worker
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ class LosingLane(Lane):
         self.broken = 0
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         step = contributions[0].step if contributions else -1
         left = self._left.get(step, 0)
@@ -200,8 +200,8 @@ class LosingLane(Lane):
             raise UnreachableError("the reply was lost")
         return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.standing(sender, replicas, timeout_s=timeout_s)
 
     def cancel(self) -> None:
         self._lane.cancel()

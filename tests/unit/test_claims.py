@@ -12,9 +12,8 @@ from shardline.client.step.open_step import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, GradientStaging, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
-from shardline.consistency.server import Push
+from shardline.consistency.server import NumberedPush
 from shardline.core import gradients
-from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
@@ -30,6 +29,7 @@ from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
 from shardline.server.inline_apply import QUICK_BYTES
 from shardline.server.slots import Slot, opened
+from shardline.waist import Payload, Push, Sender, Want, Whole
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard
@@ -84,7 +84,7 @@ def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(m
     seen = looks(monkeypatch)
     shard = flat_shard(mode="async")
     parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
-    decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
+    decision, _ = shard.push(NumberedPush(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED and not seen
 
 
@@ -209,7 +209,7 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     monkeypatch.setattr(data, "SMALL_BYTES", 64 << 10 if small else 0)
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=1, allocate=shared())
     payload = staging.payload(Block(0, 1), 0, 0)
-    push = Contribution(payloads=Whole([payload]))
+    push = Push(payloads=Whole([payload]))
     sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
 
     def referred(lane: str) -> list[int]:
@@ -228,10 +228,8 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
 @pytest.mark.parametrize(("lane", "in_place", "requests"), [("shm", True, 1), ("shm", False, 3), ("tcp", True, 3)])
 def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str, in_place: bool, requests: int) -> None:
     size = data.SMALL_BYTES + 4
-    item = BucketPayload(
-        bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0
-    )
-    push = Contribution(payloads=Whole([item], in_place=in_place), block=Block(0, 1))
+    item = Payload(bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0)
+    push = Push(payloads=Whole([item], in_place=in_place), block=Block(0, 1))
     made = list(
         data.referred_requests(
             Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1)),
@@ -251,14 +249,12 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
 @pytest.mark.parametrize("small", [True, False])
 def test_bytes_of_a_push_at_hand_leave_behind_its_message_unless_they_are_few(small: bool) -> None:
     size = data.SMALL_BYTES + (0 if small else 4)
-    item = BucketPayload(
-        bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0
-    )
+    item = Payload(bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0)
     sent: list[int] = []
     requests = data.referred_requests(
         Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1)),
         0,
-        [Contribution(payloads=Whole([item], at_once=True), block=Block(0, 1))],
+        [Push(payloads=Whole([item], at_once=True), block=Block(0, 1))],
         Want(step=1),
         data.Attached("tcp", 1),
         place=lambda payload: 0,

@@ -18,7 +18,6 @@ from shardline.client.api import workplace
 from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.core.exchange import Standing
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
 from shardline.core.outcome import Outcome
@@ -32,6 +31,7 @@ from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
+from shardline.waist import Standing
 
 TIMEOUTS = Timeouts(total_s=2.0)
 

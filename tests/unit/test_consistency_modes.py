@@ -14,15 +14,15 @@ import shardline
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency.by_stage import admit_update
-from shardline.consistency.server import Observers, Push, StepWanted
+from shardline.consistency.server import NumberedPush, Observers, StepWanted
 from shardline.consistency.ssp import Clocks, PacedPushes
-from shardline.core.exchange import Standing
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update import rule
+from shardline.waist import Standing
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_job_spec, make_shard
 from tests.support.jobs import make_job
@@ -73,7 +73,7 @@ class Driver:
         }
         given = {number: Gradient(values.clone(), (True,) * self.slices(number)) for number, values in flat.items()}
         clock = seq if clock is None else clock
-        push = Push(task=task, incarnation=1, seq=seq, base_version=self.base[worker], clock=clock, scale=scale)
+        push = NumberedPush(task=task, incarnation=1, seq=seq, base_version=self.base[worker], clock=clock, scale=scale)
         return self.shard.push(push, given)
 
     def slices(self, bucket: int) -> int:
@@ -474,7 +474,7 @@ def test_replicas_of_stages_have_states_of_their_own_as_workers_of_the_whole_mod
         step = ours.counted[replica]
         assert staged.contribute(0, step, Block(replica, 1), given).outcome is Outcome.COUNTED
         task = f"worker/{replica}"
-        push = Push(task=task, incarnation=1, seq=whole.last_push(task) + 1, base_version=whole.version)
+        push = NumberedPush(task=task, incarnation=1, seq=whole.last_push(task) + 1, base_version=whole.version)
         whole.push(push, {0: Gradient(gradient, (True,), fingerprint=1)})
         assert torch.equal(ours.values, theirs.values), number
         assert torch.equal(ours.answer(ours.step, "worker/0"), theirs.answer(theirs.step, "worker/0"))

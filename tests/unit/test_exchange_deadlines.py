@@ -19,7 +19,6 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.core.exchange import Ack, BucketPayload, Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
@@ -28,6 +27,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 from shardline.rpc.messages import data
+from shardline.waist import Ack, Exchanged, Payload, Push, Sender, Sink, Standing, Want
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01
@@ -104,7 +104,7 @@ class ForgetfulLane(Lane):
         self.entered, self.go_on, self.cancelled = threading.Event(), threading.Event(), threading.Event()
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         self.entered.set()
         assert self.go_on.wait(PATIENCE_S)
@@ -112,7 +112,7 @@ class ForgetfulLane(Lane):
         assert self.cancelled.wait(PATIENCE_S), "the call was not cancelled again"
         raise UnreachableError("given up")
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         raise AssertionError
 
     def cancel(self) -> None:
@@ -154,10 +154,10 @@ class EchoLane(ForgetfulLane):
         super().__init__()
         self.interrupt = interrupt
         self.threads: list[int] = []
-        self.sent: list[BucketPayload] = []
+        self.sent: list[Payload] = []
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         self.threads.append(threading.get_ident())
         self.interrupt()
@@ -173,9 +173,9 @@ def exchange_over(lane: EchoLane) -> Exchange:
 
 
 def one_push(exchange: Exchange) -> dict[int, ShardTask]:
-    item = BucketPayload(bucket=0, dtype="float32", elements=1, present=b"", data=b"1234", raw_bytes=4, digest=1)
+    item = Payload(bucket=0, dtype="float32", elements=1, present=b"", data=b"1234", raw_bytes=4, digest=1)
     payloads = ReadyPayloads([item], empty=(), in_place=False, interrupted=exchange.refusal)
-    return {0: ShardTask(shard=0, contributions=[Contribution(payloads=payloads)], want=None)}
+    return {0: ShardTask(shard=0, contributions=[Push(payloads=payloads)], want=None)}
 
 
 @pytest.mark.parametrize("quick_bytes", [0, 1 << 20])

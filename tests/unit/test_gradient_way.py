@@ -109,7 +109,7 @@ class Cut(nn.Module):
 
 
 HOLDERS = {
-    *("Outgoing", "Partial", "Gradient", "BucketPayload", "Slot", "Encoded"),
+    *("Outgoing", "Partial", "Gradient", "Payload", "Slot", "Encoded"),
     *("ChunkView", "PushFrameView", "PullFrameView", "RequestView", "ReplyView"),
 }
 """Small values of the project that the bytes are passed in."""

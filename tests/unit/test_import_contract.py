@@ -100,7 +100,7 @@ OUTER = (
 LAYERS = (
     ("errors", "native", "rpc.v1"),
     ("core", "host", "data"),
-    ("plugins", "schedule", "cluster", "tls", "storage", "wire", "loading"),
+    ("plugins", "schedule", "cluster", "tls", "storage", "waist", "wire", "loading"),
     ("seams", "security"),
     ("codecs",),
     ("cadence", "consistency", "update", "pipeline", "methods"),

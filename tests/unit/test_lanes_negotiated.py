@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.negotiated import BREAKS, NegotiatedLane
+from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
 
 SENDER = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
 DONE = Exchanged(acks=(), end=None)
@@ -29,11 +29,11 @@ class FakeLane(Lane):
         self.cancelled = self.closed = 0
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         return self.does()
 
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         self.asked()
         return Standing(outcome=None, reason="", timeline=1, replicas={}, step_max=0, version=0, last_seq=0)  # type: ignore[arg-type]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from shardline.consistency.worker.own_pushes import OwnPushes
-from shardline.core.exchange import Standing
 from shardline.core.image import WorkerSequence
 from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE, Phase
 from shardline.core.outcome import Outcome
+from shardline.waist import Standing
 from shardline_chief.rules.messages import Beat
 from shardline_chief.rules.state.losses import Losses, Recovered, WentBack
 from tests.support.chief_cluster import Cluster, make_job, phase

@@ -10,22 +10,22 @@ import pytest
 
 from shardline.client.exchange.live import LivePayloads, Unready
 from shardline.client.exchange.priority import SendQueue
-from shardline.core.exchange import BucketPayload
 from shardline.errors import UnreachableError
+from shardline.waist import Payload
 
 PATIENCE_S = 20.0
 
 
-def payload(bucket: int) -> BucketPayload:
+def payload(bucket: int) -> Payload:
     data = bytes([bucket]) * 4
-    return BucketPayload(bucket=bucket, dtype="uint8", elements=4, present=b"", data=data, raw_bytes=4, digest=1)
+    return Payload(bucket=bucket, dtype="uint8", elements=4, present=b"", data=data, raw_bytes=4, digest=1)
 
 
 def live(
     count: int = 4,
     *,
     credit_bytes: int = 4,
-    prepare: Callable[[int], BucketPayload] = payload,
+    prepare: Callable[[int], Payload] = payload,
     interrupted: Callable[[], Exception | None] = lambda: None,
 ) -> LivePayloads:
     queue = SendQueue(range(count), [4] * count, credit_bytes)
@@ -69,7 +69,7 @@ def test_ready_buckets_leave_by_priority_and_batch_by_batch() -> None:
 def test_a_retry_sends_the_same_bytes_in_the_same_order_first_and_encodes_nothing_twice() -> None:
     made: list[int] = []
 
-    def prepare(bucket: int) -> BucketPayload:
+    def prepare(bucket: int) -> Payload:
         made.append(bucket)
         return payload(bucket)
 
@@ -89,7 +89,7 @@ def test_a_bucket_that_a_dead_call_is_still_encoding_is_not_encoded_a_second_tim
     made: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
 
-    def prepare(bucket: int) -> BucketPayload:
+    def prepare(bucket: int) -> Payload:
         made.append(bucket)
         begun.set()
         assert go_on.wait(PATIENCE_S)
@@ -136,7 +136,7 @@ def test_a_backward_pass_that_takes_long_ends_the_call_and_not_the_step() -> Non
 
 
 def test_what_encoding_raises_ends_this_and_every_later_call(pool: ThreadPoolExecutor) -> None:
-    def prepare(bucket: int) -> BucketPayload:
+    def prepare(bucket: int) -> Payload:
         raise ArithmeticError(f"bucket {bucket} has NaN")
 
     payloads = live(prepare=prepare)
@@ -165,7 +165,7 @@ def test_payloads_are_gone_only_when_no_lane_is_at_a_bucket_any_more(pool: Threa
     begun, go_on = threading.Event(), threading.Event()
     made: list[int] = []
 
-    def prepare(bucket: int) -> BucketPayload:
+    def prepare(bucket: int) -> Payload:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         # What it writes to is the next step's once drop() has returned.

@@ -10,11 +10,11 @@ import torch
 
 from shardline.client.applied.ground import Ground, ServerStates
 from shardline.client.layout import ModelLayout
-from shardline.core.exchange import Sender
 from shardline.core.plan import make_plan
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.schedule import complete, cosine
 from shardline.update import rule
+from shardline.waist import Sender
 from tests.support.builders import make_job_spec
 
 TENSORS = tuple(TensorSpec(name=f"w{stage}", shape=(3, 5), dtype="float32", fragment=stage) for stage in (0, 1))

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.consistency.server import Push
+from shardline.consistency.server import NumberedPush
 from shardline.core.contributions import Contributions, Partial, mean, scaled
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
@@ -159,7 +159,7 @@ def test_an_asynchronous_push_scales_a_copy() -> None:
         strange = Strange(gradient_of(shard, 1), 3)
         values = strange.values if borrowed else strange.values.clone()
         parts = {0: Gradient(values, (True,) * 3, borrowed=borrowed)}
-        decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0, scale=0.5), parts)
+        decision, _ = shard.push(NumberedPush(task="worker/0", incarnation=1, seq=1, base_version=0, scale=0.5), parts)
         assert decision.outcome is Outcome.APPLIED
         results.append(shard.buckets[0].values.clone())
         del parts, values, strange.values

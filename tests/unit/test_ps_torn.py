@@ -12,7 +12,6 @@ import torch
 from shardline.codecs import coding_of
 from shardline.consistency.server import StepWanted
 from shardline.core.contributions import none_present
-from shardline.core.exchange import CHUNK_BYTES, Arrival
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
@@ -25,6 +24,7 @@ from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server.pull_sender import Encoded, pull, refer_bucket
 from shardline.update import rule
+from shardline.waist import CHUNK_BYTES, Arrival
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard

@@ -9,10 +9,10 @@ from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.core.exchange import Arrival
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import ProtocolError
+from shardline.waist import Arrival
 
 SHAPES = {"first": (64,), "second": (3, 40)}
 

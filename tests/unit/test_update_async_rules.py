@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardline
-from shardline.consistency.server import Push
+from shardline.consistency.server import NumberedPush
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.spec import ConsistencySpec, TensorSpec
@@ -46,7 +46,7 @@ def shard_of(method: str, workers: int, **arguments: float | bool) -> Shard:
 def push_to(shard: Shard, worker: int, gradients: dict[int, Tensor], base_version: int) -> int:
     """Returns the staleness."""
     task = f"worker/{worker}"
-    push = Push(task=task, incarnation=1, seq=shard.mode.last_push(task, 1) + 1, base_version=base_version)
+    push = NumberedPush(task=task, incarnation=1, seq=shard.mode.last_push(task, 1) + 1, base_version=base_version)
     given = {
         number: Gradient(flat, (True,) * len(shard.buckets[number].spec.slices)) for number, flat in gradients.items()
     }

@@ -15,13 +15,12 @@ import torch
 
 from shardline import plugins
 from shardline.config import RoleConfig
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
-from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
+from shardline.core.tensor_bytes import copy_bytes, digest, memory_of, tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ProtocolError
 from shardline.lanes.open import open_lane
@@ -29,6 +28,7 @@ from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.update import rule
+from shardline.waist import Arrival, Memory, Payload, Push, Sender, Want, Whole, octets
 
 SERVERS = "shardline.servers"
 """Entry points for servers without a chief."""
@@ -81,13 +81,11 @@ class ReusingSink:
     def done(self, arrival: Arrival) -> None:
         self.arrived += arrival.payload_bytes
 
-    def whole(self, arrival: Arrival, payload: Buffer) -> None:
-        copy_bytes(self.buffer(arrival), payload)
+    def whole(self, arrival: Arrival, payload: Memory) -> None:
+        copy_bytes(self.buffer(arrival), octets(payload))
         self.done(arrival)
 
-    def take(self, arrival: Arrival, memory: memoryview) -> None:
-        self.buffer(arrival)[:] = memory
-        self.done(arrival)
+    take = whole
 
 
 class LaneProbe:
@@ -121,7 +119,7 @@ class LaneProbe:
         self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, who=Identity(config.task))
         self._sink = ReusingSink()
         self._items = [_payload(number, bucket.elements) for number, bucket in enumerate(self.plan.shards[0].buckets)]
-        self.nbytes = sum(len(item.data) for item in self._items)
+        self.nbytes = sum(item.nbytes for item in self._items)
         self._step = 0
 
     def prepare(self) -> None:
@@ -141,7 +139,7 @@ class LaneProbe:
                 activate=True,
             )
         )
-        self._exchange([Contribution(payloads=Whole(self._items), init=True)], None)
+        self._exchange([Push(payloads=Whole(self._items), init=True)], None)
         self.both()
 
     def push(self) -> float:
@@ -174,10 +172,10 @@ class LaneProbe:
             rounds=min(len(push), len(pull), len(both)),
         )
 
-    def _contribution(self) -> Contribution:
-        return Contribution(payloads=Whole(self._items), step=self._step)
+    def _contribution(self) -> Push:
+        return Push(payloads=Whole(self._items), step=self._step)
 
-    def _exchange(self, contributions: list[Contribution], want: Want | None) -> float:
+    def _exchange(self, contributions: list[Push], want: Want | None) -> float:
         timeout_s = self._timeouts.total_s + 2 * self.nbytes / SLOWEST_BYTES_PER_S
         before = self._sink.arrived
         start_s = time.perf_counter()
@@ -203,9 +201,9 @@ class LaneProbe:
             self._peers.close()
 
 
-def _payload(number: int, elements: int) -> BucketPayload:
+def _payload(number: int, elements: int) -> Payload:
     data = tensor_bytes(torch.full((elements,), 1e-6))
-    return BucketPayload(
+    return Payload(
         bucket=number,
         dtype="float32",
         elements=elements,

@@ -23,7 +23,6 @@ from shardline.consistency.server import (
     Terms,
 )
 from shardline.core.contributions import Contributions, Partial, Present, scaled
-from shardline.core.exchange import Standing
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Slice
@@ -32,6 +31,7 @@ from shardline.core.records import AppliedPush
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.update import BucketRule, Need
+from shardline.waist import Standing
 
 CPU = torch.device("cpu")
 NOTHING = Gradient(None, (False,))

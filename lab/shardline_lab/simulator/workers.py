@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shardline.consistency.server import Hyper, Push
+from shardline.consistency.server import Hyper, NumberedPush
 from shardline.consistency.worker import WorkerHalf
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
@@ -228,7 +228,7 @@ class VirtualWorker:
 
     def _push(self, server: VirtualServer) -> None:
         stamp = self._half.stamp(server.number)
-        push = Push(
+        push = NumberedPush(
             task=self.task, incarnation=self.incarnation, seq=stamp.seq, base_version=stamp.base, clock=stamp.clock
         )
         computed, replica, buckets = self._gradients, self._owed[0], range(len(server.buckets))

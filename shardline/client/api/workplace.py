@@ -21,7 +21,6 @@ from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
 from shardline.config import RoleConfig, environment
-from shardline.core.exchange import Standing
 from shardline.core.orders import JobView
 from shardline.core.spec import JobSpec
 from shardline.core.status import Traffic
@@ -34,6 +33,7 @@ from shardline.pipeline.parcel import ParcelKey
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
 from shardline.topology import Hop, Surroundings
+from shardline.waist import Standing
 
 log = logging.getLogger("shardline.client")
 

@@ -11,13 +11,13 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
-from shardline.core.exchange import Sender
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Plan, tensor_piece
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.update import BucketRule, bucket_rule
+from shardline.waist import Sender
 
 log = logging.getLogger("shardline.client")
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardline.client.exchange.priority import SendQueue
-from shardline.core.exchange import BucketPayload, Payloads
 from shardline.errors import UnreachableError
+from shardline.waist import Payload, Payloads
 
 DROP_S = 120.0
 """Seconds that preparing one bucket may take; on a GPU it waits for everything enqueued before."""
@@ -34,7 +34,7 @@ class LivePayloads:
     def __init__(
         self,
         queue: SendQueue,
-        prepare: Callable[[int], BucketPayload],
+        prepare: Callable[[int], Payload],
         *,
         nbytes: int,
         in_place: bool = False,
@@ -46,7 +46,7 @@ class LivePayloads:
         self._nbytes = nbytes
         self._interrupted = interrupted
         self._changed = threading.Condition()
-        self._sent: list[BucketPayload] = []
+        self._sent: list[Payload] = []
         """In the order of sending."""
         self._raw_bytes = self._wire_bytes = 0
         self._preparing = False
@@ -135,7 +135,7 @@ class LivePayloads:
                 lambda: self._closed or len(self._queue) > 0 or self._refusal() is not None, timeout_s
             )
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         """Yield batches by priority; after a failed call first those sent before. See core.exchange.Payloads.
 
         Raises Unready, an error of prepare() or fail(), or the error that `interrupted` returns.
@@ -145,7 +145,7 @@ class LivePayloads:
         while True:
             with self._changed:
                 self._await_more(done, end_s)
-                batch: Sequence[BucketPayload] = self._sent[done:]
+                batch: Sequence[Payload] = self._sent[done:]
                 numbers = [] if batch else self._queue.take()
                 if not batch and not numbers:
                     return
@@ -170,8 +170,8 @@ class LivePayloads:
     def _refusal(self) -> Exception | None:
         return self._error or self._interrupted()
 
-    def _make(self, numbers: Sequence[int]) -> list[BucketPayload]:
-        made: list[BucketPayload] = []
+    def _make(self, numbers: Sequence[int]) -> list[Payload]:
+        made: list[Payload] = []
         error: Exception | None = None
         try:
             for number in numbers:
@@ -184,7 +184,7 @@ class LivePayloads:
                 # Kept even if this call is dead: a retry must not prepare a bucket a second time.
                 self._sent.extend(made)
                 self._raw_bytes += sum(item.raw_bytes for item in made)
-                self._wire_bytes += sum(len(item.data) for item in made)
+                self._wire_bytes += sum(item.nbytes for item in made)
                 self._preparing = False
                 self._error = self._error or error
                 self._changed.notify_all()
@@ -198,7 +198,7 @@ class ReadyPayloads:
 
     def __init__(
         self,
-        items: Sequence[BucketPayload],
+        items: Sequence[Payload],
         *,
         empty: Sequence[int],
         in_place: bool,
@@ -207,11 +207,11 @@ class ReadyPayloads:
         self.empty = empty
         self.in_place = in_place
         self.raw_bytes = sum([item.raw_bytes for item in items])
-        self.nbytes = self.wire_bytes = sum([len(item.data) for item in items])
+        self.nbytes = self.wire_bytes = sum([item.nbytes for item in items])
         self._items = items
         self._interrupted = interrupted
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         refusal = self._interrupted()
         if refusal is not None:
             raise refusal
@@ -225,5 +225,5 @@ def drop_all(payloads: Iterable[Payloads]) -> None:
             item.drop()
 
 
-def _gone(bucket: int) -> BucketPayload:
+def _gone(bucket: int) -> Payload:
     raise RuntimeError(f"bucket {bucket} was already acknowledged")

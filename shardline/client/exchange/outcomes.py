@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardline.core.exchange import Ack, Contribution, End, Want
 from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError
+from shardline.waist import Ack, End, Push, Want
 
 log = logging.getLogger("shardline.client")
 
@@ -35,7 +35,7 @@ class ShardTask:
     """One shard's pushes and pull in this step."""
 
     shard: int
-    contributions: Sequence[Contribution]
+    contributions: Sequence[Push]
     want: Want | None
     patience_s: float = 0.0
     """Seconds that one call may wait for gradients that are still being computed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shardline.core.exchange import Sink
+from shardline.waist import Sink
 
 
 class PullSink(Sink, Protocol):

@@ -15,7 +15,6 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, Restart, ShardOutcome, ShardTask, check_ack, check_end
 from shardline.client.exchange.pull_sink import PullSink
 from shardline.client.exchange.running import Running
-from shardline.core.exchange import Ack, Contribution, End, Exchanged, Sender, Standing, Want
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
@@ -24,6 +23,7 @@ from shardline.host.awake import awake_s
 from shardline.lanes.base import Lane
 from shardline.lanes.calls import NotAdmittedError
 from shardline.rpc.messages import data
+from shardline.waist import Ack, End, Exchanged, Push, Sender, Standing, Want
 
 SLOWEST_BYTES_PER_S = 1e6
 """Slower links (8 Mbit/s) run into deadlines."""
@@ -55,7 +55,7 @@ class _Talk:
     sender: Sender
     task: ShardTask
     promise: Callable[[float], None]
-    pending: list[Contribution]
+    pending: list[Push]
     want: Want | None
     start_s: float
     heard_s: float
@@ -190,13 +190,13 @@ class Conversation:
         talk.want = self._rest(talk.want)
         return False
 
-    def progress(self, sender: Sender, replicas: Sequence[int]) -> Standing:
+    def standing(self, sender: Sender, replicas: Sequence[int]) -> Standing:
         start_s, pause_s = awake_s(), FIRST_PAUSE_S
         while True:
             if self._interrupted.is_set():
                 raise Interrupted
             try:
-                standing = self._lane.progress(sender, replicas, timeout_s=self._timeouts.rpc_s)
+                standing = self._lane.standing(sender, replicas, timeout_s=self._timeouts.rpc_s)
                 self._silence.note(self._shard, silent=False)
                 return standing
             except UnreachableError as error:
@@ -221,7 +221,7 @@ class Conversation:
         timeout_s = self._deadline_s(()) + sum(image.nbytes for image in images) / SLOWEST_BYTES_PER_S
         return self._lane.bring_state(sender, images, timeout_s=timeout_s)
 
-    def _deadline_s(self, pending: Sequence[Contribution]) -> float:
+    def _deadline_s(self, pending: Sequence[Push]) -> float:
         """Deadline of one call in seconds: a third of the timeout, plus time for its bytes on a very slow link.
 
         A dead link is noticed sooner, by keepalive; a server that waits answers WAITING sooner.
@@ -229,7 +229,7 @@ class Conversation:
         pushed = sum([push.payloads.nbytes for push in pending])
         return self._timeouts.rpc_s + (pushed + self._sink.shard_bytes) / SLOWEST_BYTES_PER_S
 
-    def _await_gradients(self, pending: Sequence[Contribution]) -> None:
+    def _await_gradients(self, pending: Sequence[Push]) -> None:
         """Wait until the backward pass has computed more of a push. Raises Interrupted if the orders change."""
         for payloads in (push.payloads for push in pending):
             while isinstance(payloads, LivePayloads) and not payloads.wait(self._timeouts.rpc_s):
@@ -387,12 +387,12 @@ class Exchange:
         """Run one task per shard. Once all have ended, raises the most informative error of all shards."""
         return self.start(sender, tasks).wait()
 
-    def progress(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
+    def standing(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
         """A shard's standing on some replicas; retried for a third of the timeout while the shard does not answer.
 
         Raises UnreachableError; Interrupted, because the servers exit when the job ends.
         """
-        return self._conversations[shard].progress(sender, replicas)
+        return self._conversations[shard].standing(sender, replicas)
 
     def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
         """Parameters and optimizer state of a shard at a step, where workers run the optimizer; None if it has none.

@@ -15,11 +15,11 @@ from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.layout import homes
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.sending import Expected
-from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import JobError
+from shardline.waist import Payload
 
 
 def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
@@ -217,7 +217,7 @@ class EarlyPush:
         self._added.add(key)
         return there or not self._staging.is_empty(key, self.block)
 
-    def _prepare(self, shard: int, bucket: int) -> BucketPayload:
+    def _prepare(self, shard: int, bucket: int) -> Payload:
         """Fill, check and encode one bucket, on the thread of the lane that sends it."""
         key = shard, bucket
         names: list[str] = []

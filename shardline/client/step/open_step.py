@@ -17,12 +17,12 @@ from shardline.client.step.sending import Sending
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.consistency.worker import Stamp
-from shardline.core.exchange import Contribution, Payloads, Want, Whole
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
 from shardline.pipeline.share import Share
 from shardline.rpc.messages import data
+from shardline.waist import Payloads, Push, Want, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class OpenStep:
         """The first step after a (re)start: parts of a block may already be counted."""
         self.share = Share(tools.plan)
         """What the worker exchanges."""
-        self.pushes: dict[int, list[Contribution]] = {}
+        self.pushes: dict[int, list[Push]] = {}
         """By shard; made once, so that retries send the same."""
         self.target: int | None = None
         """The step to pull after the pushes; None = the latest."""

@@ -14,11 +14,11 @@ from shardline.client.layout import ModelLayout
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, Coding, JobCoding
-from shardline.core.exchange import Arrival
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import TensorKind
-from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, memory_of
+from shardline.core.tensor_bytes import borrowed_tensor, copy_bytes, memory_of
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.waist import Arrival, Memory, octets
 
 HOLD_S = 3600.0
 """How long a lane's own memory waits until the model may be written to."""
@@ -94,7 +94,7 @@ class BucketSink:
         return self._named(arrival).bucket(self._shard, arrival.bucket)
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """Memory for one bucket's bytes: the model itself, or memory reused in every step. See core.exchange.Sink.
+        """Memory for one bucket's bytes: the model itself, or memory reused in every step. See waist.Sink.
 
         Raises ProtocolError for a payload of the wrong length.
         """
@@ -135,16 +135,16 @@ class BucketSink:
             payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
             self._moved(arrival, functools.partial(self._load, arrival, payload))
 
-    def whole(self, arrival: Arrival, payload: Buffer) -> None:
-        """Load a complete bucket from the message that it came in. See core.exchange.Sink."""
+    def whole(self, arrival: Arrival, payload: Memory) -> None:
+        """Load a complete bucket from the message that it came in. See waist.Sink."""
         if self._host is not None or self._direct(arrival) is not None:
             # What goes to a device leaves from pinned memory.
-            copy_bytes(self.buffer(arrival), payload)
+            copy_bytes(self.buffer(arrival), octets(payload))
             self.done(arrival)
             return
         self.first_s = self.first_s or time.monotonic()
         self._check(arrival)
-        self._moved(arrival, functools.partial(self._load, arrival, memoryview(payload)))
+        self._moved(arrival, functools.partial(self._load, arrival, payload))
 
     def _moved(self, arrival: Arrival, load: Callable[[], None]) -> None:
         """Count a bucket's bytes, which went over the wire."""
@@ -153,8 +153,8 @@ class BucketSink:
         self._residence.loaded((self._shard, arrival.bucket))
         self._landed(arrival, load)
 
-    def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """Load a complete bucket from shared memory; adds no wire bytes. See core.exchange.Sink.
+    def take(self, arrival: Arrival, memory: Memory) -> None:
+        """Load a complete bucket from shared memory; adds no wire bytes. See waist.Sink.
 
         Waits while the model must not be written to: an intermediate copy would cost more than it gains. Raises
         UnreachableError after hold_s.
@@ -163,7 +163,7 @@ class BucketSink:
         if self._arrivals.holding and not self._arrivals.await_release(HOLD_S):
             raise UnreachableError(f"shard {self._shard}: its published values were not read within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
-        stays = arrival.area < 2 and self._residence.take((self._shard, arrival.bucket), memory)
+        stays = arrival.lasting and self._residence.take((self._shard, arrival.bucket), memoryview(octets(memory)))
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
         if self._host is not None:
             # The lane may reuse the memory when this returns.
@@ -172,24 +172,26 @@ class BucketSink:
     def _spec(self, arrival: Arrival) -> BucketSpec:
         return self._layout.plan.shards[self._shard].buckets[arrival.bucket]
 
-    def _load(self, arrival: Arrival, payload: memoryview) -> None:
+    def _load(self, arrival: Arrival, payload: Memory) -> None:
         copy = functools.partial(self._copy_in, arrival, payload)
         if self._host is None:
             copy()
         else:
             self._host.load((self._shard, arrival.bucket), copy)
 
-    def _copy_in(self, arrival: Arrival, payload: memoryview) -> None:
+    def _copy_in(self, arrival: Arrival, payload: Memory) -> None:
         spec = self._spec(arrival)
         named = self._named(arrival)
         written = named.bucket(self._shard, arrival.bucket)
-        # Shared memory is read-only and read in place.
-        as_it_is = written.codec.is_view and len(payload) == spec.nbytes
-        if as_it_is:
-            values = borrowed_tensor(payload, spec.dtype)
+        raw = written.codec.is_view
+        if raw and isinstance(payload, torch.Tensor):
+            values = payload
+        elif raw and len(octets(payload)) == spec.nbytes:
+            # Shared memory is read-only and read in place.
+            values = borrowed_tensor(octets(payload), spec.dtype)
         else:
             turn = Turn(arrival.step, memory=named.memory(self._shard, arrival.bucket, ""))
-            values = written.decoder.decode(payload, turn)
+            values = written.decoder.decode(octets(payload), turn)
         self._layout.load(self._shard, arrival.bucket, values)
         self._keep_buffers(arrival.bucket)
 

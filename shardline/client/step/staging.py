@@ -18,7 +18,6 @@ from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial
-from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
@@ -27,6 +26,7 @@ from shardline.errors import JobError
 from shardline.host.segments import Segment
 from shardline.native.kernels import Copies, outgrows_cache
 from shardline.rpc.messages.convert import pack_bits
+from shardline.waist import Payload, Payloads, Push, Whole
 
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
@@ -293,7 +293,7 @@ class GradientStaging:
         """Whether these gradients are in memory that their shard reads, so that no bytes have to be sent."""
         return self._shared.issuperset([(shard, bucket) for bucket in buckets])
 
-    def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
+    def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> Payload:
         """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
         key = shard, bucket
         spec = self._specs[key]
@@ -306,7 +306,7 @@ class GradientStaging:
             data: Buffer = place[0]
         else:
             data = self.encoders.encode(shard, bucket, block.first, partial.values, partial.present)
-        return BucketPayload(
+        return Payload(
             bucket=bucket,
             dtype=spec.dtype,
             elements=spec.elements,
@@ -329,10 +329,10 @@ class GradientStaging:
 
     def contribution(
         self, block: Block, payloads: Payloads, stamp: Stamp, *, skip: bool = False, partial: bool = False
-    ) -> Contribution:
-        """A block's push with these payloads and the other data. partial: see Contribution."""
+    ) -> Push:
+        """A block's push with these payloads and the other data. partial: see Push."""
         samples = self.extras.samples
-        return Contribution(
+        return Push(
             payloads=payloads,
             block=block,
             hyper=self.extras.hyper,
@@ -390,13 +390,13 @@ def present_bits(present: Sequence[bool]) -> bytes:
     return b"" if all(present) else pack_bits(present)
 
 
-def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Contribution:
+def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Push:
     """The INIT push of one shard. values: flat CPU tensors by bucket. coding: JobCoding.plain."""
     payloads = []
     for b, (bucket, flat) in enumerate(zip(coding.plan.shards[shard].buckets, values, strict=True)):
         data = coding.bucket(shard, b).encoder.encode(flat, PLAIN_TURN)
         payloads.append(
-            BucketPayload(
+            Payload(
                 bucket=b,
                 dtype=bucket.dtype,
                 elements=bucket.elements,
@@ -406,4 +406,4 @@ def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tens
                 digest=digest(data),
             )
         )
-    return Contribution(payloads=Whole(payloads), init=True)
+    return Push(payloads=Whole(payloads), init=True)

@@ -21,7 +21,6 @@ from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED
-from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Post
@@ -31,6 +30,7 @@ from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
 from shardline.pipeline import share_of, stepping_together
 from shardline.topology import Route
+from shardline.waist import Payloads, Push, Sender, Standing, Want
 
 
 class PushTraffic:
@@ -41,7 +41,7 @@ class PushTraffic:
         self._pushed = {shard: [0, 0] for shard in sinks}
         self._taken: dict[int, tuple[int, int, int, int]] = {}
 
-    def pushed(self, shard: int, pushes: Iterable[Contribution], *, on_wire: bool) -> None:
+    def pushed(self, shard: int, pushes: Iterable[Push], *, on_wire: bool) -> None:
         """Count acknowledged pushes. A retry's bytes count once; bytes in shared memory are not wire bytes."""
         for push in pushes:
             if isinstance(push.payloads, (LivePayloads, ReadyPayloads)):
@@ -164,7 +164,7 @@ class Trainer:
         """Each shard's standing on these replicas. Raises Restart, Interrupted, UnreachableError."""
         found = {}
         for shard in sorted(self.exchange.lanes):
-            standing = found[shard] = self.exchange.progress(self.sender, shard, replicas)
+            standing = found[shard] = self.exchange.standing(self.sender, shard, replicas)
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
         return found

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.core.exchange import Standing
 from shardline.core.fixed import fixed
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
+from shardline.waist import Standing
 
 
 @fixed(kw_only=True)

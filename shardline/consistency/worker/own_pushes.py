@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardline.consistency.numbered_pushes import resume
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
-from shardline.core.exchange import Standing
 from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.core.reduce import Block
+from shardline.waist import Standing
 
 
 class OwnPushes(WorkerHalf):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
-from shardline.core.exchange import Standing
 from shardline.core.reduce import Block, cover
+from shardline.waist import Standing
 
 
 class SharedSteps(WorkerHalf):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Want
 from shardline.lanes.calls import ShardCalls
 from shardline.rpc.messages.data import exchange_requests, is_small
+from shardline.waist import Exchanged, Push, Sender, Sink, Want
 
 
 class GrpcLane(ShardCalls):
@@ -15,7 +15,7 @@ class GrpcLane(ShardCalls):
     name = "grpc"
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         self._arm()
         requests = exchange_requests(sender, self._shard, contributions, want)

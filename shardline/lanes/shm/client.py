@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer, copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
@@ -21,6 +20,7 @@ from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
+from shardline.waist import Arrival, Exchanged, Payload, Push, Sender, Sink, Want
 
 KNOCK_S = 5.0
 """Seconds that the server's unix socket may take to answer; it is on this host."""
@@ -106,13 +106,14 @@ class Mapped:
 
     def view(self, arrival: Arrival) -> memoryview:
         """The bytes of a bucket that the shard refers to. Raises ProtocolError if the reference is invalid."""
-        area = self._areas.get(arrival.area)
-        if area is None or arrival.offset + arrival.payload_bytes > area.nbytes:
+        number, offset = arrival.place
+        area = self._areas.get(number)
+        if area is None or offset + arrival.payload_bytes > area.nbytes:
             raise ProtocolError(
-                f"the shard refers to {arrival.payload_bytes} bytes at {arrival.offset} of area {arrival.area}, which "
+                f"the shard refers to {arrival.payload_bytes} bytes at {offset} of area {number}, which "
                 + ("it has not passed" if area is None else f"has {area.nbytes} bytes")
             )
-        return area.memory[arrival.offset : arrival.offset + arrival.payload_bytes].toreadonly()
+        return area.memory[offset : offset + arrival.payload_bytes].toreadonly()
 
 
 class ShmLane(ShardCalls):
@@ -142,7 +143,7 @@ class ShmLane(ShardCalls):
         return mapped if mapped is not None and mapped.by_reference else None
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         """Push and pull by reference; see Lane.exchange.
 
@@ -217,8 +218,8 @@ class ShmLane(ShardCalls):
         if mapped is not None:
             mapped.calls.close()
 
-    def _place(self, mapped: Mapped, step: int, item: BucketPayload) -> int:
-        data = item.data
+    def _place(self, mapped: Mapped, step: int, item: Payload) -> int:
+        data = item.octets
         if len(data) == 0:
             return 0
         mapped.refer(item.bucket, step)

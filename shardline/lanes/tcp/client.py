@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardline.cluster import parse_address
-from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
@@ -29,6 +28,7 @@ from shardline.rpc.messages.data import (
     progress_request,
     referred_requests,
 )
+from shardline.waist import Arrival, Exchanged, Payload, Push, Sender, Sink, Want
 
 DIAL_S = 10.0
 """Seconds that the bulk port may take to answer. More than a server grants to a connection without a token."""
@@ -63,7 +63,7 @@ class TcpLane(ShardCalls):
         self._busy = False
 
     def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+        self, sender: Sender, contributions: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         """Push and pull in full duplex; see Lane.exchange.
 
@@ -175,7 +175,7 @@ class TcpLane(ShardCalls):
             sockets.close()
 
 
-def _in_order(item: BucketPayload) -> int:
+def _in_order(item: Payload) -> int:
     """A bulk socket has no places: bytes come in the order of the references."""
     return 0
 
@@ -201,14 +201,14 @@ class BulkSockets:
         self._down = down
         self._sending = threading.Lock()
 
-    def send(self, batch: Sequence[BucketPayload]) -> None:
+    def send(self, batch: Sequence[Payload]) -> None:
         """Send the payloads of a batch. Raises UnreachableError; then both sockets are unusable."""
         with self._sending:
             try:
                 if not self.alive:
                     raise ConnectionAbortedError("it was closed")
                 for item in batch:
-                    bulk.send_all(self._up, memoryview(item.data).cast("B"))
+                    bulk.send_all(self._up, memoryview(item.octets).cast("B"))
             except OSError as error:
                 # The exchanging thread may be waiting for bytes that won't come now.
                 self.shut()

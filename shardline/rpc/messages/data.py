@@ -6,18 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.core.exchange import (
-    CHUNK_BYTES,
-    Ack,
-    Arrival,
-    BucketPayload,
-    Contribution,
-    End,
-    Sender,
-    Sink,
-    Standing,
-    Want,
-)
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.protocol import PROTOCOL_MINOR
@@ -26,6 +14,19 @@ from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_from_proto, hyper_to_proto, image_parts
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.waist import (
+    CHUNK_BYTES,
+    Ack,
+    Arrival,
+    End,
+    Payload,
+    Push,
+    Sender,
+    Sink,
+    Standing,
+    Want,
+    refuse_rows,
+)
 from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
@@ -122,15 +123,17 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
     )
 
 
-def push_header(data: common_pb2.DataHeader, push: Contribution) -> data_pb2.PushHeader:
+def push_header(data: common_pb2.DataHeader, push: Push) -> data_pb2.PushHeader:
     """Header of a push."""
     header = data_pb2.PushHeader(data=data)
     _fill_header(header, push)
     return header
 
 
-def _fill_header(header: data_pb2.PushHeader, push: Contribution) -> None:
+def _fill_header(header: data_pb2.PushHeader, push: Push) -> None:
     """Set all of it but the sender."""
+    if push.by is not None and push.by.task != header.data.task:
+        raise ProtocolError(f"{header.data.task} can't send what {push.by.task} has numbered over its own connection")
     header.step, header.seq, header.clock = push.step, push.seq, push.clock
     header.block.first, header.block.count = push.block.first, push.block.count
     header.base_min, header.base_max = push.base_min, push.base_max
@@ -142,30 +145,32 @@ def _fill_header(header: data_pb2.PushHeader, push: Contribution) -> None:
     header.nonfinite_tensors.extend(push.nonfinite)
 
 
-def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
+def bucket_header(item: Payload) -> data_pb2.BucketHeader:
     """Header of one bucket within a push."""
     header = data_pb2.BucketHeader()
     _fill_bucket(header, item)
     return header
 
 
-def _fill_bucket(header: data_pb2.BucketHeader, item: BucketPayload) -> None:
+def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
     """Set all of it."""
-    header.bucket, header.elements, header.payload_bytes = item.bucket, item.elements, len(item.data)
+    if item.rows is not None:
+        raise refuse_rows(item.bucket)
+    header.bucket, header.elements, header.payload_bytes = item.bucket, item.elements, item.nbytes
     header.dtype, header.present = DTYPE_TO_PROTO[item.dtype], item.present
     header.bound, header.fingerprint = item.bound, item.fingerprint
     del header.nonfinite_tensors[:]
     header.nonfinite_tensors.extend(item.nonfinite)
 
 
-def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commit:
+def push_commit(push: Push, buckets: int, nbytes: int) -> data_pb2.Commit:
     """End of a push, once all its buckets are sent."""
     commit = data_pb2.Commit()
     _fill_commit(commit, push, buckets, nbytes)
     return commit
 
 
-def _fill_commit(commit: data_pb2.Commit, push: Contribution, buckets: int, nbytes: int) -> None:
+def _fill_commit(commit: data_pb2.Commit, push: Push, buckets: int, nbytes: int) -> None:
     """Set all of it."""
     commit.buckets, commit.bytes, commit.skip = buckets, nbytes, push.skip
     commit.scale = 0.0 if push.scale == 1.0 else push.scale
@@ -173,7 +178,7 @@ def _fill_commit(commit: data_pb2.Commit, push: Contribution, buckets: int, nbyt
     commit.empty_buckets.extend(push.payloads.empty)
 
 
-def is_small(contributions: Sequence[Contribution]) -> bool:
+def is_small(contributions: Sequence[Push]) -> bool:
     """Whether a push is too small for a message per chunk: it is held until its last bucket and sent in few frames.
 
     True if nothing is pushed.
@@ -181,7 +186,7 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
     return not contributions or (len(contributions) == 1 and contributions[0].payloads.nbytes <= SMALL_BYTES)
 
 
-def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
+def is_one_message(contributions: Sequence[Push], attached: Attached) -> bool:
     """Whether a push over an attachment is one request: because it is small, or at hand, or its bytes stay in place."""
     if len(contributions) == 1:
         payloads = contributions[0].payloads
@@ -190,12 +195,12 @@ def is_one_message(contributions: Sequence[Contribution], attached: Attached) ->
     return is_small(contributions)
 
 
-def gathered(push: Contribution) -> list[BucketPayload]:
+def gathered(push: Push) -> list[Payload]:
     """All buckets of a push, once the last one is ready. Raises what Payloads.batches() raises."""
     return [item for batch in push.payloads.batches() for item in batch]
 
 
-def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
+def push_frames(sender: Sender, shard: int, push: Push) -> Iterator[PushFrameView]:
     """One frame per chunk; a bucket's header and end are in its first and last chunk. Payloads are views."""
     header: data_pb2.PushHeader | None = push_header(data_header(sender, shard), push)
     buckets = total = 0
@@ -205,26 +210,26 @@ def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[Push
                 frame.header, header = header, None
                 yield frame
             buckets += 1
-            total += len(item.data)
+            total += item.nbytes
     yield PushFrameView(header=header, commit=push_commit(push, buckets, total))
 
 
-def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[PushFrameView]:
+def small_push_frames(sender: Sender, shard: int, push: Push) -> list[PushFrameView]:
     """The same for a small push, with one frame per bucket; header and end are in the first and last frame."""
     items = gathered(push)
     made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
     made[0].header = push_header(data_header(sender, shard), push)
-    made[-1].commit = push_commit(push, len(items), sum(len(item.data) for item in items))
+    made[-1].commit = push_commit(push, len(items), sum(item.nbytes for item in items))
     return made
 
 
-def _digest(item: BucketPayload) -> int:
+def _digest(item: Payload) -> int:
     """Digest of the payload; computed now if the bytes were to stay in place but are sent by another lane after all."""
-    return item.digest or digest(item.data)
+    return item.digest or digest(item.octets)
 
 
-def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
-    data = memoryview(item.data)
+def _bucket_frames(item: Payload) -> Iterator[PushFrameView]:
+    data = memoryview(item.octets)
     size = len(data)
     count = -(-size // CHUNK_BYTES)
     end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=_digest(item))
@@ -244,12 +249,12 @@ def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
 def referred_requests(
     sender: Sender,
     shard: int,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[Push],
     want: Want | None,
     attached: Attached,
     *,
-    place: Callable[[BucketPayload], int],
-    after: Callable[[Sequence[BucketPayload]], None] = lambda batch: None,
+    place: Callable[[Payload], int],
+    after: Callable[[Sequence[Payload]], None] = lambda batch: None,
 ) -> Iterator[Request]:
     """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
 
@@ -270,7 +275,7 @@ def referred_requests(
     data = data_header(sender, shard, attached)
     pull = pull_request(data, want) if want is not None else None
 
-    def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
+    def refer(batch: Sequence[Payload]) -> list[data_pb2.BucketRef]:
         refs = [data_pb2.BucketRef() for _ in batch]
         for ref, item in zip(refs, batch, strict=True):
             _fill_ref(ref, item, place(item), attached)
@@ -286,18 +291,18 @@ def referred_requests(
             header = None
             after(batch)
             buckets += len(batch)
-            total += sum(len(item.data) for item in batch)
+            total += sum(item.nbytes for item in batch)
         yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
 
 
 def _one_request(
     sender: Sender,
     shard: int,
-    push: Contribution,
-    items: Sequence[BucketPayload],
+    push: Push,
+    items: Sequence[Payload],
     want: Want | None,
     attached: Attached,
-    place: Callable[[BucketPayload], int],
+    place: Callable[[Payload], int],
 ) -> data_pb2.PushPullRequest:
     """A whole push of these buckets with its pull. Valid until the next one over the attachment."""
     message = attached.one.of(sender, shard, attached)
@@ -307,7 +312,7 @@ def _one_request(
     del refs[len(items) :]
     for number, item in enumerate(items):
         _fill_ref(refs[number] if number < len(refs) else refs.add(), item, place(item), attached)
-    _fill_commit(frame.commit, push, len(items), sum([len(item.data) for item in items]))
+    _fill_commit(frame.commit, push, len(items), sum([item.nbytes for item in items]))
     if want is None:
         message.ClearField("pull")
     else:
@@ -317,7 +322,7 @@ def _one_request(
     return message
 
 
-def _fill_ref(ref: data_pb2.BucketRef, item: BucketPayload, offset: int, attached: Attached) -> None:
+def _fill_ref(ref: data_pb2.BucketRef, item: Payload, offset: int, attached: Attached) -> None:
     """Set all of it."""
     _fill_bucket(ref.bucket, item)
     ref.offset, ref.digest = offset, item.digest if attached.in_place else _digest(item)
@@ -332,6 +337,8 @@ def pull_request(data: common_pb2.DataHeader, want: Want) -> data_pb2.PullReques
 
 def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
     """Set all of it but the sender."""
+    for bucket in want.rows:
+        raise refuse_rows(bucket)
     request.what, request.wait_s = data_pb2.PULL_WHAT_PARAMS, want.wait_s
     del request.buckets[:]
     request.buckets.extend(want.buckets)
@@ -348,7 +355,7 @@ def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
 
 
 def exchange_requests(
-    sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
+    sender: Sender, shard: int, contributions: Sequence[Push], want: Want | None
 ) -> Iterator[RequestView]:
     """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still being sent.
 
@@ -497,8 +504,8 @@ class PullReader:
             unchanged=state.unchanged,
             codec=state.codec,
             payload_bytes=state.payload_bytes,
-            area=state.area,
-            offset=state.offset,
+            lasting=state.area < 2,
+            place=(state.area, state.offset),
         )
 
     def _begin(self, state: data_pb2.BucketState) -> None:

@@ -1,4 +1,10 @@
-"""The data of one exchange between a task and a shard: pushes, a pull, and their outcomes."""
+"""The waist of the system: a sender exchanges pushes and a pull with one shard. Read this file first.
+
+Everything on a worker's side of it (models, codecs, cadences, pipelines) ends in an exchange; everything on the other
+side (consistency modes, update rules, checkpoints, standbys) begins with one. A shard of a parameter server, a worker's
+connection to it, an aggregator and a simulated server are all a ShardService; tests/conformance/test_exchange.py holds
+for each of them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from shardline.core.fixed import fixed
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BUCKET_BYTES
 from shardline.core.reduce import Block
-from shardline.core.tensor_bytes import Buffer
+from shardline.core.tensor_bytes import Buffer, tensor_bytes
+from shardline.errors import ProtocolError
 
 CHUNK_BYTES = BUCKET_BYTES
 """Maximum bytes of a bucket in one message of a push or pull: usually all of it, which then need not be reassembled."""
+
+
+class ShardService(Protocol):
+    """One shard, wherever it is. Used by one thread at a time, unless an implementation allows more."""
+
+    def exchange(
+        self, sender: Sender, pushes: Sequence[Push], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push, each push after the one before it, and pull. A pull may be answered in part while pushes are sent.
+
+        Raises UnreachableError if no answer came within timeout_s seconds, and ProtocolError, TensorError or
+        NonFiniteError for a push or a want that the shard can't take: nothing was changed then.
+        """
+        ...
+
+    def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        """The shard's progress, and that of some replicas. Raises UnreachableError.
+
+        Where a pull waits for senders that are behind, naming a replica says that this one computes, naming none that
+        it rests.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,25 +56,60 @@ class Sender:
     who: Identity
 
 
+Memory = Buffer | torch.Tensor
+"""Bytes of the host, or a flat tensor on any device."""
+
+
+def octets(memory: Memory) -> Buffer:
+    """The bytes in host memory: a view, or a copy of what is on another device."""
+    return tensor_bytes(memory.cpu()) if isinstance(memory, torch.Tensor) else memory
+
+
+class Event(Protocol):
+    """A point in a device's work, such as a torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Wait until the work before it is done."""
+        ...
+
+
 @fixed(kw_only=True)
-class BucketPayload:
-    """One outgoing bucket. data: encoded bytes, unchanged until acknowledged (retries resend them)."""
+class Payload:
+    """One outgoing bucket, in the memory of a device.
+
+    data: as its codec has encoded it, unchanged until the push is acknowledged (retries send it again).
+    """
 
     bucket: int
     dtype: str
     elements: int
     present: bytes
     """Bitmap of the slices that have a gradient; empty = all."""
-    data: Buffer
+    data: Memory
     raw_bytes: int
     digest: int
-    """Digest of `data`; 0 = the bytes were to stay in place. If they are sent after all, the lane computes it."""
+    """Digest of `data`; 0 = unknown. Who sends bytes to another process computes it then."""
+    ready: Event | None = None
+    """`data` may be read after it; None = now."""
+    rows: Sequence[int] | None = None
+    """Rows of a table that `data` is of, in its order; None = the whole bucket. Dense shards refuse rows."""
     nonfinite: Sequence[str] = ()
     """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
     bound: float = 0.0
     """Upper bound of the elements' magnitudes, from the worker; 0 = unknown, or all are zero."""
     fingerprint: int = 0
     """Of `data`, see core.tensor_bytes.fingerprint; 0 = unknown."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes if isinstance(self.data, torch.Tensor) else len(self.data)
+
+    @property
+    def octets(self) -> Buffer:
+        """Its bytes in host memory: a view, or a copy if they are on another device. Waits until they are ready."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return octets(self.data)
 
 
 class Payloads(Protocol):
@@ -64,7 +130,7 @@ class Payloads(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether all payloads are ready and in memory that the shard reads, as long as the lane shares memory."""
+        """Whether all payloads are ready, in memory that the shard can read too: then nothing need be sent."""
         ...
 
     @property
@@ -72,38 +138,46 @@ class Payloads(Protocol):
         """Whether all payloads are ready, and few enough to be sent before anything is heard of them."""
         ...
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         """Yield ready payloads in the order of sending; waits for more until all have come. Ends early by raising."""
         ...
 
 
 @fixed()
 class Whole:
-    items: Sequence[BucketPayload] = ()
+    items: Sequence[Payload] = ()
     empty: Sequence[int] = ()
     in_place: bool = False
     at_once: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(len(item.data) for item in self.items)
+        return sum(item.nbytes for item in self.items)
 
-    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+    def batches(self) -> Iterator[Sequence[Payload]]:
         if self.items:
             yield self.items
 
 
 @fixed(kw_only=True)
-class Contribution:
+class Push:
+    """Gradients with their origins: a block of replicas of a step, or a worker that numbers its pushes (seq)."""
+
     payloads: Payloads
     step: int = 0
     block: Block = field(default_factory=lambda: Block(0, 1))
+    """The replicas whose gradients are added up in it: a worker's own, or all those below an aggregator."""
     seq: int = 0
-    init: bool = False
+    """The worker's number of this push, from 1; 0 = it belongs to a step."""
+    by: Identity | None = None
+    """The worker whose number it is; None = the sender."""
     base_min: int = 0
+    """Lowest version of the values that the gradients were computed from; base_max: the highest."""
     base_max: int = 0
     clock: int = 0
-    """Bounded staleness: the worker's clock after this push."""
+    """The worker's clock after this push, where those that are ahead wait."""
+    init: bool = False
+    """It has initial values instead of gradients."""
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     codec: str = ""
     """Of the payloads; "" = not encoded."""
@@ -112,7 +186,7 @@ class Contribution:
     scale: float = 1.0
     skip: bool = False
     partial: bool = False
-    """Buckets that it does not name come from other workers, which compute other stages of the same replica."""
+    """The buckets that it does not name come in pushes of others."""
 
 
 @fixed(kw_only=True)
@@ -125,7 +199,10 @@ class Want:
     have_step: int | None = None
     buckets: Sequence[int] = ()
     """In the requested order; empty = all."""
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Rows of a table, by bucket; none = whole buckets. Dense shards refuse rows."""
     wait_s: float = 0.0
+    """Seconds that the values may be waited for; 0 = the shard's default."""
 
 
 @fixed(kw_only=True)
@@ -138,10 +215,10 @@ class Arrival:
     unchanged: bool
     codec: str
     payload_bytes: int
-    area: int = 0
-    """shm: 0 or 1 = the shard's publication of even or odd steps, 2 = replies to this worker."""
-    offset: int = 0
-    """shm: offset in bytes from the start of the area."""
+    lasting: bool = False
+    """For take(): the memory is where the shard publishes; the values stay until the puller has contributed to them."""
+    place: tuple[int, int] = (0, 0)
+    """For those who carry it: where its bytes are."""
 
 
 ACCEPTED = (
@@ -225,13 +302,20 @@ class Sink(Protocol):
         """All bytes of the bucket are in the memory from buffer(); or it is unchanged, or has no bytes."""
         ...
 
-    def whole(self, arrival: Arrival, payload: Buffer) -> None:
+    def whole(self, arrival: Arrival, payload: Memory) -> None:
         """All bytes of the bucket are in this memory, which nobody writes to: it came in one message.
 
         Raises ProtocolError as buffer() does.
         """
         ...
 
-    def take(self, arrival: Arrival, memory: memoryview) -> None:
+    def take(self, arrival: Arrival, memory: Memory) -> None:
         """All bytes of the bucket are in foreign memory, which must be copied before this returns."""
         ...
+
+
+def refuse_rows(bucket: int) -> ProtocolError:
+    """The error of a dense shard, or of messages that have no place for rows."""
+    return ProtocolError(
+        f"bucket {bucket}: the exchange names single rows of a table; a dense shard takes and gives whole buckets"
+    )

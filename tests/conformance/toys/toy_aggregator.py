@@ -18,7 +18,7 @@ from shardline.codecs import coding_of
 from shardline.config import RoleConfig
 from shardline.consistency.eager import Eager
 from shardline.consistency.replica_steps import admit_push, serve_pull
-from shardline.consistency.server import Guard, Push, StepWanted
+from shardline.consistency.server import Guard, NumberedPush, StepWanted
 from shardline.core.contributions import Contributions
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
@@ -57,6 +57,9 @@ class SumBlock:
 
     def bytes_at(self, step: int) -> memoryview:
         return tensor_bytes(self._values[step & 1])
+
+    def answer(self, step: int, task: str) -> torch.Tensor:
+        return self.values_at(step)
 
     def close(self) -> None:
         """All members have contributed: publish their sum in place of the older one."""
@@ -117,7 +120,7 @@ class SumShard:
         self._notify(self.number, bucket)
         return decision
 
-    def push(self, push: Push, gradients: Mapping[int, Gradient], **more: Any) -> tuple[Decision, int]:
+    def push(self, push: NumberedPush, gradients: Mapping[int, Gradient], **more: Any) -> tuple[Decision, int]:
         raise ProtocolError("an aggregator takes the buckets of a step")
 
     def serve(self, bucket: int, want: StepWanted) -> Outcome:
@@ -148,7 +151,9 @@ class Aggregator:
 
     staging_wait_s, pool_threads, generation = 10.0, 2, 1
 
-    def __init__(self, config: RoleConfig, job: str, timeline: int, plan: Plan, members: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: RoleConfig, job: str, timeline: int, plan: Plan, members: Mapping[str, int], *, replicas: int
+    ) -> None:
         self.job, self.timeline, self.plan, self.members = job, timeline, plan, dict(members)
         self.coding = coding_of("raw", plan)
         self.staging, self.pace, self.buffers = Staging(), Pace(), Buffers(lambda: 64 << 20)
@@ -164,7 +169,7 @@ class Aggregator:
         loop = self.server.loop
         self._signals = {(s, b): Signal(loop) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))}
         self.shards = {
-            number: SumShard(number, plan, len(members), self._publication(spec), self._changed)
+            number: SumShard(number, plan, replicas, self._publication(spec), self._changed)
             for number, spec in enumerate(plan.shards)
         }
         self.address = self.server.start()
@@ -180,7 +185,9 @@ class Aggregator:
         return self.shards[number]
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        if (job, timeline, plan_id) != (self.job, self.timeline, self.plan.plan_id):
+        if timeline != self.timeline:
+            return Decision(Outcome.WRONG_TIMELINE, f"timeline {timeline:#x}; the aggregator is at {self.timeline:#x}")
+        if (job, plan_id) != (self.job, self.plan.plan_id):
             return Decision(Outcome.REFUSED, f"this aggregator is part of job {self.job!r}, not of {job!r}")
         return self.fenced(who.task, who.incarnation) or Decision(Outcome.SERVED)
 
