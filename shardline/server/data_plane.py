@@ -183,12 +183,6 @@ def hosted(backend: Backend, number: int) -> Hosted:
     )
 
 
-def data_plane_alone(backend: Backend, attachments: Attachments) -> Callable[[grpc.aio.Server], None]:
-    """For RpcServer: a service with the data plane only; its other calls are UNIMPLEMENTED."""
-    plane = DataPlane(backend, attachments)  # type: ignore[abstract]  # the generated base answers the rest
-    return lambda server: add_data_plane(plane, server)
-
-
 def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
     """Add the service to a server, with hand-written message parsing for the calls that carry tensor bytes."""
     generated = _Captured()

@@ -19,10 +19,10 @@ from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes import LANES
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
-from shardline.server.local import LocalShard
 from shardline.waist import Exchanged, Payload, Push, Sender, ShardService, Sink, Want, Whole
 from tests.conformance.toys.toy_aggregator import Aggregator
 from tests.support.lanes import DEADLINE_S, SENDER, KindBench, Mapping, config, payload, usable
+from tests.support.local_shard import LocalShard
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, TIMELINE, W, floats, plan
 
 MEMBERS = {"worker/0": 1, "worker/1": 1, "aggregator/0": 1}

@@ -31,7 +31,7 @@ from shardline.lanes import LANES
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.server import RpcServer
 from shardline.server.buffers import Buffers
-from shardline.server.data_plane import data_plane_alone
+from shardline.server.data_plane import DataPlane, add_data_plane
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
@@ -160,7 +160,9 @@ class Aggregator:
         self.bytes_in = self.bytes_out = 0
         self._pool = ThreadPoolExecutor(self.pool_threads)
         self.attachments, self._offers = Attachments(), []
-        self.server = RpcServer("127.0.0.1:0", register=[data_plane_alone(self, self.attachments)], name="sums")
+        # The generated base answers all other calls: they are not implemented.
+        plane = DataPlane(self, self.attachments)  # type: ignore[abstract]
+        self.server = RpcServer("127.0.0.1:0", register=[lambda server: add_data_plane(plane, server)], name="sums")
         for kind in LANES:
             offer = kind().offer(config, on_host=True, take=self.buffers.take, on_refused=print)
             if offer is not None:
