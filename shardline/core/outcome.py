@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 
 from shardline.core.fixed import fixed
 
@@ -44,24 +43,3 @@ class Decision:
 
 SERVED, COUNTED = Decision(Outcome.SERVED), Decision(Outcome.COUNTED)
 """What is decided in almost every step."""
-
-SEVERITY = (
-    Outcome.REFUSED,
-    Outcome.FENCED,
-    Outcome.WRONG_TIMELINE,
-    Outcome.NOT_CONFIGURED,
-    Outcome.STOPPED,
-    Outcome.OUT_OF_SEQUENCE,
-    Outcome.SPLIT,
-    Outcome.LATE_DROPPED,
-    Outcome.SKIPPED,
-    Outcome.COUNTED,
-    Outcome.STAGED,
-    Outcome.APPLIED,
-    Outcome.DUPLICATE,
-)
-"""Worst first: a push's outcome is that of its worst bucket."""
-
-
-def worst_of(decisions: Sequence[Decision]) -> Decision:
-    return decisions[0] if len(decisions) == 1 else min(decisions, key=lambda found: SEVERITY.index(found.outcome))

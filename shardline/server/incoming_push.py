@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline.codecs.coding import BucketCoding, Coding
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
-from shardline.core.outcome import Decision
+from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
 from shardline.lanes.attachments import Attachment
 from shardline.rpc.v1 import data_pb2
@@ -121,3 +121,25 @@ def room_wanted(push: IncomingPush, number: int, nbytes: int) -> Ask:
     if push.in_tree:
         return Ask(shard, number, push.block, nbytes, header.step, push.room)
     return Ask(shard, None, Block(worker_index(header.data.task), 1), nbytes, None, push.room)
+
+
+SEVERITY = (
+    Outcome.REFUSED,
+    Outcome.FENCED,
+    Outcome.WRONG_TIMELINE,
+    Outcome.NOT_CONFIGURED,
+    Outcome.STOPPED,
+    Outcome.OUT_OF_SEQUENCE,
+    Outcome.SPLIT,
+    Outcome.LATE_DROPPED,
+    Outcome.SKIPPED,
+    Outcome.COUNTED,
+    Outcome.STAGED,
+    Outcome.APPLIED,
+    Outcome.DUPLICATE,
+)
+"""Worst first: a push's outcome is that of its worst bucket."""
+
+
+def worst_of(decisions: Sequence[Decision]) -> Decision:
+    return decisions[0] if len(decisions) == 1 else min(decisions, key=lambda found: SEVERITY.index(found.outcome))

@@ -15,7 +15,7 @@ from shardline.codecs.coding import PLAIN, Coding
 from shardline.consistency.server import NumberedPush
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
-from shardline.core.outcome import Decision, Outcome, worst_of
+from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
@@ -32,6 +32,7 @@ from shardline.server.incoming_push import (
     gradient_kind,
     held_bytes,
     room_wanted,
+    worst_of,
 )
 from shardline.server.inline_apply import applies_inline, release_all, stands_inline
 from shardline.server.pace import Runner

@@ -15,11 +15,12 @@ from shardline.codecs.coding import Coding
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
-from shardline.core.outcome import SERVED, Decision, Outcome, worst_of
+from shardline.core.outcome import SERVED, Decision, Outcome
 from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError, TensorError
 from shardline.rpc.messages.convert import unpack_bits
 from shardline.server.backend import Backend, HostedShard
+from shardline.server.incoming_push import worst_of
 from shardline.server.pull_sender import encode_bucket
 from shardline.waist import Ack, Arrival, End, Exchanged, Payload, Push, Sender, Sink, Standing, Want, refuse_rows
 
