@@ -219,7 +219,7 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
         return [ref.digest for request in requests if request.push is not None for ref in request.push.refs]
 
     on_stream = [request.push for request in data.exchange_requests(sender, 0, [push], None)]
-    ends = [frame.bucket_commit.digest for frame in on_stream if frame.HasField("bucket_commit")]
+    ends = [frame.bucket_commit.digest for frame in on_stream if frame is not None and frame.bucket_commit is not None]
     # A worker whose shared memory can't be used any more makes the same push again, by another lane.
     assert ends == referred("tcp") == [digest(payload.data)]
     assert referred("shm") == [0]
@@ -243,7 +243,7 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
     # The pull, the bucket and the commit.
     assert len(made) == requests
     assert [len(request.push.refs) for request in made if request.push is not None and request.push.refs] == [1]
-    assert made[0].HasField("pull") and made[-1].push.HasField("commit")
+    assert made[0].pull is not None and made[-1].push is not None and made[-1].push.commit is not None
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -260,7 +260,7 @@ def test_bytes_of_a_push_at_hand_leave_behind_its_message_unless_they_are_few(sm
         place=lambda payload: 0,
         after=lambda items: sent.extend(one.bucket for one in items),
     )
-    assert next(iter(requests)).HasField("pull") and sent == ([0] if small else [])
+    assert next(iter(requests)).pull is not None and sent == ([0] if small else [])
     assert list(requests) == [] and sent == [0]
 
 
