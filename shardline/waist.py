@@ -65,7 +65,7 @@ def octets(memory: Memory) -> Buffer:
     return tensor_bytes(memory.cpu()) if isinstance(memory, torch.Tensor) else memory
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work, such as a torch.cuda.Event."""
 
     def synchronize(self) -> None:
@@ -89,7 +89,7 @@ class Payload:
     raw_bytes: int
     digest: int
     """Digest of `data`; 0 = unknown. Who sends bytes to another process computes it then."""
-    ready: Event | None = None
+    ready: DeviceEvent | None = None
     """`data` may be read after it; None = now."""
     rows: Sequence[int] | None = None
     """Rows of a table that `data` is of, in its order; None = the whole bucket. Dense shards refuse rows."""

@@ -15,9 +15,9 @@ from shardline.server.admission import admit_data, attachment_of
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import OpenCall
 from shardline.server.incoming_push import PushResult
-from shardline.server.inline_apply import QUICK_BYTES
 from shardline.server.pull_sender import SHARED_CALL, AsyncReply, pull
 from shardline.server.push_receiver import PushReceiver
+from shardline.server.slots import QUICK_BYTES
 from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
 
 REPLY_QUEUE = 4

@@ -16,9 +16,8 @@ from shardline.core.reduce import Block
 from shardline.lanes.attachments import Attachment
 from shardline.rpc.v1 import data_pb2
 from shardline.server.backend import HostedShard
-from shardline.server.inline_apply import release_all
 from shardline.server.pace import Race
-from shardline.server.slots import Slot, slot_bytes
+from shardline.server.slots import Slot, release_all, slot_bytes
 from shardline.server.staging import Ask, AsyncPush, worker_index
 
 

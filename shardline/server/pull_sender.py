@@ -22,7 +22,7 @@ from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
-from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.slots import QUICK_BYTES
 from shardline.storage.base import ParameterBlock
 from shardline.storage.writes import Intact
 from shardline.waist import CHUNK_BYTES

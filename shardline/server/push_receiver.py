@@ -34,9 +34,8 @@ from shardline.server.incoming_push import (
     room_wanted,
     worst_of,
 )
-from shardline.server.inline_apply import applies_inline, release_all, stands_inline
 from shardline.server.pace import Runner
-from shardline.server.slots import NO_BYTES, Slot, opened
+from shardline.server.slots import NO_BYTES, Slot, applies_inline, opened, release_all, stands_inline
 from shardline.server.staging import Ask, AsyncPush, StagingLease
 from shardline.wire.protobuf import ChunkView, PushFrameView
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardline.codecs.base import Turn
@@ -13,9 +13,12 @@ from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Ticket
+from shardline.server.backend import HostedShard
 from shardline.server.staging import StagingLease
 
 NO_BYTES = memoryview(b"")
+QUICK_BYTES = 64 << 10
+"""Total size of buckets that are counted on the loop: about ten microseconds of arithmetic."""
 SLACK = 8
 """A message may be larger than its payload by 1/SLACK of it: the headers beside a large chunk are far smaller."""
 
@@ -136,3 +139,35 @@ def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:
         copy_bytes(memory[end : end + len(part)], part)
         end += len(part)
     return memory
+
+
+def applies_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
+    """Whether to count these buckets on the loop, because handing them to the pool would take longer.
+
+    Excludes everything that may take long: many bytes, a locked bucket, or a shard that has to wait.
+    """
+    nbytes = 0
+    for number in numbers:
+        bucket = shard.buckets[number]
+        nbytes += bucket.spec.nbytes
+        if nbytes > QUICK_BYTES or bucket.lock.locked():
+            return False
+    return shard.counts_inline
+
+
+def stands_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
+    """Whether to count a push without gradients of these buckets on the loop, however large they are.
+
+    So it is where nobody else's gradient belongs to the step, and both published steps are the same: there is nothing
+    to compute or to copy.
+    """
+    for number in numbers:
+        bucket = shard.buckets[number]
+        if bucket.lock.locked() or bucket.changed_step >= bucket.step:
+            return False
+    return shard.replicas == 1 and shard.counts_inline
+
+
+def release_all(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.release()

@@ -27,8 +27,7 @@ from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
 from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
-from shardline.server.inline_apply import QUICK_BYTES
-from shardline.server.slots import Slot, opened
+from shardline.server.slots import QUICK_BYTES, Slot, opened
 from shardline.waist import Payload, Push, Sender, Want, Whole
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.shard.shard import Shard
