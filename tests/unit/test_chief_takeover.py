@@ -149,11 +149,11 @@ def test_steps_that_are_made_again_are_counted_by_a_chief_that_has_not_seen_them
     cluster = mortal()
     cut(cluster, 10)
     cluster.advance(17)
-    cluster.ps[1] = FakePs(1)
+    cluster.ps[1].dead = True
     cluster.next_chief()
     # The server that is left tells where the job is before the other is found to be empty.
     cluster.hear()
-    cluster.join("ps", 1)
+    cluster.restart_ps(1)
     cluster.hear()
     cluster.hear()
     (recovered,) = cluster.program.state.losses.recoveries

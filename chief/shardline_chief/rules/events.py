@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardline.codecs.auto import CodecSpeed
 from shardline.core.status import ShardStatus
 from shardline.errors import ShardlineError
-from shardline_chief.rules.actions import Found, Order, Saved
+from shardline_chief.rules.actions import CommandResult, Found, Order, Saved
+from shardline_chief.rules.messages import JoinAnswer
 from shardline_chief.rules.state.membership import Member
 
 
@@ -41,6 +43,23 @@ class TrainerLost(Event):
 
 
 @dataclass(frozen=True)
+class Fenced(Event):
+    """Every server has fenced a lost task that trains."""
+
+    lost: TrainerLost
+
+
+@dataclass(frozen=True)
+class Known(Event):
+    """Every server knows a life that waits to be admitted."""
+
+    ticket: Any
+    answer: JoinAnswer
+    replaced: int | None = None
+    """The life before it, which all have fenced."""
+
+
+@dataclass(frozen=True)
 class StrangerLost(Event):
     """A task is dead that no server knows in this timeline."""
 
@@ -62,6 +81,22 @@ class ServerRestarted(Event):
 
     task: str
     why: str
+
+
+@dataclass(frozen=True)
+class Answered(Event):
+    """Every server has answered an order, if only with an error."""
+
+    number: int
+    order: Order
+    result: CommandResult
+    current: bool
+    """The timeline is still the one in which it was given."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every server has done it, and it still counts."""
+        return self.current and not self.result.errors
 
 
 @dataclass(frozen=True)

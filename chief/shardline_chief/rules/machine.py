@@ -2,7 +2,7 @@
 
 `rows` is its table. The rows of an event are tried in order, each against the stage at that moment; if a rule returns
 True, it has handled the event, and the remaining rows are skipped. Events that a rule emits (State.emit) are handled as
-soon as it has returned. What follows the answers to an order is given with the order (outbox.Then).
+soon as it has returned; then the servers are given what they lack (reconcile.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.flows.joining import Joining
 from shardline_chief.rules.flows.leasing import Leasing
-from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.flows.scoring import Scoring
 from shardline_chief.rules.flows.servers import Servers
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
 from shardline_chief.rules.flows.workers import Workers
+from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import (
     ANY,
     ENDED,
@@ -49,7 +49,7 @@ Rows = Mapping[type[Event], tuple[Row, ...]]
 @dataclass
 class Flows:
     start: Start
-    preparation: Preparation
+    reconcile: Reconcile
     checkpointing: Checkpointing
     leasing: Leasing
     workers: Workers
@@ -67,13 +67,13 @@ class Flows:
     def of(cls, state: State) -> Flows:
         checkpointing, scoring = Checkpointing(state), Scoring(state)
         ending = Ending(state, checkpointing, scoring)
-        preparation = Preparation(state, checkpointing, ending)
-        failover = Failover(state, preparation)
-        recovery = Recovery(state, preparation, failover)
-        start, takeover = Start(state, preparation), Takeover(state, recovery)
+        reconcile = Reconcile(state, checkpointing, ending)
+        failover = Failover(state, reconcile)
+        recovery = Recovery(state, reconcile, failover)
+        start, takeover = Start(state, reconcile), Takeover(state, recovery)
         return cls(
             start=start,
-            preparation=preparation,
+            reconcile=reconcile,
             checkpointing=checkpointing,
             leasing=Leasing(state),
             workers=Workers(state),
@@ -101,7 +101,7 @@ def rows(flows: Flows) -> Rows:
 
 def _of_time(flows: Flows) -> Rows:
     """Time, and whatever may let the job end."""
-    start, preparation, recovery = flows.start, flows.preparation, flows.recovery
+    start, reconcile, recovery = flows.start, flows.reconcile, flows.recovery
     workers, takeover, ending = flows.workers, flows.takeover, flows.ending
     return {
         on.Tick: (
@@ -112,8 +112,9 @@ def _of_time(flows: Flows) -> Rows:
             (ANY - ENDED, recovery.count_anew),
             (TRAINING, flows.failover.watch),
             (at(Stage.GATHERING), start.gather),
-            (at(Stage.INITIALIZING, Stage.FIRST_CUT, Stage.ACTIVATING), preparation.poll),
-            (at(Stage.FIRST_CUT), preparation.first_cut_late),
+            (ANY, reconcile.retry),
+            (at(Stage.INITIALIZING, Stage.FIRST_CUT), reconcile.poll),
+            (at(Stage.FIRST_CUT), reconcile.first_cut_late),
             (START | PREPARATION | RECOVERY, start.wait),
             (TRAINING | TAKEOVER, workers.alone),
             (ANY, workers.uneven),
@@ -141,14 +142,15 @@ def _of_tasks(flows: Flows) -> Rows:
         on.Arrived: (
             (at(Stage.GATHERING), start.gather),
             (at(Stage.NOTHING_LEFT), start.nothing_left),
-            (at(Stage.INITIALIZING), start.initialize),
             (at(Stage.READY), start.run),
         ),
         on.TrainerLost: (
-            (at(Stage.INITIALIZING), flows.preparation.initializer_lost),
+            (at(Stage.INITIALIZING), flows.reconcile.initializer_lost),
             (TRAINING, flows.memory.worker_lost),
             (ANY, workers.lost),
         ),
+        on.Fenced: ((ANY, workers.fenced),),
+        on.Known: ((ANY, flows.joining.admit),),
         on.StrangerLost: ((ANY, workers.stranger_lost),),
         on.ServerLost: (
             (UNHEARD, takeover.server_lost),
@@ -164,22 +166,28 @@ def _of_tasks(flows: Flows) -> Rows:
 
 def _of_servers(flows: Flows) -> Rows:
     """Reports and refusals of servers, and their readiness."""
-    start, preparation, checkpointing = flows.start, flows.preparation, flows.checkpointing
+    start, reconcile, checkpointing = flows.start, flows.reconcile, flows.checkpointing
     recovery, failover = flows.recovery, flows.failover
     return {
         on.ShardsTold: (
             (ANY, failover.told),
-            (at(Stage.INITIALIZING), preparation.values_told),
-            (at(Stage.FIRST_CUT), preparation.first_cut_told),
+            (at(Stage.FIRST_CUT), reconcile.first_cut_told),
             (TRAINING | TAKEOVER, checkpointing.observe),
             (TRAINING | ENDING, checkpointing.told),
+        ),
+        on.Answered: (
+            (at(Stage.ASKING), flows.takeover.answered),
+            (ANY, reconcile.answered),
+            (ANY, checkpointing.taken),
+            (ENDING, flows.ending.answered),
+            (at(Stage.COUNTING), flows.scoring.counted),
         ),
         on.OrderRefused: (
             (ANY, failover.refused),
             (ANY, recovery.refused),
             (ANY, flows.servers.refused),
         ),
-        on.ServersReady: ((at(Stage.READY), start.run),),
+        on.ServersReady: ((at(Stage.READY), start.run), (at(Stage.ADOPTING), flows.takeover.adopted)),
         on.TrainingBegins: (
             (ANY, recovery.goes_on),
             (ANY, start.began),
@@ -192,7 +200,7 @@ def _of_checkpoints(flows: Flows) -> Rows:
     return {
         on.CheckpointSaved: (
             (ANY, flows.checkpointing.saved),
-            (at(Stage.FIRST_CUT), flows.preparation.first_cut_saved),
+            (at(Stage.FIRST_CUT), flows.reconcile.first_cut_saved),
             (at(Stage.CUTTING), ending.saved),
         ),
         on.CodecsMeasured: ((ANY, flows.codec_choice.measured),),
@@ -212,16 +220,23 @@ class Machine:
     def __init__(self, state: State, flows: Flows) -> None:
         self.state = state
         self._rows = rows(flows)
+        self._turn = flows.reconcile.turn
 
     def handle(self, event: Event, now_s: float) -> None:
         """Apply the rules for an event, and for the events that these emit."""
         for stages, rule in self._rows[type(event)]:
-            done = self.state.stage in stages and rule(event, now_s)
+            if self.state.stage not in stages:
+                continue
+            done = rule(event, now_s)
             self.settle(now_s)
             if done:
                 return
 
     def settle(self, now_s: float) -> None:
-        """Handle the events that rules have emitted."""
-        while self.state.events:
-            self.handle(self.state.events.popleft(), now_s)
+        """Handle the events that rules have emitted, then give the servers what they lack."""
+        while True:
+            while self.state.events:
+                self.handle(self.state.events.popleft(), now_s)
+            self._turn(now_s)
+            if not self.state.events:
+                return

@@ -22,6 +22,7 @@ from shardline.errors import ProtocolError
 from shardline_chief.rules import admission, credible, views
 from shardline_chief.rules.actions import Action, CommandResult, Found, Resume, Saved
 from shardline_chief.rules.events import (
+    Answered,
     CheckpointFound,
     CheckpointSaved,
     CodecsMeasured,
@@ -151,20 +152,17 @@ class Program:
     # Outcomes of actions
 
     def done(self, number: int, result: CommandResult, now_s: float) -> None:
-        """A command was answered by every ps: handle failures, then continue with what follows it."""
+        """A command was answered by every ps: handle failures, then continue."""
         state = self.state
         for task, value in result.values.items():
             if isinstance(value, PsStatus):
                 self.flows.servers.told(task, value, asked=True)
                 self.machine.settle(now_s)
         pending, result = state.outbox.answered(number, result)
+        current = pending.timeline == state.layout.timeline and not state.ended
+        self.machine.handle(Answered(number, pending.order, result, current), now_s)
         if result.errors:
             self.flows.servers.failed(pending, result.errors)
-            self.machine.settle(now_s)
-        then = pending.then
-        whole = not result.errors and not state.ended and pending.timeline == state.layout.timeline
-        if then is not None and (whole or not then.needs_all):
-            then.rule(result, now_s)
             self.machine.settle(now_s)
         self._progress(now_s)
 

@@ -25,18 +25,12 @@ class Stage(enum.Enum):
     NOTHING_LEFT = enum.auto()
     """Start: the checkpoint to resume from has all steps; waiting for the remaining tasks, to tell them so."""
 
-    LEADING = enum.auto()
-    """Preparation: taking command of the servers, and promoting standbys."""
-    CONFIGURING = enum.auto()
-    """Preparation: a timeline begins; servers get their shards and the table of members."""
-    RESTORING = enum.auto()
-    """Preparation: shards are filled from a checkpoint."""
+    PREPARING = enum.auto()
+    """Preparation: the servers lack some of what the layout wants; reconcile.py says what is next."""
     INITIALIZING = enum.auto()
     """Preparation: a worker sets the first values."""
     FIRST_CUT = enum.auto()
     """Preparation: the checkpoint of step 0 is taken."""
-    ACTIVATING = enum.auto()
-    """Preparation: the values are set; servers are ordered to accept pushes, and get the stop step."""
     READY = enum.auto()
     """Preparation: all is ready; waiting for enough tasks that train."""
 
@@ -67,22 +61,14 @@ TAKEOVER = frozenset({Stage.HEARING, Stage.ASKING, Stage.ADOPTING})
 UNHEARD = frozenset({Stage.HEARING, Stage.ASKING})
 """Nothing can be decided yet: it is not known which servers are there, or what they hold."""
 START = frozenset({Stage.GATHERING, Stage.NOTHING_LEFT})
-PREPARATION = frozenset(
-    {
-        Stage.LEADING,
-        Stage.CONFIGURING,
-        Stage.RESTORING,
-        Stage.INITIALIZING,
-        Stage.FIRST_CUT,
-        Stage.ACTIVATING,
-        Stage.READY,
-    }
-)
+PREPARATION = frozenset({Stage.PREPARING, Stage.INITIALIZING, Stage.FIRST_CUT, Stage.READY})
 TRAINING = frozenset({Stage.TRAINING})
 RECOVERY = frozenset({Stage.FINDING, Stage.PLACING})
 ENDING = frozenset({Stage.CHOOSING, Stage.REACHING, Stage.CUTTING, Stage.SCORING, Stage.COUNTING})
 ENDED = frozenset({Stage.ENDED})
 ANY = frozenset(Stage)
+RECONCILED = frozenset({Stage.ASKING, Stage.ADOPTING}) | PREPARATION | TRAINING | ENDING
+"""Stages in which servers are given what they lack."""
 
 PHASES: dict[Stage, Phase] = {
     **dict.fromkeys(START, Phase.WAITING),

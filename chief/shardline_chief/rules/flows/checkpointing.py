@@ -6,15 +6,13 @@ note the checkpoint, release the copies.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from shardline.core.orders import Phase
-from shardline_chief.rules.actions import CommandResult, Cut, Release, Save
-from shardline_chief.rules.events import CheckpointSaved, ShardsTold
+from shardline_chief.rules.actions import Cut, Release, Save
+from shardline_chief.rules.events import Answered, CheckpointSaved, ShardsTold
 from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 
@@ -22,6 +20,10 @@ class Checkpointing:
     def __init__(self, state: State) -> None:
         self.state = state
         self._last_cut = 0
+        self._order = 0
+        """Number of the order of the cut that shards make one by one."""
+        self._cursor: dict[str, Any] = {}
+        """Of that cut."""
         self._clock = StepClock()
         self._advised = False
         self._warned = False
@@ -87,14 +89,15 @@ class Checkpointing:
             step += 1
         self._last_cut = step
         # Noted first, so that every update of a finished lease is in the copies (PROTOCOL 1.7).
-        cursor = state.work.leases.cursor() if state.work.leases is not None else {}
-        order = Cut(timeline=state.layout.timeline, step=step, stop=stop)
-        state.command(order, Then(partial(self.taken, step, cursor)))
+        self._cursor = state.work.leases.cursor() if state.work.leases is not None else {}
+        self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=stop))
         return step
 
-    def taken(self, step: int, cursor: dict[str, Any], result: CommandResult, now_s: float) -> None:
-        self.state.saves.cutting = False
-        self.save(step, cursor)
+    def taken(self, event: Answered, now_s: float) -> None:
+        """Every shard has copied itself."""
+        if event.number == self._order and isinstance(event.order, Cut) and event.done:
+            self.state.saves.cutting = False
+            self.save(event.order.step, self._cursor)
 
     # Saving
 

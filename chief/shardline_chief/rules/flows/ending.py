@@ -6,16 +6,13 @@ Past the deadline the last committed checkpoint stands (PROTOCOL 1.6).
 
 from __future__ import annotations
 
-from functools import partial
-
 from shardline import fit, pipeline
 from shardline.errors import CheckpointError
-from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry
-from shardline_chief.rules.events import CheckpointSaved, EndAsked, Progressed, Tick
+from shardline_chief.rules.actions import AskStatus, Cut, Hurry
+from shardline_chief.rules.events import Answered, CheckpointSaved, EndAsked, Progressed, Tick
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring
 from shardline_chief.rules.stages import ENDING, Stage
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 MARGIN_S = 0.25
@@ -39,6 +36,8 @@ class Ending:
         self._failed = False
         self._deadline_s = 0.0
         self._asked_s = 0.0
+        self._order = 0
+        """Number of the order whose answers are awaited."""
         self._told = False
         """Shards cut one by one: their progress has been asked for once more."""
         self._last_cut = False
@@ -64,7 +63,7 @@ class Ending:
         if event.done and state.stops_by_itself:
             self._reached(now_s)
         else:
-            state.command(AskStatus(), Then(self.choose, needs_all=False))
+            self._ask()
 
     def end_at_once(self, event: EndAsked, now_s: float) -> None:
         """Nothing is training yet, or at present: end without waiting."""
@@ -105,11 +104,30 @@ class Ending:
 
     # The stop step
 
-    def choose(self, result: CommandResult, now_s: float) -> None:
-        """Fresh statuses have arrived: choose the stop step."""
-        state, progress = self.state, self.state.progress
-        if state.stage is not Stage.CHOOSING:
+    def _ask(self) -> None:
+        self._order = self.state.command(AskStatus())
+
+    def answered(self, event: Answered, now_s: float) -> None:
+        """The servers have answered what was asked or ordered last."""
+        stage, order = self.state.stage, event.order
+        if event.number != self._order:
             return
+        if isinstance(order, AskStatus):
+            # Fresh statuses have arrived.
+            if stage is Stage.CHOOSING:
+                self._choose(now_s)
+            elif stage is Stage.CUTTING:
+                self._told = True
+        elif isinstance(order, Cut) and event.done:
+            passed = any(passed for passed, _ in event.result.values.values())
+            if stage is Stage.CHOOSING:
+                self._stands(order.step, passed, now_s)
+            elif stage is Stage.REACHING and not self._failed:
+                # Otherwise something failed meanwhile, so that step will not be reached.
+                self._stop_asked(order.step, passed)
+
+    def _choose(self, now_s: float) -> None:
+        state, progress = self.state, self.state.progress
         state.stage = Stage.REACHING
         if not state.mode.consistent_cuts:
             return
@@ -122,18 +140,15 @@ class Ending:
             # The job's own last step comes first.
             return
         state.record("stop", step=step)
-        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), Then(partial(self.stop_asked, step)))
+        self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
 
-    def stop_asked(self, step: int, result: CommandResult, now_s: float) -> None:
+    def _stop_asked(self, step: int, passed: bool) -> None:
         """The servers have the stop step, unless some are past it already."""
         state = self.state
-        if self._failed or state.stage is not Stage.REACHING:
-            # Something failed meanwhile, so that step will not be reached; or it took too long.
-            return
-        if any(passed for passed, _ in result.values.values()):
+        if passed:
             self._margin_s *= 4
             state.stage = Stage.CHOOSING
-            state.command(AskStatus(), Then(self.choose, needs_all=False))
+            self._ask()
             return
         state.progress.stop_step = step
         state.say("stop_step", f"the job stops at step {step}")
@@ -155,16 +170,14 @@ class Ending:
         # Try nothing else until the answers arrive.
         state.stage = Stage.CHOOSING
         state.record("stop", step=step)
-        state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), Then(partial(self.stands, step)))
+        self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
 
-    def stands(self, step: int, result: CommandResult, now_s: float) -> None:
+    def _stands(self, step: int, passed: bool, now_s: float) -> None:
         """The servers were ordered to stop where they are."""
         state = self.state
-        if state.stage is not Stage.CHOOSING:
-            return
-        if any(passed for passed, _ in result.values.values()):
+        if passed:
             # The report was out of date: some shards had advanced before they stopped.
-            state.command(AskStatus(), Then(self.choose, needs_all=False))
+            self._ask()
             return
         state.progress.stop_step = step
         state.saves.ledger.reopen(step)
@@ -203,7 +216,7 @@ class Ending:
             if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
                 # Ask for the shards' progress once more, so that the cut gets the right number.
                 self._enter_cutting(now_s)
-                state.command(AskStatus(), Then(self.told, needs_all=False))
+                self._ask()
             return
         if 0 < progress.stop_step <= progress.step:
             self._reached(now_s)
@@ -219,9 +232,6 @@ class Ending:
         if state.job is None or not state.work.moved or not fit.goes_back(state.job):
             return ""
         return f"; {pipeline.named(state.job, sorted(state.work.moved))} moved, and what was in the pipeline is lost"
-
-    def told(self, result: CommandResult, now_s: float) -> None:
-        self._told = True
 
     # The last checkpoint
 

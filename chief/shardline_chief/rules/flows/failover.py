@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
-from shardline_chief.rules.actions import Activate, CommandResult, Configure, Lead, Promotion
+from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
-from shardline_chief.rules.flows.preparation import Preparation, standbys_of
+from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.losses import Loss, Recovered
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
 
 
 class Failover:
-    def __init__(self, state: State, preparation: Preparation) -> None:
+    def __init__(self, state: State, reconcile: Reconcile) -> None:
         self.state = state
-        self.preparation = preparation
+        self.reconcile = reconcile
         self.protection = Protection()
         self._promoted: dict[int, Promotion] = {}
         """Standbys being promoted, by shard."""
@@ -41,7 +38,7 @@ class Failover:
     def stand_in(self, task: str, why: str, now_s: float) -> bool:
         """Promote standbys of what a lost server held, and drop the standbys it held; False if that is impossible."""
         state, loss = self.state, self.state.losses.now
-        ending = state.phase is Phase.STOPPING and self.preparation.ending.scoring.done
+        ending = state.phase is Phase.STOPPING and self.reconcile.ending.scoring.done
         promoting = loss is not None and loss.failover
         if not state.settings.standbys or not (promoting or state.phase is Phase.RUNNING or ending):
             return False
@@ -64,11 +61,7 @@ class Failover:
             self._set_standbys(placement)
             return True
         loss = state.note_loss(task, now_s)
-        self._promote(loss, promoted)
-        # Nothing logged after this step is undone.
-        state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=task)
-        self.preparation.take_over(placement, promoted, followed=self.protection.followed(placement))
+        self._promote(loss, placement, promoted, f"{why}; taken over: {_over(found)}")
         return True
 
     def stand_in_as_found(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
@@ -79,15 +72,23 @@ class Failover:
         loss.at_step = step
         placement = self._protected(found.placement, now_s)
         self.protection.forget(found.promoted)
-        self._promote(loss, found.promoted)
-        state.progress.base_step = step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=first)
-        self.preparation.take_over(placement, found.promoted, followed=self.protection.followed(placement))
+        self._promote(loss, placement, found.promoted, f"{why}; taken over: {_over(found)}")
 
-    def _promote(self, loss: Loss, promoted: Mapping[int, Promotion]) -> None:
+    def _promote(
+        self, loss: Loss, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], why: str
+    ) -> None:
+        """Want this placement with all values, in a timeline that follows."""
+        state, layout = self.state, self.state.layout
         self._promoted = dict(promoted)
         loss.failover = True
-        self.preparation.leave(Stage.LEADING)
+        self.reconcile.leave(Stage.PREPARING)
+        # Nothing logged after this step is undone.
+        state.progress.base_step = loss.at_step
+        state.say("ps_lost", f"{why}; no step is lost", "warning", task=loss.first)
+        followed = self.protection.followed(placement)
+        layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed)
+        told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
+        state.record("failover", timeline=layout.timeline, promoted=told)
 
     def taken_over(self, loss: Loss, now_s: float) -> None:
         """The standbys are primaries now: nothing was rolled back."""
@@ -115,7 +116,7 @@ class Failover:
     def watch(self, event: Tick, now_s: float) -> None:
         """Drop standbys that block training, and find new ones where they are missing."""
         state = self.state
-        if not state.settings.standbys or state.layout.placing_standbys:
+        if not state.settings.standbys or not state.layout.settled:
             return
         placement = state.layout.placement
         limit_s = state.timeouts.dead_s
@@ -135,6 +136,7 @@ class Failover:
     def adopted(self, now_s: float) -> None:
         """A restarted chief found every primary intact: place standbys again, wherever the last chief had them."""
         if self.state.settings.standbys:
+            self.state.layout.have.placement = ()
             self._set_standbys(self._protected(self.state.layout.placement, now_s))
 
     def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
@@ -147,41 +149,15 @@ class Failover:
         )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
-        state, layout = self.state, self.state.layout
-        assert layout.plan is not None
-        assert state.job is not None
-        layout.placing_standbys = True
-        layout.placement = placement
-        state.record("standbys", standbys=standbys_of(placement))
-        configure = Configure(
-            job=state.job,
-            plan=layout.plan,
-            timeline=layout.timeline,
-            placement=placement,
-            keep=frozenset(range(len(layout.plan.shards))),
-            keep_standbys=self.protection.followed(placement),
+        self.state.layout.want(
+            placement, keep=self.state.layout.all_shards, followed=self.protection.followed(placement)
         )
-        state.command(Lead(addresses=addresses(placement)), Then(partial(self.led, configure)))
-
-    def led(self, configure: Configure, result: CommandResult, now_s: float) -> None:
-        """The servers obey this chief, including new ones that need a full configuration."""
-        self.state.command(configure, Then(self.configured))
-
-    def configured(self, result: CommandResult, now_s: float) -> None:
-        self.state.publish_members(Then(self.known))
-
-    def known(self, result: CommandResult, now_s: float) -> None:
-        self.state.command(Activate(timeline=self.state.layout.timeline), Then(self.placed))
-
-    def placed(self, result: CommandResult, now_s: float) -> None:
-        """The standbys are placed; their primaries now copy themselves to them."""
-        self.state.layout.placing_standbys = False
+        self.state.record("standbys", standbys=standbys_of(placement))
 
     def refused(self, event: OrderRefused, now_s: float) -> bool:
         """A server has no room for standbys: their shards go without. False if it refused some other order."""
         state = self.state
-        placing = state.losses.now is None and state.layout.placing_standbys
-        if not placing or not isinstance(event.order, Configure):
+        if state.phase not in (Phase.RUNNING, Phase.STOPPING) or not isinstance(event.order, Configure):
             return False
         self._no_room(event.errors, now_s)
         return True
@@ -194,7 +170,7 @@ class Failover:
         there = [place for place in placement if place.standby_task in errors]
         if not there:
             # It refused something other than a standby; its next status will show what is wrong.
-            state.layout.placing_standbys = False
+            state.layout.have = dataclasses.replace(state.layout.have, led={}, placement=placement, active=True)
             return
         followed = self.protection.followed(placement)
         # A standby that it already held has its memory. If even that was refused, drop all standbys there.

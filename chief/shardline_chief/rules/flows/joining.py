@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from shardline.security import key_of
 from shardline_chief.rules import admission
-from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.events import Arrived, ServerRestarted
+from shardline_chief.rules.events import Arrived, Known, ServerRestarted
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
 from shardline_chief.rules.messages import Join, JoinAnswer, PlaceAnswer
 from shardline_chief.rules.state.membership import Life, Member, Refused
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 
@@ -86,13 +83,11 @@ class Joining:
                 state.reassign(old.incarnation)
             state.outbox.answer(ticket, answer)
             self._advance()
-        elif old is not None and self.start.preparation.restart_without(old):
+        elif old is not None and self.start.reconcile.restart_without(old):
             # The servers get a table that includes the new life before anything else.
             state.outbox.answer(ticket, answer)
         else:
-            state.publish_members(
-                Then(partial(self.admit, ticket, answer, old.incarnation if old is not None else None), needs_all=False)
-            )
+            state.after_table.append(Known(ticket, answer, old.incarnation if old is not None else None))
 
     def _note(self, join: Join, member: Member) -> None:
         """Take in what this Join brings: the job, the machine, and an end to waits for such a task."""
@@ -108,12 +103,12 @@ class Joining:
             state.figures.lost_scores = ""
         tasks.finished.discard(member.task)
 
-    def admit(self, ticket: Any, answer: JoinAnswer, replaced: int | None, result: CommandResult, now_s: float) -> None:
+    def admit(self, event: Known, now_s: float) -> None:
         """Every server knows the new life, or is lost: admit it."""
-        self.state.outbox.answer(ticket, answer)
+        self.state.outbox.answer(event.ticket, event.answer)
         if self.state.ended:
             return
-        self.state.reassign(replaced)
+        self.state.reassign(event.replaced)
         self._advance()
 
     def _advance(self) -> None:

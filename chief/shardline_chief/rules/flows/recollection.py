@@ -69,11 +69,6 @@ def say_goodbye(state: State, exit_code: int, reason: str) -> None:
     state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
 
 
-def bound(state: State) -> int:
-    """The step at which the job file ends; 0 if there is none."""
-    return state.job.steps if state.job is not None and state.stops_by_itself else 0
-
-
 def missing(known: Remembered, gone: Mapping[str, str]) -> dict[str, str]:
     """Servers that held shards and whose process has changed or gone: reason by name.
 

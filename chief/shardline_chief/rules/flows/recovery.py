@@ -24,7 +24,7 @@ from shardline_chief.rules.events import (
     TrainingBegins,
 )
 from shardline_chief.rules.flows.failover import Failover
-from shardline_chief.rules.flows.preparation import Preparation
+from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import PREPARATION, Stage
 from shardline_chief.rules.state.losses import Loss, Recovered, WentBack
 from shardline_chief.rules.state.membership import Life, Member
@@ -40,9 +40,9 @@ FIND_TIMEOUTS = 10
 class Recovery:
     """Rules for what follows the loss of a server."""
 
-    def __init__(self, state: State, preparation: Preparation, failover: Failover) -> None:
+    def __init__(self, state: State, reconcile: Reconcile, failover: Failover) -> None:
         self.state = state
-        self.preparation = preparation
+        self.reconcile = reconcile
         self.failover = failover
         self._lost: dict[str, float] = {}
         """When each server was found to be lost, while its shards have no holder."""
@@ -82,7 +82,6 @@ class Recovery:
             state.tasks.members.declare_dead(task)
         if state.ended:
             return
-        state.layout.placing_standbys = False
         shards = [str(place.shard) for place in state.layout.placement if place.task == task]
         # Once the last checkpoint is written, the servers are only expected to exit.
         over = state.stage in (Stage.SCORING, Stage.COUNTING)
@@ -111,7 +110,7 @@ class Recovery:
     def hopeless(self) -> str:
         """Why the job can't continue after a loss, as the end of a sentence; empty if it can."""
         state = self.state
-        if state.phase is Phase.STOPPING and not self.preparation.ending.scoring.done:
+        if state.phase is Phase.STOPPING and not self.reconcile.ending.scoring.done:
             return " before its last checkpoint"
         if state.script and state.tasks.finished:
             # The gradients it would have to compute again are gone with it.
@@ -130,7 +129,7 @@ class Recovery:
         state.losses.attempts += another
         self._full = ""
         self.failover.forget()
-        self.preparation.leave(Stage.FINDING)
+        self.reconcile.leave(Stage.FINDING)
         self._finding_s, self._said_slow = now_s, False
         state.outbox.actions.append(Find(lost=tuple(sorted(self._lost))))
 
@@ -209,7 +208,7 @@ class Recovery:
             # No shard has the updates made since: their batches are trained on again.
             state.work.leases = state.work.leases.back_to(state.saves.resume.cursor)
             state.note_cursor()
-        self.preparation.place(placement, keep)
+        self.reconcile.place(placement, keep)
 
     def _waits_for(self, gone: list[str], others: bool, now_s: float) -> bool:
         """Whether to keep waiting for lost servers; ends the job at the limit. others: whether any server is living."""
@@ -281,7 +280,7 @@ class Recovery:
         self._lost.clear()
         state.work.moved.clear()
         state.work.unready.clear()
-        _note_back(state, self.preparation.keep)
+        _note_back(state, state.layout.keep)
         lost = self._count_lost(loss)
         recovered = Recovered(
             task=loss.first,
@@ -296,7 +295,7 @@ class Recovery:
         together = state.mode.consistent_cuts
         what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         heard = f"{loss.first} was last heard {recovered.seconds:.1f} s ago; " if loss.first != "chief" else ""
-        if state.work.leases is not None and not self.preparation.keep:
+        if state.work.leases is not None and not state.layout.keep:
             what += " and repeated"
         state.say(
             "recovered",
@@ -329,7 +328,7 @@ class Recovery:
         state, resume = self.state, self.state.saves.resume
         if state.mode.consistent_cuts or resume is None:
             return max(0, loss.at_step - state.progress.base_step)
-        versions, keep = resume.versions, self.preparation.keep
+        versions, keep = resume.versions, state.layout.keep
         restored = [number for number in loss.at if number not in keep and number < len(versions)]
         return sum(max(0, loss.at[number][1] - versions[number]) for number in restored)
 

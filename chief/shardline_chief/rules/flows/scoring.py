@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from shardline.errors import FencedError
 from shardline_chief.rules import credible
-from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
-from shardline_chief.rules.events import Progressed
+from shardline_chief.rules.actions import AskStatus, MarkBest
+from shardline_chief.rules.events import Answered, Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 SHOWN = 16
@@ -28,6 +27,8 @@ class Scoring:
         self.exit_code = 0
         """Exit code of the job."""
         self._deadline_s = 0.0
+        self._order = 0
+        """Number of the last question for figures."""
 
     def report(self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str) -> bool:
         """Take in a checkpoint's score; returns whether it is the best so far.
@@ -97,7 +98,7 @@ class Scoring:
         if not scored:
             self._tell_unscored(evaluators)
         state.stage = Stage.COUNTING
-        state.command(AskStatus(), Then(self.counted, needs_all=False))
+        self._order = state.command(AskStatus())
 
     def _tell_unscored(self, evaluators: Sequence[Member]) -> None:
         """Note and log why the last checkpoint has no score."""
@@ -121,6 +122,7 @@ class Scoring:
             why = "evaluator/0 had not joined when the job was stopped"
         state.figures.unscored[state.saves.final_step] = why
 
-    def counted(self, result: CommandResult, now_s: float) -> None:
+    def counted(self, event: Answered, now_s: float) -> None:
         """The last figures have arrived: end the job."""
-        self.state.end(self.exit_code, self.state.reason, now_s)
+        if event.number == self._order:
+            self.state.end(self.exit_code, self.state.reason, now_s)

@@ -12,7 +12,7 @@ from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.fit import check_fit
 from shardline.observability.counting import plan
 from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
-from shardline_chief.rules.flows.preparation import Preparation
+from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.leases import Leases
 from shardline_chief.rules.state.settings import as_in_cluster
@@ -24,9 +24,9 @@ from shardline_chief.rules.views import counting
 class Start:
     """Rules for the stages GATHERING and NOTHING_LEFT, and for the wait for tasks that train."""
 
-    def __init__(self, state: State, preparation: Preparation) -> None:
+    def __init__(self, state: State, reconcile: Reconcile) -> None:
         self.state = state
-        self.preparation = preparation
+        self.reconcile = reconcile
         self.done_before = ""
         """Why there is nothing to do; the end then waits for tasks that have yet to join."""
         self.able_s: float | None = None
@@ -99,7 +99,7 @@ class Start:
             f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {len(plan.shards)} shards, "
             f"largest {balance(plan):.2f} of the mean",
         )
-        self.preparation.place(placement)
+        self.reconcile.place(placement)
 
     def _leases(self, job: JobSpec) -> bool:
         """Whether the chief hands out batches. A script chooses its own batches and its own end."""
@@ -146,10 +146,6 @@ class Start:
             self.state.end(0, self.done_before, now_s)
 
     # Training begins
-
-    def initialize(self, event: Arrived, now_s: float) -> None:
-        """A task joined: it may set the first values."""
-        self.preparation.choose_initializer()
 
     def run(self, event: ServersReady | Arrived | Tick, now_s: float) -> None:
         """Train, if enough tasks are there."""

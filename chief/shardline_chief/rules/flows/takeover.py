@@ -15,18 +15,17 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
-from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
+from shardline_chief.rules.actions import AskStatus, Lead, Release
 from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
-from shardline_chief.rules.events import Arrived, EndAsked, ServerLost, ServerRestarted, Tick
-from shardline_chief.rules.flows.recollection import bound, empty, missing, recall, say_goodbye
+from shardline_chief.rules.events import Answered, Arrived, EndAsked, ServerLost, ServerRestarted, ServersReady, Tick
+from shardline_chief.rules.flows.recollection import empty, missing, recall, say_goodbye
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.cuts import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Life
-from shardline_chief.rules.state.outbox import Then
-from shardline_chief.rules.state.standbys import as_found
+from shardline_chief.rules.state.standbys import as_found, without_standbys
 from shardline_chief.rules.state.state import State
 
 
@@ -37,7 +36,7 @@ class Takeover:
         self.state = state
         self.recovery = recovery
         self.failover = recovery.failover
-        self.ending = recovery.preparation.ending
+        self.ending = recovery.reconcile.ending
         self._known = Remembered()
         self._unheard: set[str] = set()
         self._gone: dict[str, str] = {}
@@ -81,8 +80,8 @@ class Takeover:
         state.told_phase = Phase.INIT
         if known.active and known.began_s is not None:
             state.told_phase = Phase.RUNNING
-            self.recovery.preparation.checkpointing.remember(known.checkpoint_step)
-            state.progress.stop_step = known.stop_step or bound(self.state)
+            self.recovery.reconcile.checkpointing.remember(known.checkpoint_step)
+            state.progress.stop_step = known.stop_step or self.state.last_step
             state.reassign()
 
     # Who is there
@@ -135,71 +134,63 @@ class Takeover:
         return False
 
     def _decide(self, now_s: float) -> None:
+        """Ask the servers what they hold, unless the job goes back in any case."""
         state, known = self.state, self._known
-        state.stage = Stage.ADOPTING
         if not known.timeline or known.job is None:
             # No timeline was begun: the tasks are a cluster that waits for its chief.
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        exact = goes_back(state) and known.began_s is not None
-        if state.settings.standbys and known.began_s is not None and (known.active or known.stays) and not exact:
-            self._ask()
-            return
-        lost = missing(self._known, self._gone)
-        if state.phase is Phase.INIT or lost or exact:
+        lost, standbys = missing(known, self._gone), state.settings.standbys
+        whole = known.began_s is not None and (known.active or (known.stays and standbys)) and not goes_back(state)
+        if not whole or (lost and not standbys):
             self._go_back(lost, now_s)
             return
-        state.command(Lead(addresses=addresses(known.placement)), Then(self.led))
-
-    # Standbys
-
-    def _ask(self) -> None:
-        """Take command of the reachable servers, to ask what they hold."""
-        state, known = self.state, self._known
+        there = {m.task: m.address for m in state.tasks.members.living("ps") if m.task not in self._gone}
+        wanted = addresses(known.placement).keys() | {promotion.task for promotion in known.promoted.values()}
+        state.layout.reachable = {task: at for task, at in there.items() if task in wanted & known.members.keys()}
+        state.layout.forget()
         state.stage = Stage.ASKING
-        living = state.tasks.members.living("ps")
-        there = {m.task: m.address for m in living if m.task in known.members.keys() - self._gone}
-        promotions = {promotion.task for promotion in known.promoted.values()}
-        wanted = addresses(known.placement).keys() | promotions
-        servers = {task: at for task, at in there.items() if task in wanted}
-        state.command(Lead(addresses=servers), Then(self.led_to_ask, needs_all=False))
 
-    def led_to_ask(self, result: CommandResult, now_s: float) -> None:
-        """The reachable servers obey this chief: ask what they hold."""
-        if not self._again(result):
-            self.state.command(AskStatus(), Then(self.asked, needs_all=False))
+    # What they hold
 
-    def _again(self, result: CommandResult) -> bool:
-        """Whether another server turned out to be gone: the decision is then made again without it."""
-        if self.state.stage is not Stage.ASKING:
+    def answered(self, event: Answered, now_s: float) -> bool:
+        """The servers obey this chief, or have told what they hold; without those that did not, decide again."""
+        state, layout = self.state, self.state.layout
+        if event.number != layout.in_flight:
             return True
-        for task, error in result.errors.items():
-            self._is_gone(task, f"{task} did not answer: {error}")
-        if result.errors:
-            self.state.stage = Stage.HEARING
-        return bool(result.errors)
+        layout.in_flight = 0
+        if event.result.errors:
+            state.stage = Stage.HEARING
+            for task, error in event.result.errors.items():
+                if isinstance(event.order, AskStatus):
+                    self._is_gone(task, f"{task} did not answer: {error}")
+        elif isinstance(event.order, Lead):
+            layout.have.led = event.order.addresses
+        else:
+            self._told({task: value for task, value in event.result.values.items() if task not in self._gone}, now_s)
+        return True
 
-    def asked(self, result: CommandResult, now_s: float) -> None:
+    def _told(self, servers: Mapping[str, PsStatus], now_s: float) -> None:
         """Continue as it is, with standbys in place of lost primaries, or roll back."""
-        if self._again(result):
-            return
-        state, known = self.state, self._known
-        servers = {task: value for task, value in result.values.items() if task not in self._gone}
+        state, layout, known = self.state, self.state.layout, self._known
         living = {member.task: member.address for member in state.tasks.members.living("ps")}
-        found = as_found(known.placement, known.promoted, servers, since=known.since, living=living)
-        state.stage = Stage.ADOPTING
+        there = known.placement
+        if not state.settings.standbys:
+            there = without_standbys(there, layout.all_shards)
+        found = as_found(there, known.promoted, servers, since=known.since, living=living)
         if found is None:
             self._go_back(missing(self._known, self._gone) or empty(self._known, servers), now_s)
             return
+        self._release_copies(servers)
         behind = [task for task, status in servers.items() if status.timeline != known.timeline]
         if not found.promoted and not behind and known.active:
-            state.layout.placement = found.placement
-            self._compare(result, now_s)
+            # Nothing is lacking but the table of members, and maybe what the last chief did not come to.
+            state.stage = Stage.ADOPTING
+            layout.placement = found.placement if state.settings.standbys else known.placement
+            layout.have.led, layout.have.placement, layout.have.filled = {}, layout.placement, True
+            layout.stop = state.progress.stop_step if state.mode.consistent_cuts else 0
             return
-        state.layout.placement = found.placement
-        self._release_copies(servers)
-        state.layout.placement = known.placement
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
         step = min(map(state.progress.of, told), default=state.progress.base_step)
         gone = "; ".join(missing(self._known, self._gone).values())
@@ -217,7 +208,7 @@ class Takeover:
         """Some shard values are missing, or never existed, or error memory may have moved unseen: roll back."""
         state = self.state
         # As the last chief left it; the loss is handled next.
-        state.stage = Stage.TRAINING if state.phase is Phase.RUNNING else Stage.LEADING
+        state.stage = Stage.TRAINING if state.phase is Phase.RUNNING else Stage.PREPARING
         everything = lost.keys() >= {place.task for place in self._known.placement}
         stopping = self._known.stopping
         if everything and self.ending.early == (EndAsked(*stopping) if stopping is not None else None):
@@ -237,57 +228,8 @@ class Takeover:
             why = f"does not know who held {kept}" if exact else "died while filling the parameter servers"
             self.recovery.again(f"the {'new' if exact else 'last'} chief {why}", now_s)
 
-    # Taking command
-
-    def led(self, result: CommandResult, now_s: float) -> None:
-        self.state.command(AskStatus(), Then(self.compare, needs_all=False))
-
-    def compare(self, result: CommandResult, now_s: float) -> None:
-        """The servers have reported what they hold."""
-        self._compare(result, now_s)
-
-    def _compare(self, result: CommandResult, now_s: float) -> None:
-        """Check that every shard has its values; flows/servers.py has already found servers of another timeline."""
-        state, plan = self.state, self.state.layout.plan
-        if state.stage is not Stage.ADOPTING:
-            return
-        lost = {task: f"{task} did not answer: {error}" for task, error in result.errors.items()}
-        for place in state.layout.placement:
-            shard = state.progress.shards.get(place.shard)
-            filled = plan is not None and bool(plan.shards[place.shard].buckets)
-            if filled and (shard is None or not shard.initialized):
-                lost.setdefault(place.task, f"{place.task} has no values for shard {place.shard}")
-        if lost:
-            self._go_back(lost, now_s)
-            return
-        self._release_copies({task: value for task, value in result.values.items() if isinstance(value, PsStatus)})
-        state.publish_members(Then(self.known_to_all))
-
-    def known_to_all(self, result: CommandResult, now_s: float) -> None:
-        # The last chief may have died after noting that they are active and before activating them.
-        self.state.command(Activate(timeline=self.state.layout.timeline), Then(self.activated))
-
-    def activated(self, result: CommandResult, now_s: float) -> None:
-        self._stop_again(now_s)
-
-    def _stop_again(self, now_s: float) -> None:
-        state, stop_step = self.state, self.state.progress.stop_step
-        if not state.mode.consistent_cuts or not stop_step:
-            self._adopted(now_s)
-            return
-        state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True), Then(self.bounded))
-
-    def bounded(self, result: CommandResult, now_s: float) -> None:
-        """The servers have the stop step, unless they are past it."""
-        progress = self.state.progress
-        if progress.stop_step != bound(self.state) and any(passed for passed, _ in result.values.values()):
-            # The requested stop reached no server: choose it again.
-            progress.stop_step = bound(self.state)
-            self._stop_again(now_s)
-            return
-        self._adopted(now_s)
-
-    def _adopted(self, now_s: float) -> None:
+    def adopted(self, event: ServersReady, now_s: float) -> None:
+        """The servers lack nothing any more."""
         state = self.state
         state.stage = Stage.TRAINING
         state.reassign()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from shardline import pipeline
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
-from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.events import EndAsked, ServerLost, StrangerLost, Tick, TrainerLost
+from shardline_chief.rules.events import EndAsked, Fenced, ServerLost, StrangerLost, Tick, TrainerLost
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
-from shardline_chief.rules.state.outbox import Then
 from shardline_chief.rules.state.state import State
 
 
@@ -28,18 +24,18 @@ class Workers:
 
     def lost(self, event: TrainerLost, now_s: float) -> None:
         """A task that trains is lost: fence it on every server, then give its work to living tasks."""
-        self.state.publish_members(Then(partial(self.fenced, event), needs_all=False))
+        self.state.after_table.append(Fenced(event))
 
-    def fenced(self, event: TrainerLost, result: CommandResult, now_s: float) -> None:
+    def fenced(self, event: Fenced, now_s: float) -> None:
         """Every server has fenced the lost task: give its work to living tasks."""
-        state, member = self.state, event.member
+        state, lost, member = self.state, event.lost, event.lost.member
         if state.ended:
             return
         moved = "; ".join(state.reassign(member.incarnation))
         few = not state.tasks.trainers() or state.tasks.too_few()
         rest = self._waits() if few else moved or "none of its work is lost"
-        worst = "warning" if few else event.level
-        state.say("life", f"{event.sentence}; {rest}", worst, task=member.task, state=member.state.value)
+        worst = "warning" if few else lost.level
+        state.say("life", f"{lost.sentence}; {rest}", worst, task=member.task, state=member.state.value)
 
     def stranger_lost(self, event: StrangerLost, now_s: float) -> None:
         """No server knows the task in this timeline, so there is nothing to fence."""

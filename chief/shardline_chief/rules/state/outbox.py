@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,11 @@ from shardline_chief.rules.actions import (
 from shardline_chief.rules.state.layout import JobLayout
 
 
-@dataclass(frozen=True)
-class Then:
-    """What follows an order that every server has answered: rule(result, now_s).
-
-    needs_all: only if every server succeeded and the timeline is still the one in which the order was given. Otherwise
-    the rule runs whatever was answered, and looks at the errors itself.
-    """
-
-    rule: Callable[[CommandResult, float], None]
-    needs_all: bool = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pending:
     """An order that not every server has answered yet."""
 
     order: Order
-    then: Then | None
     timeline: int
     """Timeline in which it was given."""
 
@@ -75,17 +62,18 @@ class Outbox:
     def answer(self, ticket: Any, value: Any) -> None:
         self.actions.append(Answer(ticket=ticket, value=value))
 
-    def command(self, order: Order, then: Then | None) -> None:
-        """Send an order to every ps; `then` follows once all have answered."""
+    def command(self, order: Order) -> int:
+        """Send an order to every ps; returns its number, which the event Answered has once all have answered."""
         self._commands += 1
-        self._pending[self._commands] = Pending(order=order, then=then, timeline=self._layout.timeline)
+        self._pending[self._commands] = Pending(order=order, timeline=self._layout.timeline)
         self.actions.append(Command(number=self._commands, order=order))
+        return self._commands
 
     def ask_status(self) -> None:
         """Ask every ps for its status, unless such a request is in flight; answers are treated like heartbeats."""
         if not self._asking:
             self._asking = True
-            self.command(AskStatus(), None)
+            self.command(AskStatus())
 
     def answered(self, number: int, result: CommandResult) -> tuple[Pending, CommandResult]:
         """The order that a completed command carried, and the answers that matter."""

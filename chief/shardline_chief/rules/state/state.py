@@ -20,7 +20,7 @@ from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
 from shardline_chief.rules.state.motion import Motion
-from shardline_chief.rules.state.outbox import Outbox, Then
+from shardline_chief.rules.state.outbox import Outbox
 from shardline_chief.rules.state.progress import ChoiceLog, Progress
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.tasks import Tasks
@@ -48,6 +48,8 @@ class State:
         self.outbox = Outbox(self.layout)
         self.events: deque[Event] = deque()
         """Events emitted by rules; the machine handles them once the rule has returned."""
+        self.after_table: list[Event] = []
+        """Events that follow once every server has the new table of members."""
         self.exit_code = 0
         self.reason = ""
 
@@ -97,6 +99,11 @@ class State:
         return self.mode.consistent_cuts and not self.script
 
     @property
+    def last_step(self) -> int:
+        """The step at which the job file ends; 0 if there is none."""
+        return self.job.steps if self.job is not None and self.stops_by_itself else 0
+
+    @property
     def remembers(self) -> bool:
         """Whether workers keep the error memory of a codec."""
         return self.job is not None and codecs.of(self.job).remembers
@@ -131,9 +138,9 @@ class State:
         """Record a decision in the journal, before the actions that follow."""
         self.outbox.record(kind, fields)
 
-    def command(self, order: Order, then: Then | None = None) -> None:
-        """Send an order to every ps; `then` follows once all have answered."""
-        self.outbox.command(order, then)
+    def command(self, order: Order) -> int:
+        """Send an order to every ps; returns its number, which the event Answered has once all have answered."""
+        return self.outbox.command(order)
 
     def note_cursor(self) -> None:
         """Record which batches are done, when no lease entry implies it."""
@@ -141,10 +148,10 @@ class State:
         assert leases is not None
         self.record("cursor", steps=leases.steps, cursor=leases.cursor())
 
-    def publish_members(self, then: Then) -> None:
-        """Send the table of living incarnations to every ps; `then` follows once all have answered."""
-        self.layout.table_sent = True
-        self.command(self.tasks.table(self.layout.timeline), then)
+    def forget_shards(self) -> None:
+        """What has been said of the shards is of a timeline that is over."""
+        self.progress.shards.clear()
+        self.work.initializer = ""
 
     def reassign(self, gone: int | None = None) -> list[str]:
         """Give the work to living tasks; returns phrases that say what moved.
