@@ -35,9 +35,8 @@ from shardline_chief.io.training_process import TrainingProcess
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
-from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.replay import Remembered, obstacle, replay
 from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")

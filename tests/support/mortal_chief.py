@@ -13,9 +13,8 @@ from shardline_chief.rules.actions import (
     Cut,
     JournalLine,
 )
-from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.replay import Remembered, obstacle, replay
 from shardline_chief.rules.state.settings import ChiefSettings
 from tests.support.chief_cluster import Cluster, make_job, phase
 

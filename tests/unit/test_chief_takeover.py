@@ -18,9 +18,8 @@ from shardline_chief.rules.actions import (
     Members,
     Release,
 )
-from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
-from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.replay import Remembered, obstacle, replay
 from tests.support.chief_cluster import JOIN, FakePs, T, make_job, phase
 from tests.support.mortal_chief import Killed, Mortal, cut, mortal
 

@@ -180,5 +180,5 @@ def test_the_journal_has_what_a_life_told_once_it_is_gone_only_once() -> None:
 
 
 def next_chief(cluster: Mortal) -> None:
-    assert cluster.next_chief().back == tuple(cluster.program.state.losses.back)
+    assert cluster.next_chief().back == cluster.program.state.losses.back
     hear_twice(cluster)

@@ -23,7 +23,8 @@ from shardline_chief.io.summary import facts, scores
 from shardline_chief.page.history import History
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import Past
-from shardline_chief.rules.replay import KnownMember, Remembered, replay
+from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.state.membership import Member
 
 SILENT_S = 10.0
 """Seconds without a line after which the chief counts as gone: while it trains, it writes one every two seconds."""
@@ -180,7 +181,7 @@ class RunFiles:
             for name, task in {**self._known.gone, **self._known.members}.items()
         )
 
-    def _state(self, name: str, task: KnownMember) -> str:
+    def _state(self, name: str, task: Member) -> str:
         said_at, said = self._past.lives.get(name, (0.0, ""))
         state = said if said_at >= task.joined else "alive"
         over = name in self._known.gone or self._known.closed

@@ -15,10 +15,9 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
-from shardline_chief.rules.actions import AskStatus, Lead, Release
+from shardline_chief.rules.actions import AskStatus, Finish, Lead, Release
 from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
 from shardline_chief.rules.events import Answered, Arrived, EndAsked, ServerLost, ServerRestarted, ServersReady, Tick
-from shardline_chief.rules.flows.recollection import empty, missing, recall, say_goodbye
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
@@ -51,9 +50,9 @@ class Takeover:
         state = self.state
         self._known, self._began_s = known, now_s
         self.ending.early = EndAsked(*known.stopping) if known.stopping is not None else None
-        recall(state, known, now_s, trained_s)
+        _recall(state, known, now_s, trained_s)
         if known.ended is not None:
-            say_goodbye(state, *known.ended)
+            _say_goodbye(state, *known.ended)
             return
         self._unheard = {task for task, member in known.members.items() if member.role == "ps"}
         state.stage = Stage.HEARING
@@ -141,7 +140,7 @@ class Takeover:
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        lost, standbys = missing(known, self._gone), state.settings.standbys
+        lost, standbys = self._missing(), state.settings.standbys
         whole = known.began_s is not None and (known.active or (known.stays and standbys)) and not goes_back(state)
         if not whole or (lost and not standbys):
             self._go_back(lost, now_s)
@@ -151,6 +150,12 @@ class Takeover:
         state.layout.reachable = {task: at for task, at in there.items() if task in wanted & known.members.keys()}
         state.layout.forget()
         state.stage = Stage.ASKING
+
+    def _missing(self) -> dict[str, str]:
+        """Servers that held shards and whose process has changed or gone: reason by name."""
+        held = {place.task for place in self._known.placement}
+        lost = {task: why for task, why in self._gone.items() if task in held}
+        return lost | {task: f"{task} was gone when the chief returned" for task in held - self._known.members.keys()}
 
     # What they hold
 
@@ -180,7 +185,7 @@ class Takeover:
             there = without_standbys(there, layout.all_shards)
         found = as_found(there, known.promoted, servers, since=known.since, living=living)
         if found is None:
-            self._go_back(missing(self._known, self._gone) or empty(self._known, servers), now_s)
+            self._go_back(self._missing() or _empty(known, servers), now_s)
             return
         self._release_copies(servers)
         behind = [task for task, status in servers.items() if status.timeline != known.timeline]
@@ -193,7 +198,7 @@ class Takeover:
             return
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
         step = min(map(state.progress.of, told), default=state.progress.base_step)
-        gone = "; ".join(missing(self._known, self._gone).values())
+        gone = "; ".join(self._missing().values())
         why = gone or "the last chief died while standbys were taking over"
         self.failover.stand_in_as_found(found, why, now_s, since_s=self._began_s, step=step)
 
@@ -243,3 +248,44 @@ class Takeover:
             step=step,
             seconds=seconds,
         )
+
+
+def _recall(state: State, known: Remembered, now_s: float, trained_s: float) -> None:
+    """Restore what can't be asked for. trained_s: seconds since training began, by the wall clock."""
+    if known.job is not None:
+        state.adopt(known.job)
+    state.tasks.machine, state.tasks.finished = known.machine, set(known.finished)
+    for step, metrics in known.metrics.items():
+        state.figures.score(step, metrics)
+    state.figures.best, state.figures.dropped_memories = known.best, known.dropped_memories
+    state.figures.lives |= known.lives
+    if known.began_s is not None:
+        state.figures.running_s = now_s - trained_s
+    state.work.leases = known.leases
+    state.choices.recall(known.choices)
+    state.progress.first_step, state.progress.base_step = known.first_step, known.base_step
+    state.saves.committed(known.checkpoint_step, known.checkpoint_path)
+    state.losses.recoveries, state.losses.back = list(known.recoveries), list(known.back)
+    state.losses.failovers = known.failovers + 1
+    for member in known.members.values():
+        state.tasks.members.recall(member, now_s)
+
+
+def _say_goodbye(state: State, exit_code: int, reason: str) -> None:
+    """The end had been decided, but not every task may have heard: announce it again."""
+    saves, progress = state.saves, state.progress
+    state.stage = Stage.ENDED
+    state.exit_code, state.reason = exit_code, reason
+    saves.final_step = saves.checkpoint_step
+    progress.base_step = max(progress.base_step, saves.checkpoint_step)
+    state.say(
+        "takeover", f"the job had already ended when the last chief died: {reason}; informing the remaining tasks"
+    )
+    state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
+
+
+def _empty(known: Remembered, servers: Mapping[str, PsStatus]) -> dict[str, str]:
+    """Running servers that lack what they should hold: reason by name."""
+    there = {task: {shard.shard for shard in status.shards if shard.initialized} for task, status in servers.items()}
+    lacking = [place for place in known.placement if place.shard not in there.get(place.task, ())]
+    return {place.task: f"{place.task} has no values for shard {place.shard}" for place in lacking}

@@ -14,7 +14,6 @@ from shardline.cluster import ROLES
 from shardline.core.identity import Identity
 from shardline.security import holds
 from shardline_chief.rules.messages import TRAINERS, Join
-from shardline_chief.rules.replay import KnownMember
 
 LIVES, LIFE_S = 64, 60.0
 """Joins to a place at once, and the seconds for each after that: all that a life leaves in files and memory is kept."""
@@ -47,6 +46,8 @@ class Member:
     state: Life = Life.ALIVE
     broken: bool = False
     """Its heartbeat stream broke and no new one has been opened."""
+    joined: float = 0.0
+    """Unix time; of members of an earlier chief."""
 
     @property
     def task(self) -> str:
@@ -160,21 +161,9 @@ class Membership:
         self._kept.pop(member.task, None)
         return Admitted(member=member, replaced=old if old is not None and old.living else None)
 
-    def recall(self, known: KnownMember, now_s: float) -> None:
+    def recall(self, member: Member, now_s: float) -> None:
         """Restore a member of an earlier chief: suspect until its first heartbeat, dead if none comes."""
-        self._members[known.task] = Member(
-            role=known.role,
-            index=known.index,
-            incarnation=known.incarnation,
-            stable_id=known.stable_id,
-            address=known.address,
-            metrics_address=known.metrics_address,
-            device=known.device,
-            last_heard_s=now_s,
-            key=known.key,
-            state=Life.SUSPECT,
-            broken=True,
-        )
+        self._members[member.task] = replace(member, last_heard_s=now_s)
 
     def place(self, now_s: float, role: str, address: str, *, limit: int, keep_s: float) -> int | Refused:
         """An index for a task that is about to join, reserved for its address for keep_s seconds.
