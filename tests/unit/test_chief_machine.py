@@ -25,7 +25,7 @@ MOST_ROOMS = 8
 @pytest.fixture
 def flows() -> Flows:
     settings = ChiefSettings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=1)
-    return Flows.of(State(settings, 0.0, resume=None))
+    return Flows(State(settings, 0.0, resume=None))
 
 
 def test_every_event_has_its_rows(flows: Flows) -> None:

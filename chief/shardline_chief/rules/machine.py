@@ -8,7 +8,6 @@ soon as it has returned; then the servers are given what they lack (reconcile.py
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shardline_chief.rules import events as on
@@ -46,47 +45,24 @@ Row = tuple[frozenset[Stage], Rule]
 Rows = Mapping[type[Event], tuple[Row, ...]]
 
 
-@dataclass
 class Flows:
-    start: Start
-    reconcile: Reconcile
-    checkpointing: Checkpointing
-    leasing: Leasing
-    workers: Workers
-    servers: Servers
-    failover: Failover
-    recovery: Recovery
-    memory: ErrorMemory
-    codec_choice: CodecChoice
-    takeover: Takeover
-    ending: Ending
-    scoring: Scoring
-    joining: Joining
+    """The rules, each with those that it builds on."""
 
-    @classmethod
-    def of(cls, state: State) -> Flows:
-        checkpointing, scoring = Checkpointing(state), Scoring(state)
-        ending = Ending(state, checkpointing, scoring)
-        reconcile = Reconcile(state, checkpointing, ending)
-        failover = Failover(state, reconcile)
-        recovery = Recovery(state, reconcile, failover)
-        start, takeover = Start(state, reconcile), Takeover(state, recovery)
-        return cls(
-            start=start,
-            reconcile=reconcile,
-            checkpointing=checkpointing,
-            leasing=Leasing(state),
-            workers=Workers(state),
-            servers=Servers(state),
-            failover=failover,
-            recovery=recovery,
-            memory=ErrorMemory(state, recovery, ending),
-            codec_choice=CodecChoice(state, recovery),
-            takeover=takeover,
-            ending=ending,
-            scoring=scoring,
-            joining=Joining(state, start, takeover),
-        )
+    def __init__(self, state: State) -> None:
+        self.checkpointing = Checkpointing(state)
+        self.scoring = Scoring(state)
+        self.ending = Ending(state, self.checkpointing, self.scoring)
+        self.reconcile = Reconcile(state, self.checkpointing, self.ending)
+        self.start = Start(state, self.reconcile)
+        self.leasing = Leasing(state)
+        self.workers = Workers(state)
+        self.servers = Servers(state)
+        self.failover = Failover(state, self.reconcile)
+        self.recovery = Recovery(state, self.reconcile, self.failover)
+        self.memory = ErrorMemory(state, self.recovery, self.ending)
+        self.codec_choice = CodecChoice(state, self.recovery)
+        self.takeover = Takeover(state, self.recovery)
+        self.joining = Joining(state, self.start, self.takeover)
 
 
 def at(*stages: Stage) -> frozenset[Stage]:

@@ -61,7 +61,7 @@ class Program:
     ) -> None:
         """remembered: the job to take over from another chief. trained_s: seconds since its training began."""
         self.state = State(settings, now_s, resume=resume)
-        self.flows = Flows.of(self.state)
+        self.flows = Flows(self.state)
         self.machine = Machine(self.state, self.flows)
         self.barriers = Barriers(self.state)
         self.heartbeats = Heartbeats(self.state, self.flows, self.machine, self.barriers)

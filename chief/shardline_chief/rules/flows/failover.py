@@ -12,7 +12,7 @@ from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.losses import Loss, Recovered
+from shardline_chief.rules.state.losses import Loss
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
 
@@ -61,7 +61,7 @@ class Failover:
             self._set_standbys(placement)
             return True
         loss = state.note_loss(task, now_s)
-        self._promote(loss, placement, promoted, f"{why}; taken over: {_over(found)}")
+        self._promote(loss, task, placement, promoted, f"{why}; taken over: {_over(found)}")
         return True
 
     def stand_in_as_found(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
@@ -72,10 +72,10 @@ class Failover:
         loss.at_step = step
         placement = self._protected(found.placement, now_s)
         self.protection.forget(found.promoted)
-        self._promote(loss, placement, found.promoted, f"{why}; taken over: {_over(found)}")
+        self._promote(loss, first, placement, found.promoted, f"{why}; taken over: {_over(found)}")
 
     def _promote(
-        self, loss: Loss, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], why: str
+        self, loss: Loss, task: str, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], why: str
     ) -> None:
         """Want this placement with all values, in a timeline that follows."""
         state, layout = self.state, self.state.layout
@@ -84,7 +84,7 @@ class Failover:
         self.reconcile.leave(Stage.PREPARING)
         # Nothing logged after this step is undone.
         state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; no step is lost", "warning", task=loss.first)
+        state.say("ps_lost", f"{why}; no step is lost", "warning", task=task)
         followed = self.protection.followed(placement)
         layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed)
         told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
@@ -94,16 +94,13 @@ class Failover:
         """The standbys are primaries now: nothing was rolled back."""
         state = self.state
         self._promoted.clear()
-        seconds = now_s - loss.began_s
-        recovered = Recovered(task=loss.first, at_step=loss.at_step, from_step=loss.at_step, seconds=seconds, lost=0)
-        state.losses.recoveries.append(recovered)
-        state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
+        recovered = state.note_recovered(loss, loss.at_step, 0, now_s)
         state.say(
             "recovered",
-            f"{loss.first} was declared lost {seconds:.1f} s ago; its standbys have taken over. Training continues "
-            f"from step {loss.at_step}, and no step is repeated",
+            f"{loss.first} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over. Training "
+            f"continues from step {loss.at_step}, and no step is repeated",
             task=loss.first,
-            seconds=seconds,
+            seconds=recovered.seconds,
         )
 
     def forget(self) -> None:

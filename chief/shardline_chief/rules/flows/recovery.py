@@ -8,7 +8,6 @@ recovery starts it over.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from shardline.core.orders import Phase
@@ -26,7 +25,7 @@ from shardline_chief.rules.events import (
 from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import PREPARATION, Stage
-from shardline_chief.rules.state.losses import Loss, Recovered, WentBack
+from shardline_chief.rules.state.losses import Loss, WentBack
 from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 
@@ -282,16 +281,7 @@ class Recovery:
         state.work.unready.clear()
         _note_back(state, state.layout.keep)
         lost = self._count_lost(loss)
-        recovered = Recovered(
-            task=loss.first,
-            at_step=loss.at_step,
-            from_step=state.progress.base_step,
-            seconds=now_s - loss.began_s,
-            lost=lost,
-        )
-        if not loss.planned:
-            state.losses.recoveries.append(recovered)
-            state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
+        recovered = state.note_recovered(loss, state.progress.base_step, lost, now_s)
         together = state.mode.consistent_cuts
         what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         heard = f"{loss.first} was last heard {recovered.seconds:.1f} s ago; " if loss.first != "chief" else ""
