@@ -84,7 +84,7 @@ class ServerRestarted(Event):
 
 
 @dataclass(frozen=True)
-class Answered(Event):
+class OrderAnswered(Event):
     """Every server has answered an order, if only with an error."""
 
     number: int

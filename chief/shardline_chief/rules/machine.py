@@ -89,13 +89,11 @@ def _of_time(flows: Flows) -> Rows:
             (TRAINING, flows.failover.watch),
             (at(Stage.GATHERING), start.gather),
             (ANY, reconcile.retry),
-            (at(Stage.INITIALIZING, Stage.FIRST_CUT), reconcile.poll),
             (at(Stage.FIRST_CUT), reconcile.first_cut_late),
             (START | PREPARATION | RECOVERY, start.wait),
             (TRAINING | TAKEOVER, workers.alone),
             (ANY, workers.uneven),
-            (at(Stage.REACHING, Stage.CUTTING), ending.poll),
-            (TRAINING | TAKEOVER, flows.servers.poll_at_last_step),
+            (ANY, flows.servers.poll),
         ),
         on.Progressed: (
             (TRAINING, flows.memory.moved),
@@ -151,7 +149,7 @@ def _of_servers(flows: Flows) -> Rows:
             (TRAINING | TAKEOVER, checkpointing.observe),
             (TRAINING | ENDING, checkpointing.told),
         ),
-        on.Answered: (
+        on.OrderAnswered: (
             (at(Stage.ASKING), flows.takeover.answered),
             (ANY, reconcile.answered),
             (ANY, checkpointing.taken),

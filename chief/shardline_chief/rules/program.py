@@ -22,11 +22,11 @@ from shardline.errors import ProtocolError
 from shardline_chief.rules import admission, credible, views
 from shardline_chief.rules.actions import Action, CommandResult, Found, Resume, Saved
 from shardline_chief.rules.events import (
-    Answered,
     CheckpointFound,
     CheckpointSaved,
     CodecsMeasured,
     EndAsked,
+    OrderAnswered,
     Progressed,
     ServerLost,
     StrangerLost,
@@ -160,7 +160,7 @@ class Program:
                 self.machine.settle(now_s)
         pending, result = state.outbox.answered(number, result)
         current = pending.timeline == state.layout.timeline and not state.ended
-        self.machine.handle(Answered(number, pending.order, result, current), now_s)
+        self.machine.handle(OrderAnswered(number, pending.order, result, current), now_s)
         if result.errors:
             self.flows.servers.failed(pending, result.errors)
             self.machine.settle(now_s)

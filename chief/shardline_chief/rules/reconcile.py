@@ -32,7 +32,7 @@ from shardline_chief.rules.actions import (
     Promote,
     Restore,
 )
-from shardline_chief.rules.events import Answered, CheckpointSaved, ServersReady, ShardsTold, Tick, TrainerLost
+from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, ServersReady, ShardsTold, Tick, TrainerLost
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.stages import PREPARATION, RECONCILED, Stage
@@ -116,7 +116,7 @@ class Reconcile:
             living = {member.task: member.address for member in state.tasks.members.living("ps")}
             placement = protected(placement, living, appoint=layout.new_appointment)
         state.stage = Stage.PREPARING
-        state.forget_shards()
+        self._forget_shards()
         layout.forget()
         layout.want(placement, keep=keep)
 
@@ -127,8 +127,13 @@ class Reconcile:
         state.layout.new_timeline()
         state.tasks.suspects.clear()
         state.stage = stage
-        state.forget_shards()
+        self._forget_shards()
         self.checkpointing.forget()
+
+    def _forget_shards(self) -> None:
+        """What has been said of the shards is of a timeline that is over."""
+        self.state.progress.shards.clear()
+        self.state.work.initializer = ""
 
     # Orders
 
@@ -190,7 +195,7 @@ class Reconcile:
         layout.new_timeline()
         layout.have.led, layout.have.promoted, layout.have.filled = led, True, layout.stays
         layout.stop = state.last_step
-        state.forget_shards()
+        self._forget_shards()
         state.saves.ledger = CutLedger(layout.filled)
         back = None if layout.stays else resume
         if not layout.stays:
@@ -209,7 +214,7 @@ class Reconcile:
 
     # Answers
 
-    def answered(self, event: Answered, now_s: float) -> None:
+    def answered(self, event: OrderAnswered, now_s: float) -> None:
         """All servers have answered: note what they have now."""
         layout, order = self.state.layout, event.order
         if event.number != layout.in_flight:
@@ -316,11 +321,6 @@ class Reconcile:
         if state.saves.saving is None and now_s - self._cut_asked_s >= limit_s:
             state.say("cut", f"no checkpoint of step 0 within {limit_s:g} s; training starts without it", "error")
             state.stage, state.layout.have.filled = Stage.PREPARING, True
-
-    def poll(self, event: Tick, now_s: float) -> None:
-        """Poll the servers instead of waiting for their heartbeats."""
-        if self.state.work.initializer or self.state.stage is Stage.FIRST_CUT:
-            self.state.outbox.ask_status()
 
 
 def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:

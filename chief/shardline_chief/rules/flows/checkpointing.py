@@ -10,7 +10,7 @@ from typing import Any
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Cut, Release, Save
-from shardline_chief.rules.events import Answered, CheckpointSaved, ShardsTold
+from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, ShardsTold
 from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.state import State
@@ -93,7 +93,7 @@ class Checkpointing:
         self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=stop))
         return step
 
-    def taken(self, event: Answered, now_s: float) -> None:
+    def taken(self, event: OrderAnswered, now_s: float) -> None:
         """Every shard has copied itself."""
         if event.number == self._order and isinstance(event.order, Cut) and event.done:
             self.state.saves.cutting = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardline import fit, pipeline
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, Cut, Hurry
-from shardline_chief.rules.events import Answered, CheckpointSaved, EndAsked, Progressed, Tick
+from shardline_chief.rules.events import CheckpointSaved, EndAsked, OrderAnswered, Progressed
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring
 from shardline_chief.rules.stages import ENDING, Stage
@@ -107,7 +107,7 @@ class Ending:
     def _ask(self) -> None:
         self._order = self.state.command(AskStatus())
 
-    def answered(self, event: Answered, now_s: float) -> None:
+    def answered(self, event: OrderAnswered, now_s: float) -> None:
         """The servers have answered what was asked or ordered last."""
         stage, order = self.state.stage, event.order
         if event.number != self._order:
@@ -196,10 +196,6 @@ class Ending:
         self.state.figures.end_training(now_s)
 
     # Time
-
-    def poll(self, event: Tick, now_s: float) -> None:
-        """Poll the servers instead of waiting for their heartbeats."""
-        self.state.outbox.ask_status()
 
     def choosing(self, event: Progressed, now_s: float) -> None:
         """Give up if the servers don't report their progress in time."""

@@ -12,7 +12,7 @@ from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.losses import Loss
+from shardline_chief.rules.state.losses import Loss, Recovered
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
 
@@ -90,16 +90,14 @@ class Failover:
         told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
         state.record("failover", timeline=layout.timeline, promoted=told)
 
-    def taken_over(self, loss: Loss, now_s: float) -> None:
+    def taken_over(self, recovered: Recovered) -> None:
         """The standbys are primaries now: nothing was rolled back."""
-        state = self.state
         self._promoted.clear()
-        recovered = state.note_recovered(loss, loss.at_step, 0, now_s)
-        state.say(
+        self.state.say(
             "recovered",
-            f"{loss.first} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over. Training "
-            f"continues from step {loss.at_step}, and no step is repeated",
-            task=loss.first,
+            f"{recovered.task} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over. Training "
+            f"continues from step {recovered.at_step}, and no step is repeated",
+            task=recovered.task,
             seconds=recovered.seconds,
         )
 

@@ -8,6 +8,7 @@ recovery starts it over.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from shardline.core.orders import Phase
@@ -25,7 +26,7 @@ from shardline_chief.rules.events import (
 from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import PREPARATION, Stage
-from shardline_chief.rules.state.losses import Loss, WentBack
+from shardline_chief.rules.state.losses import Loss, Recovered, WentBack
 from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 
@@ -273,15 +274,21 @@ class Recovery:
         if loss is None:
             return
         state.losses.now = None
+        base = state.progress.base_step
+        lost = 0 if loss.failover else self._count_lost(loss)
+        recovered = Recovered(
+            task=loss.first, at_step=loss.at_step, from_step=base, seconds=now_s - loss.began_s, lost=lost
+        )
+        if not loss.planned:
+            state.losses.recoveries.append(recovered)
+            state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         if loss.failover:
-            self.failover.taken_over(loss, now_s)
+            self.failover.taken_over(recovered)
             return
         self._lost.clear()
         state.work.moved.clear()
         state.work.unready.clear()
         _note_back(state, state.layout.keep)
-        lost = self._count_lost(loss)
-        recovered = state.note_recovered(loss, state.progress.base_step, lost, now_s)
         together = state.mode.consistent_cuts
         what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         heard = f"{loss.first} was last heard {recovered.seconds:.1f} s ago; " if loss.first != "chief" else ""

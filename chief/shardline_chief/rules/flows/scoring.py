@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from shardline.errors import FencedError
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, MarkBest
-from shardline_chief.rules.events import Answered, Progressed
+from shardline_chief.rules.events import OrderAnswered, Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
@@ -122,7 +122,7 @@ class Scoring:
             why = "evaluator/0 had not joined when the job was stopped"
         state.figures.unscored[state.saves.final_step] = why
 
-    def counted(self, event: Answered, now_s: float) -> None:
+    def counted(self, event: OrderAnswered, now_s: float) -> None:
         """The last figures have arrived: end the job."""
         if event.number == self._order:
             self.state.end(self.exit_code, self.state.reason, now_s)

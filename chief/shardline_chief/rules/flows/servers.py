@@ -10,7 +10,7 @@ from shardline.core.status import PsStatus, ShardStatus
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline_chief.rules.actions import AskStatus, Lead, Release
 from shardline_chief.rules.events import EndAsked, OrderRefused, ServerLost, ShardsTold, Tick
-from shardline_chief.rules.stages import UNHEARD
+from shardline_chief.rules.stages import UNHEARD, Stage
 from shardline_chief.rules.state.outbox import Pending
 from shardline_chief.rules.state.state import State
 
@@ -93,9 +93,13 @@ class Servers:
         _, error = sorted(event.errors.items())[0]
         self.state.end(error.exit_code, str(error), now_s)
 
-    def poll_at_last_step(self, event: Tick, now_s: float) -> None:
-        """Ask for the status when the last step is near, instead of waiting for the next heartbeat."""
+    def poll(self, event: Tick, now_s: float) -> None:
+        """Ask for the status instead of waiting for heartbeats, where the job waits for what servers report."""
         state, progress = self.state, self.state.progress
-        near = 0 < progress.stop_step <= progress.step_max + 1
-        if state.phase is Phase.RUNNING and state.mode.consistent_cuts and near:
+        last = state.phase is Phase.RUNNING and state.mode.consistent_cuts and progress.stop_step > 0
+        if (
+            state.stage in (Stage.FIRST_CUT, Stage.REACHING, Stage.CUTTING)
+            or (state.stage is Stage.INITIALIZING and state.work.initializer)
+            or (last and progress.stop_step <= progress.step_max + 1)
+        ):
             state.outbox.ask_status()

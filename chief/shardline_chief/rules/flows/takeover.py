@@ -17,7 +17,15 @@ from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import AskStatus, Finish, Lead, Release
 from shardline_chief.rules.codecs.error_memory import applied, goes_back, unbroken
-from shardline_chief.rules.events import Answered, Arrived, EndAsked, ServerLost, ServerRestarted, ServersReady, Tick
+from shardline_chief.rules.events import (
+    Arrived,
+    EndAsked,
+    OrderAnswered,
+    ServerLost,
+    ServerRestarted,
+    ServersReady,
+    Tick,
+)
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
@@ -159,7 +167,7 @@ class Takeover:
 
     # What they hold
 
-    def answered(self, event: Answered, now_s: float) -> bool:
+    def answered(self, event: OrderAnswered, now_s: float) -> bool:
         """The servers obey this chief, or have told what they hold; without those that did not, decide again."""
         state, layout = self.state, self.state.layout
         if event.number != layout.in_flight:

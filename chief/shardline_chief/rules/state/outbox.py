@@ -63,7 +63,7 @@ class Outbox:
         self.actions.append(Answer(ticket=ticket, value=value))
 
     def command(self, order: Order) -> int:
-        """Send an order to every ps; returns its number, which the event Answered has once all have answered."""
+        """Send an order to every ps; returns its number, which the event OrderAnswered has once all have answered."""
         self._commands += 1
         self._pending[self._commands] = Pending(order=order, timeline=self._layout.timeline)
         self.actions.append(Command(number=self._commands, order=order))

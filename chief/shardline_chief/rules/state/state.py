@@ -18,7 +18,7 @@ from shardline_chief.rules.stages import PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.checkpoints import Checkpoints
 from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
-from shardline_chief.rules.state.losses import Loss, Losses, Recovered
+from shardline_chief.rules.state.losses import Loss, Losses
 from shardline_chief.rules.state.motion import Motion
 from shardline_chief.rules.state.outbox import Outbox
 from shardline_chief.rules.state.progress import ChoiceLog, Progress
@@ -139,7 +139,7 @@ class State:
         self.outbox.record(kind, fields)
 
     def command(self, order: Order) -> int:
-        """Send an order to every ps; returns its number, which the event Answered has once all have answered."""
+        """Send an order to every ps; returns its number, which the event OrderAnswered has once all have answered."""
         return self.outbox.command(order)
 
     def note_cursor(self) -> None:
@@ -147,11 +147,6 @@ class State:
         leases = self.work.leases
         assert leases is not None
         self.record("cursor", steps=leases.steps, cursor=leases.cursor())
-
-    def forget_shards(self) -> None:
-        """What has been said of the shards is of a timeline that is over."""
-        self.progress.shards.clear()
-        self.work.initializer = ""
 
     def reassign(self, gone: int | None = None) -> list[str]:
         """Give the work to living tasks; returns phrases that say what moved.
@@ -196,15 +191,6 @@ class State:
                 home=self.layout.placement,
             )
         return self.losses.now
-
-    def note_recovered(self, loss: Loss, from_step: int, lost: int, now_s: float) -> Recovered:
-        """Note that training resumes after a loss, at this step; lost: steps or updates that are not there any more."""
-        seconds = now_s - loss.began_s
-        recovered = Recovered(task=loss.first, at_step=loss.at_step, from_step=from_step, seconds=seconds, lost=lost)
-        if not loss.planned:
-            self.losses.recoveries.append(recovered)
-            self.record("recovered", timeline=self.layout.timeline, **dataclasses.asdict(recovered))
-        return recovered
 
     def end(self, exit_code: int, reason: str, now_s: float) -> None:
         """End the job; only the first call counts."""
