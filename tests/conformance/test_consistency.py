@@ -12,7 +12,7 @@ import torch
 
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock
-from shardline.consistency.server import Observers, Push, StepWanted
+from shardline.consistency.server import NumberedPush, Observers, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -85,7 +85,7 @@ class Job:
         if self.mode.whole_pushes:
             task = f"worker/{worker}"
             seq = shard.mode.last_push(task, 1) + (not again)
-            push = Push(task=task, incarnation=1, seq=seq, base_version=shard.version, clock=seq)
+            push = NumberedPush(task=task, incarnation=1, seq=seq, base_version=shard.version, clock=seq)
             decision, _ = shard.push(push, self.gradients(amount), guard=guard)
             return {decision.outcome}
         step, found = shard.mode.progress(worker), set()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline.codecs import coding_of
-from shardline.consistency.server import Observers, Push, StepWanted
+from shardline.consistency.server import NumberedPush, Observers, StepWanted
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
@@ -264,7 +264,9 @@ def test_a_change_in_the_last_step_is_sent_to_holders_of_the_step_before() -> No
 def test_an_asynchronous_shard_serves_exactly_the_present_step() -> None:
     shard = shard_of_kinds(mode="async")
     for seq in (1, 2):
-        shard.push(Push(task="w", incarnation=1, seq=seq, base_version=0), {PARAM: Gradient(flat(1.0), (True, True))})
+        shard.push(
+            NumberedPush(task="w", incarnation=1, seq=seq, base_version=0), {PARAM: Gradient(flat(1.0), (True, True))}
+        )
     assert encoded(shard, PARAM, 1) is Outcome.OVERTAKEN
     assert encoded(shard, PARAM, 3) is Outcome.WAITING
     answer = encoded(shard, PARAM, 2)
@@ -289,8 +291,11 @@ def test_a_guarded_asynchronous_push_takes_no_number() -> None:
     shard = shard_of_kinds(mode="async")
     gone = Decision(Outcome.FENCED, "gone")
     parts = {PARAM: Gradient(flat(1.0), (True, True))}
-    assert shard.push(Push(task="w", incarnation=1, seq=1, base_version=0), parts, guard=lambda: gone) == (gone, 0)
-    decision, _ = shard.push(Push(task="w", incarnation=1, seq=1, base_version=0), parts)
+    assert shard.push(NumberedPush(task="w", incarnation=1, seq=1, base_version=0), parts, guard=lambda: gone) == (
+        gone,
+        0,
+    )
+    decision, _ = shard.push(NumberedPush(task="w", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED
 
 

@@ -136,7 +136,7 @@ class LivePayloads:
             )
 
     def batches(self) -> Iterator[Sequence[Payload]]:
-        """Yield batches by priority; after a failed call first those sent before. See core.exchange.Payloads.
+        """Yield batches by priority; after a failed call first those sent before. See waist.Payloads.
 
         Raises Unready, an error of prepare() or fail(), or the error that `interrupted` returns.
         """
