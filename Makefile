@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers reproduce golden house way
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -164,14 +164,9 @@ chaos-e2e: $(STAMP)
 chaos-figures: $(STAMP)
 	$(BIN)/python -m tests.chaos.figures $(ARGS)
 
-# A million frames, ten thousand calls, a hundred thousand lies, thousands of things to load; minutes. More: make fuzz ARGS="--seed 7 --only calls"
+# Ten thousand calls, a hundred thousand lies, thousands of things to load; minutes. More: make fuzz ARGS="--seed 7 --only calls"
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz $(ARGS)
-
-# The same reader of frames, with atheris looking for inputs that reach new places in it.
-fuzz-guided: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
-	$(BIN)/python -m tests.fuzz.guided -runs=1000000 -max_len=4096 $(ARGS)
 
 # 64 workers on one server for 10 minutes: benchmarks/results/load.json
 load: $(STAMP)

@@ -27,7 +27,6 @@ from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.backend import numbers
-from shardline.server.data_plane import add_data_plane
 from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
 from shardline_ps.control.votes import Voters
@@ -495,7 +494,7 @@ def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
     """Function that adds all services to a server."""
 
     def add(server: grpc.aio.Server) -> None:
-        add_data_plane(servicer, server)
+        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, server)
         parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
         parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer.standby_servicer, server)
 

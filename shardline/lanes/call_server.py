@@ -16,7 +16,8 @@ from shardline.lanes.call_frames import MAX_REQUEST_BYTES, CallFrameReader, Kind
 from shardline.lanes.socket_thread import NOT_READY
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.errors import drop_frames, status_of
-from shardline.wire.protobuf import RequestView, read_request
+from shardline.rpc.messages.data import parse
+from shardline.rpc.v1 import data_pb2
 
 log = logging.getLogger("shardline.lanes")
 RECEIVE_BYTES = 64 << 10
@@ -37,7 +38,7 @@ class ReplyWriter(Protocol):
         """Nothing: there is no metadata."""
         ...
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: data_pb2.PushPullReply) -> None:
         """Send one reply; waits while the caller takes none."""
         ...
 
@@ -45,18 +46,18 @@ class ReplyWriter(Protocol):
 class Answered(NamedTuple):
     """A call that was answered at once: its replies so far, and what writes the others; None = these are all."""
 
-    replies: list[bytes]
+    replies: list[data_pb2.PushPullReply]
     rest: Callable[[ReplyWriter], Awaitable[None]] | None
 
 
 class Answers(Protocol):
     """The handlers of calls. An error that one raises ends its call."""
 
-    async def answer(self, request: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def answer(self, request: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         """Take the requests of a call and write its replies."""
         ...
 
-    def answer_at_once(self, request: RequestView) -> Answered | None:
+    def answer_at_once(self, request: data_pb2.PushPullRequest) -> Answered | None:
         """Answer a call that is one request, without waiting; None = nothing was done, it needs answer()."""
         ...
 
@@ -64,7 +65,7 @@ class Answers(Protocol):
 class _Call:
     def __init__(self, server: CallServer) -> None:
         self._server = server
-        self._requests: deque[tuple[RequestView, int]] = deque()
+        self._requests: deque[tuple[data_pb2.PushPullRequest, int]] = deque()
         self._bytes = 0
         self._more = asyncio.Event()
         self.last = False
@@ -80,17 +81,17 @@ class _Call:
         """Number of requests that the handler has not taken."""
         return len(self._requests)
 
-    def put(self, request: RequestView | None, nbytes: int, *, last: bool) -> None:
+    def put(self, request: data_pb2.PushPullRequest | None, nbytes: int, *, last: bool) -> None:
         if request is not None:
             self._requests.append((request, nbytes))
             self._bytes += nbytes
         self.last = last
         self._more.set()
 
-    def __aiter__(self) -> AsyncIterator[RequestView]:
+    def __aiter__(self) -> AsyncIterator[data_pb2.PushPullRequest]:
         return self
 
-    async def __anext__(self) -> RequestView:
+    async def __anext__(self) -> data_pb2.PushPullRequest:
         while not self._requests:
             if self.last:
                 raise StopAsyncIteration
@@ -236,7 +237,8 @@ class CallServer:
         if self._skipping:
             self._skipping = kind is not Kind.LAST
             return
-        request, last = read_request(body) if body or kind is not Kind.LAST else None, kind is Kind.LAST
+        last = kind is Kind.LAST
+        request = parse(data_pb2.PushPullRequest, body) if body or not last else None
         if self._call is None:
             if request is not None and last and self._answer_at_once(request):
                 return
@@ -248,7 +250,7 @@ class CallServer:
 
     # A call
 
-    def _answer_at_once(self, request: RequestView) -> bool:
+    def _answer_at_once(self, request: data_pb2.PushPullRequest) -> bool:
         """Answer a call that is one request, if it is one that need not wait; its replies are sent together."""
         try:
             answered = self._answers.answer_at_once(request)
@@ -258,7 +260,7 @@ class CallServer:
         if answered is None:
             return False
         for reply in answered.replies:
-            self._out += frame(Kind.REPLY, reply)
+            self._out += frame(Kind.REPLY, reply.SerializeToString())
         if answered.rest is None:
             self._finish(_DONE)
             return True
@@ -298,13 +300,13 @@ class CallServer:
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None: ...
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: data_pb2.PushPullReply) -> None:
         """Add a reply; waits while too much is unsent."""
         await self._room.wait()
         if not self._out:
             # Together with what follows at once, such as the end of the call.
             self._loop.call_soon(self._flush)
-        self._out += frame(Kind.REPLY, message)
+        self._out += frame(Kind.REPLY, message.SerializeToString())
         if len(self._out) > QUEUED_BYTES:
             self._flush()
 

@@ -27,7 +27,8 @@ from shardline.lanes.call_frames import (
 )
 from shardline.lanes.socket_thread import NOT_READY, shut
 from shardline.lanes.tls_socket import TlsSocket
-from shardline.wire.protobuf import ReplyView, Request, read_reply, write_request
+from shardline.rpc.messages.data import parse
+from shardline.rpc.v1 import data_pb2
 
 RECEIVE_BYTES = 64 << 10
 LOOK_S = 300e-6
@@ -39,6 +40,8 @@ ASLEEP = 500
 _looking = threading.Lock()
 """Held by the one thread of this process that looks."""
 Item = TypeVar("Item")
+Message = data_pb2.PushPullRequest
+Reply = data_pb2.PushPullReply
 
 
 class Talk(Protocol):
@@ -120,7 +123,7 @@ class CallSocket:
         self._using = threading.Lock()
         self._cancelled = False
 
-    def call(self, talk: Talk, requests: Iterable[Request], timeout_s: float, *, single: bool) -> Iterator[ReplyView]:
+    def call(self, talk: Talk, requests: Iterable[Message], timeout_s: float, *, single: bool) -> Iterator[Reply]:
         """The replies to these requests. Raises CallError; then, or if not all are read, the socket is of no more use.
 
         single: there is one request, which this thread sends, and the bytes that follow it. Else another thread does.
@@ -128,7 +131,7 @@ class CallSocket:
         deadline_s = time.monotonic() + timeout_s
         if single:
             left = iter(requests)
-            request = write_request(next(left))
+            request = next(left).SerializeToString()
             talk.began(self)
             self._send(Kind.LAST, request, deadline_s)
             talk.follow(left)
@@ -142,10 +145,10 @@ class CallSocket:
         finally:
             talk.over(self)
 
-    def _send_all(self, talk: Talk, requests: Iterable[Request], deadline_s: float) -> None:
+    def _send_all(self, talk: Talk, requests: Iterable[Message], deadline_s: float) -> None:
         try:
             # An error while a request is made or written is the caller's.
-            for body in talk.sending(map(write_request, requests)):
+            for body in talk.sending(request.SerializeToString() for request in requests):
                 self._send(Kind.REQUEST, body, deadline_s)
             self._send(Kind.LAST, b"", deadline_s)
         except CallError:
@@ -165,13 +168,13 @@ class CallSocket:
             else:
                 left = left[count:]
 
-    def _replies(self, deadline_s: float) -> Iterator[ReplyView]:
+    def _replies(self, deadline_s: float) -> Iterator[Reply]:
         while True:
             while not self._frames:
                 self._receive(deadline_s)
             kind, body = self._frames.popleft()
             if kind is Kind.REPLY:
-                yield read_reply(body)
+                yield parse(data_pb2.PushPullReply, body)
             elif kind is Kind.DONE:
                 return
             elif kind is Kind.FAILED:

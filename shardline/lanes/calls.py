@@ -26,14 +26,12 @@ from shardline.rpc.messages.data import (
     outcome_from_proto,
     progress_request,
     ps_stub,
-    push_pull_method,
-    single_push_pull_method,
     standing_from_proto,
     state_frames,
     state_request,
 )
+from shardline.rpc.v1 import data_pb2
 from shardline.waist import Ack, Arrival, End, Exchanged, Push, Sender, Sink, Standing, Want
-from shardline.wire.protobuf import ReplyView, Request
 
 LAST_WORD_S = 1.0
 """Seconds to wait for the shard's own answer after bytes on another connection broke off."""
@@ -77,8 +75,6 @@ class ShardCalls:
         self._shard = shard
         self._elements = tuple(elements)
         self._stub = ps_stub(peer)
-        self._push_pull = push_pull_method(peer)
-        self._single_push_pull = single_push_pull_method(peer)
         self._lock = threading.Lock()
         self._call: Any = None
         """The gRPC call that runs."""
@@ -208,7 +204,7 @@ class ShardCalls:
 
     def converse(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[data_pb2.PushPullRequest],
         contributions: Sequence[Push],
         want: Want | None,
         sink: Sink,
@@ -235,7 +231,7 @@ class ShardCalls:
                         raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
                 replies = calls.call(talk, requests, timeout_s, single=single)
             else:
-                replies = _statuses((self._begin_single if single else self._begin)(talk, requests, timeout_s))
+                replies = _statuses(self._begin(talk, requests, timeout_s))
             for reply in replies:
                 if not talk.heard(reply):
                     # The pull would wait for a step that can't close without this push.
@@ -254,26 +250,22 @@ class ShardCalls:
             )
         return talk.result()
 
-    def _begin(self, talk: _Conversation, requests: Iterable[Request], timeout_s: float) -> Any:
+    def _begin(self, talk: _Conversation, requests: Iterable[data_pb2.PushPullRequest], timeout_s: float) -> Any:
         """The replies to requests that a gRPC thread sends."""
-        call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
+        call = self._started(self._stub.PushPull(talk.sending(self._until_cancelled(requests)), timeout=timeout_s))
         talk.began(call)
         call.add_done_callback(talk.over)
         return call
 
-    def _begin_single(self, talk: _Conversation, requests: Iterable[Request], timeout_s: float) -> Any:
-        """The replies to one request, which may have to wait for its payloads first."""
-        end_s = time.monotonic() + timeout_s
-        request = next(iter(requests))
-        if self._cancelled:
-            # It was cancelled while waiting. Nothing was sent, so nothing is counted.
-            raise UnreachableError(f"{self._peer}: the exchange was abandoned before it began")
-        call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
-        talk.began(call)
-        return call
+    def _until_cancelled(self, requests: Iterable[data_pb2.PushPullRequest]) -> Iterator[data_pb2.PushPullRequest]:
+        """The requests; what becomes ready after cancel() never leaves, so it is not counted."""
+        for request in requests:
+            if self._cancelled:
+                raise UnreachableError(f"{self._peer}: the exchange was abandoned")
+            yield request
 
 
-def _statuses(replies: Iterable[ReplyView]) -> Iterator[ReplyView]:
+def _statuses(replies: Iterable[data_pb2.PushPullReply]) -> Iterator[data_pb2.PushPullReply]:
     """The replies of a gRPC call, whose error becomes a CallError."""
     try:
         yield from replies
@@ -338,16 +330,14 @@ class _Conversation:
         self._patience.daemon = True
         self._patience.start()
 
-    def heard(self, reply: ReplyView) -> bool:
+    def heard(self, reply: data_pb2.PushPullReply) -> bool:
         """Process one reply; False = a push was not accepted, so nothing else is worth waiting for."""
-        if reply.error is not None:
-            raise reply.error
-        if reply.ack is not None:
+        if reply.HasField("ack"):
             self.acks.append(ack_from_proto(reply.ack))
             self._push_s = time.monotonic() - self._start_s
             if not self.acks[-1].accepted:
                 return False
-        if reply.pull is not None:
+        if reply.HasField("pull"):
             for arrival in self.reader.feed(reply.pull):
                 if self._patience is None:
                     try:

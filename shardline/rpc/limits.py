@@ -41,6 +41,9 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Coordinator/Vote": 16 * MB,
     # Chunks of images have 1 MB, those of records 2 MB, plus the description of each slice.
     "ParameterServer/Restore": 8 * MB,
+    # A chunk of 4 MB, or the names of all tensors with NaN.
+    "ParameterServer/Push": 4 * MB + 512 * KB,
+    "ParameterServer/PushPull": 4 * MB + 512 * KB,
     "ParameterServer/PutState": 8 * MB,
     "ParameterServer/GetState": 64 * KB,
     "Replication/Replicate": 64 * MB,
@@ -63,8 +66,6 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "ParameterServer/Status": 4 * KB,
 }
 """Limits in bytes, by the end of the method's name."""
-OWN_READING = ("ParameterServer/Push", "ParameterServer/PushPull")
-"""Calls whose frames are parsed by hand (shardline.wire), and whose bytes wait for room granted by the server."""
 
 MAX_PARCEL_BYTES = 1 << 32
 """Bytes of an activation, or of its gradient."""
@@ -109,12 +110,10 @@ def short(text: str, what: str, limit: int = MAX_NAME) -> str:
     return text
 
 
-def message_limit(method: str) -> int | None:
-    """Most bytes of one message of a call such as "/shardline.rpc.v1.Chief/Join"; None = it is parsed by hand."""
+def message_limit(method: str) -> int:
+    """Most bytes of one message of a call such as "/shardline.rpc.v1.Chief/Join"."""
     service, _, call = method.rpartition("/")
     name = f"{service.rpartition('.')[2]}/{call}"
-    if name in OWN_READING:
-        return None
     return OPEN_BYTES if service.startswith("/grpc.health.") else MESSAGE_BYTES.get(name, DEFAULT_BYTES)
 
 

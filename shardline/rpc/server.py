@@ -126,8 +126,7 @@ class SizeGate(grpc.aio.ServerInterceptor):
 
     @staticmethod
     def _with_limit(method: str, handler: Any) -> Any:
-        limit = message_limit(method)
-        return handler if limit is None else bounded(handler, method, limit)
+        return bounded(handler, method, message_limit(method))
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package without types

@@ -20,9 +20,8 @@ from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import is_soon_whole
 from shardline.server.incoming_push import PushResult, gradient_kind
-from shardline.server.pull_sender import SHARED_CALL, STATES_PER_FRAME, pull, ready_reply
+from shardline.server.pull_sender import STATES_PER_FRAME, in_push_pull, pull, ready_reply
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.wire.protobuf import PushFrameView, RequestView
 
 Counted: TypeAlias = tuple[PushResult, data_pb2.PullRequest | None]
 """The result of a push, and the pull that follows it."""
@@ -46,18 +45,18 @@ class SingleRequests:
         self._calls = calls
         self._on_push = on_push
 
-    def answer(self, request: RequestView) -> Answered | None:
+    def answer(self, request: data_pb2.PushPullRequest) -> Answered | None:
         """The replies so far, and what is left to do. None if this is no such request: nothing was done.
 
         Raises the error that ends the call.
         """
         frame = request.push
-        attachment = self._fits(frame) if request.error is None and frame is not None else None
-        if attachment is None or frame is None or frame.header is None:
+        attachment = self._fits(frame)
+        if attachment is None:
             return None
         receiver = PushReceiver(self._backend, self._attachments, spawn=_never)
         try:
-            push = Started(_counted(receiver, frame, request.pull))
+            push = Started(_counted(receiver, frame, request.pull if request.HasField("pull") else None))
         except BaseException:
             Started(receiver.abandon())
             raise
@@ -69,10 +68,12 @@ class SingleRequests:
         reply, waits = self._replied(result, wanted, attachment if together else None)
         return Answered([reply], self._rest(request, receiver, push) if waits else None)
 
-    def _fits(self, frame: PushFrameView) -> Attachment | None:
+    def _fits(self, frame: data_pb2.PushFrame) -> Attachment | None:
         """The attachment of a frame that is a whole push of gradients, in place or small: one message answers it."""
         header, commit = frame.header, frame.commit
-        if header is None or commit is None or frame.chunk is not None or frame.bucket is not None:
+        if not frame.HasField("header") or not frame.HasField("commit"):
+            return None
+        if frame.HasField("chunk") or frame.HasField("bucket"):
             return None
         shard = self._backend.shards.get(header.data.shard)
         if shard is None or shard.consistency.whole_pushes or not gradient_kind(header):
@@ -88,7 +89,7 @@ class SingleRequests:
 
     def _replied(
         self, result: PushResult, wanted: data_pb2.PullRequest | None, admitted: Attachment | None
-    ) -> tuple[bytes, bool]:
+    ) -> tuple[data_pb2.PushPullReply, bool]:
         """A message with the ack of a push, and with the answer of its pull if it is ready; whether the pull waits.
 
         admitted: the attachment of a pull that needs no further look at its sender.
@@ -97,23 +98,23 @@ class SingleRequests:
         reply = data_pb2.PushPullReply()
         reply.ack.CopyFrom(result.ack)
         if wanted is None:
-            return reply.SerializeToString(), False
+            return reply, False
         if admitted is None and admit_data(self._backend, wanted.data, init=False).outcome is Outcome.SERVED:
             admitted = attachment_of(self._attachments, wanted.data)
         ready = admitted is not None and ready_reply(self._backend, admitted, wanted, reply)
-        return reply.SerializeToString(), not ready
+        return reply, not ready
 
     def _rest(
-        self, request: RequestView, receiver: PushReceiver, push: Started[Counted]
+        self, request: data_pb2.PushPullRequest, receiver: PushReceiver, push: Started[Counted]
     ) -> Callable[[ReplyWriter], Awaitable[None]]:
         """What is left of a step: counting the push, if it waits, and the pull."""
 
         async def rest(writer: ReplyWriter) -> None:
             with self._calls.enter() as call:
-                for part in (request.push.header if request.push is not None else None, request.pull):
-                    if part is not None:
+                for part in (request.push.header, request.pull):
+                    if part.HasField("data"):
                         call.of(part.data.task, part.data.incarnation)
-                wanted = request.pull
+                wanted = request.pull if request.HasField("pull") else None
                 if not push.ended:
                     try:
                         result, wanted = await push.rest()
@@ -124,13 +125,13 @@ class SingleRequests:
                     if not waits:
                         return
                 assert wanted is not None
-                async for message in pull(self._backend, self._attachments, wanted, outer=SHARED_CALL):
+                async for message in pull(self._backend, self._attachments, wanted, new=in_push_pull):
                     await call.write(writer, message)
 
         return rest
 
 
-async def _counted(receiver: PushReceiver, frame: PushFrameView, wanted: data_pb2.PullRequest | None) -> Counted:
+async def _counted(receiver: PushReceiver, frame: data_pb2.PushFrame, wanted: data_pb2.PullRequest | None) -> Counted:
     """Count a push that is one frame. If it finds no room, its answer ends the call, as for any push."""
     try:
         result = await receiver.feed(frame)

@@ -38,7 +38,7 @@ class OpenCall:
 
     async def write(self, context: Any, message: Any) -> None:
         """Send one message of the answer. Raises UnreachableError if the caller reads nothing for reader_s seconds."""
-        if not self._begun and (not isinstance(message, bytes) or len(message) > HELD_BYTES):
+        if not self._begun and message.ByteSize() > HELD_BYTES:
             await context.send_initial_metadata(())
         self._begun = True
         await rpc_errors.write(context, message, self._calls.reader_s)

@@ -15,15 +15,13 @@ from shardline.server.admission import admit_data, attachment_of
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import OpenCall
 from shardline.server.incoming_push import PushResult
-from shardline.server.pull_sender import SHARED_CALL, AsyncReply, pull
+from shardline.server.pull_sender import AsyncReply, in_push_pull, pull
 from shardline.server.push_receiver import PushReceiver
 from shardline.server.slots import QUICK_BYTES
-from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
 
 REPLY_QUEUE = 4
 """Messages that a call may have ready before a slow reader blocks it."""
-JOINED_BYTES = 64 << 10
-"""Largest message of a pull to which an ack is joined: a larger one would be copied for it."""
+Reply = data_pb2.PushPullReply
 
 
 class Replies:
@@ -33,32 +31,29 @@ class Replies:
     """
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[bytes, bool] | Exception | None] = asyncio.Queue(REPLY_QUEUE)
-        self._next: list[tuple[bytes, bool] | Exception | None] = []
+        self._queue: asyncio.Queue[Reply | Exception | None] = asyncio.Queue(REPLY_QUEUE)
+        self._next: list[Reply | Exception | None] = []
         """Items taken from the queue that were not joined to the previous message."""
 
-    async def put(self, message: bytes) -> None:
-        await self._queue.put((message, False))
+    async def put(self, message: Reply) -> None:
+        await self._queue.put(message)
 
     async def put_ack(self, ack: data_pb2.PushAck) -> None:
-        await self._queue.put((write_reply(ReplyView(ack=ack)), True))
+        await self._queue.put(Reply(ack=ack))
 
     async def end(self, error: Exception | None) -> None:
         await self._queue.put(error)
 
-    async def get(self) -> bytes | Exception | None:
+    async def get(self) -> Reply | Exception | None:
         """The next reply; waits for it."""
         item = self._next.pop() if self._next else await self._queue.get()
-        if not isinstance(item, tuple):
-            return item
-        message, is_ack = item
-        if is_ack and not self._queue.empty():
+        if isinstance(item, Reply) and item.HasField("ack") and not self._queue.empty():
             following = self._queue.get_nowait()
-            if isinstance(following, tuple) and not following[1] and len(following[0]) <= JOINED_BYTES:
-                # Fields of one message may be in any order. At the end, the ack keeps a chunk aligned.
-                return following[0] + message
+            if isinstance(following, Reply) and not following.HasField("ack"):
+                following.ack.CopyFrom(item.ack)
+                return following
             self._next.append(following)
-        return message
+        return item
 
 
 class PushPullTalk:
@@ -116,9 +111,8 @@ class PushPullTalk:
         )
         try:
             async for message in request:
-                if message.error is not None:
-                    raise message.error
-                if message.pull is not None:
+                push = message.push if message.HasField("push") else None
+                if message.HasField("pull"):
                     # Each pull may take a copy of the shard, so a call can't have any number of them.
                     pulls += 1
                     if pulls > 1:
@@ -131,13 +125,13 @@ class PushPullTalk:
                             # Answered from the state right after this call's push.
                             attachment = attachment_of(self._attachments, message.pull.data)
                             fused = AsyncReply(message.pull, shard, coding, attachment)
-                    elif not is_soon_whole(message.push):
+                    elif not is_soon_whole(push):
                         group.create_task(self._pull(message.pull))
-                if message.push is not None:
-                    result = await receiver.feed(message.push)
+                if push is not None:
+                    result = await receiver.feed(push)
                     if result is not None:
                         self._on_push(result)
-                        if message.pull is not None and latest is None and is_soon_whole(message.push):
+                        if message.HasField("pull") and latest is None and is_soon_whole(push):
                             # Usually a pull of this push's step, so after the push it may be ready at once.
                             group.create_task(self._pull(message.pull))
                         await self._replies.put_ack(result.ack)
@@ -159,7 +153,7 @@ class PushPullTalk:
         return mode is not None and (mode.whole_pushes or mode.pulls_follow_pushes) and admitted
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
-        async for message in pull(self._backend, self._attachments, request, outer=SHARED_CALL):
+        async for message in pull(self._backend, self._attachments, request, new=in_push_pull):
             await self._replies.put(message)
 
 
@@ -173,20 +167,11 @@ def first_error(errors: BaseExceptionGroup[Any]) -> Exception:
     return RuntimeError(str(errors))
 
 
-def is_soon_whole(push: PushFrameView | None) -> bool:
+def is_soon_whole(push: data_pb2.PushFrame | None) -> bool:
     """Whether a frame ends a push that is small enough to answer its pull all at once.
 
     In larger pushes the first buckets are answered while the last are being counted.
     """
-    if push is None or push.commit is None:
+    if push is None or not push.HasField("commit"):
         return False
     return sum(ref.bucket.payload_bytes for ref in push.refs) <= QUICK_BYTES
-
-
-def readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
-    """The frame of a request. Raises its ProtocolError if it can't be read."""
-    if error is not None:
-        raise error
-    if frame is None:
-        raise ProtocolError("a request of Push without a frame")
-    return frame

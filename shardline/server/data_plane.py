@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import grpc
-
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Hosted
@@ -21,11 +19,10 @@ from shardline.server.admission import admit_data, holder_of, outcome_to_proto
 from shardline.server.at_once import SingleRequests
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
-from shardline.server.conversation import PushPullTalk, Replies, readable
+from shardline.server.conversation import PushPullTalk, Replies
 from shardline.server.incoming_push import PushResult
-from shardline.server.pull_sender import pull
+from shardline.server.pull_sender import in_pull, pull
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.wire.protobuf import ReplyView, RequestView, read_request, write_reply
 
 
 class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
@@ -86,7 +83,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
                 async for message in request:
                     if result is not None:
                         raise ProtocolError("Push takes one push; use PushPull for several")
-                    result = await receiver.feed(readable(message.push, message.error))
+                    result = await receiver.feed(message.frame)
             except NoRoomError as no_room:
                 result = no_room.result
             finally:
@@ -102,7 +99,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         with self.calls.enter() as call:
             # A call that is not admitted ends by itself.
             call.of(request.data.task, request.data.incarnation)
-            answer: Any = pull(self._backend, self._attachments, request, outer=1)
+            answer: Any = pull(self._backend, self._attachments, request, new=in_pull)
             async with contextlib.aclosing(answer) as messages:
                 async for message in messages:
                     await call.write(context, message)
@@ -119,7 +116,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             rpc_errors.count_refusal(self, "PushPull", error)
             raise
 
-    def answer_at_once(self, request: RequestView) -> Answered | None:
+    def answer_at_once(self, request: data_pb2.PushPullRequest) -> Answered | None:
         """The same for a step in one request, as far as it need not wait; None = it is none. Raises like answer()."""
         try:
             return self._single.answer(request)
@@ -137,7 +134,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
                     if isinstance(reply, NoRoomError):
                         # Like any push that does not count, it ends the call.
                         self._on_push(reply.result)
-                        await call.write(context, write_reply(ReplyView(ack=reply.result.ack)))
+                        await call.write(context, data_pb2.PushPullReply(ack=reply.result.ack))
                         return
                     if isinstance(reply, Exception):
                         raise reply
@@ -181,41 +178,3 @@ def hosted(backend: Backend, number: int) -> Hosted:
         by_reference=shard.consistency.lends_values and backend.coding.pull.is_view,
         pushes=shard.replicas,
     )
-
-
-def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
-    """Add the service to a server, with hand-written message parsing for the calls that carry tensor bytes."""
-    generated = _Captured()
-    parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, generated)  # type: ignore[arg-type]
-    for service, handlers in generated.handlers.items():
-        own: dict[str, Any] = {
-            "Push": grpc.stream_unary_rpc_method_handler(
-                servicer.Push,
-                request_deserializer=read_request,
-                response_serializer=data_pb2.PushReply.SerializeToString,
-            ),
-            "Pull": grpc.unary_stream_rpc_method_handler(
-                servicer.Pull,
-                request_deserializer=data_pb2.PullRequest.FromString,
-                # The handler writes its messages itself: see PullReply.
-                response_serializer=None,
-            ),
-            "PushPull": grpc.stream_stream_rpc_method_handler(
-                servicer.PushPull, request_deserializer=read_request, response_serializer=None
-            ),
-        }
-        handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})
-        server.add_generic_rpc_handlers((handler,))
-
-
-class _Captured:
-    """Captures the method table that generated code would register, so that entries can be replaced."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, dict[str, Any]] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Ignored: the other method also names the methods."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        self.handlers[service] = handlers

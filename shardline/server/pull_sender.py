@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
+from typing import Generic, TypeAlias, TypeVar
 
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
@@ -19,14 +20,13 @@ from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM
-from shardline.rpc.v1 import data_pb2
+from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.slots import QUICK_BYTES
 from shardline.storage.base import ParameterBlock
 from shardline.storage.writes import Intact
 from shardline.waist import CHUNK_BYTES
-from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 
 STATES_PER_FRAME = 16
 """Maximum number of buckets in one message, so that a worker begins with the first while the last are still applied."""
@@ -34,8 +34,6 @@ GATHER_S = 0.002
 """Seconds that a bucket that can be referred to waits for those behind it."""
 REPLIES = 2
 """Number of the shared area for replies to a single worker."""
-SHARED_CALL = 2
-"""Field number of a pull's frames in PushPull messages."""
 DEFAULT_WAIT_S = 10.0
 MAX_WAIT_S = 600.0
 
@@ -186,18 +184,32 @@ def encode_bucket(
     return Encoded(state, payload, bucket.spec.nbytes)
 
 
-def frames(encoded: Encoded) -> list[PullFrameView]:
-    """One frame per chunk; the state and the first chunk share one."""
-    state, payload = encoded.state, memoryview(encoded.payload)
-    if not payload:
-        return [PullFrameView(bucket=state)]
-    return [
-        PullFrameView(
-            bucket=state if offset == 0 else None,
-            chunk=ChunkView(state.bucket, offset, payload[offset : offset + CHUNK_BYTES]),
-        )
-        for offset in range(0, len(payload), CHUNK_BYTES)
-    ]
+R = TypeVar("R", parameter_server_pb2.PullReply, data_pb2.PushPullReply)
+New: TypeAlias = Callable[[], tuple[R, data_pb2.PullFrame]]
+"""Makes an empty message of the call that a pull is answered in, and its frame."""
+
+
+def in_pull() -> tuple[parameter_server_pb2.PullReply, data_pb2.PullFrame]:
+    reply = parameter_server_pb2.PullReply()
+    return reply, reply.frame
+
+
+def in_push_pull() -> tuple[data_pb2.PushPullReply, data_pb2.PullFrame]:
+    reply = data_pb2.PushPullReply()
+    return reply, reply.pull
+
+
+def framed(new: New[R], encoded: Encoded) -> Iterator[tuple[R, data_pb2.PullFrame, bool]]:
+    """One message per chunk, with its frame, and whether it is the last; the state and the first chunk share one."""
+    size = len(encoded.payload)
+    for offset in range(0, max(size, 1), CHUNK_BYTES):
+        reply, frame = new()
+        if offset == 0:
+            frame.bucket.CopyFrom(encoded.state)
+        if size:
+            frame.chunk.bucket, frame.chunk.offset = encoded.state.bucket, offset
+            frame.chunk.payload = bytes(memoryview(encoded.payload)[offset : offset + CHUNK_BYTES])
+        yield reply, frame, offset + CHUNK_BYTES >= size
 
 
 def pull_end(
@@ -223,25 +235,24 @@ def _tell_state(
             end.hyper.extend(hyper_to_proto(shard.summing.hyper))
 
 
-def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
-    return write_pull(PullFrameView(end=pull_end(backend, shard, outcome, reason)), outer=outer)
+def end_message(new: New[R], end: data_pb2.PullEnd) -> R:
+    reply, frame = new()
+    frame.end.CopyFrom(end)
+    return reply
 
 
 async def pull(
-    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
-) -> AsyncIterator[bytes]:
-    """Messages of a pull's answer, sent as buckets become ready, in the requested order.
-
-    outer: field number of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
-    """
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, new: New[R]
+) -> AsyncIterator[R]:
+    """Messages of a pull's answer, sent as buckets become ready, in the requested order."""
     try:
-        async for message in _pull(backend, attachments, request, outer):
+        async for message in _pull(backend, attachments, request, new):
             yield message
     except _UnservedError as end:
-        yield end_message(backend, end.shard, end.outcome, outer, end.reason)
+        yield end_message(new, pull_end(backend, end.shard, end.outcome, end.reason))
     except Torn as error:
         # Overwritten while it was sent: nobody waits any more for the worker that requested this step.
-        yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
+        yield end_message(new, pull_end(backend, None, Outcome.OVERTAKEN, str(error)))
 
 
 def ready_reply(
@@ -292,8 +303,8 @@ class _UnservedError(Exception):
 
 
 async def _pull(
-    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, outer: int
-) -> AsyncIterator[bytes]:
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, new: New[R]
+) -> AsyncIterator[R]:
     decision = admit_data(backend, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
         raise _UnservedError(None, decision.outcome, decision.reason)
@@ -306,7 +317,7 @@ async def _pull(
     coding = backend.coding.pull
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
-    out = PullReply(attachment, outer)
+    out = PullWriter(attachment, new)
 
     def served() -> data_pb2.PullEnd:
         lane = attachment.lane if attachment is not None else ON_STREAM.lane
@@ -350,7 +361,7 @@ async def _pull(
         async for frame in out.add(encoded, served if number == wanted[-1] else None):
             yield frame
     if not wanted:
-        yield write_pull(PullFrameView(end=served()), outer=outer)
+        yield end_message(new, served())
 
 
 def _wait_s(request: data_pb2.PullRequest) -> float:
@@ -420,30 +431,28 @@ MakeEnd = Callable[[], data_pb2.PullEnd]
 """Called once, when the message with the end is written."""
 
 
-class PullReply:
+class PullWriter(Generic[R]):
     """Outgoing pulled buckets: as chunks, or as states if the bytes travel by the attachment.
 
-    Messages are serialized at once, so that nothing queued for sending is a view of parameters. The pull's end is part
-    of the last message: each message costs both sides more than a small bucket does.
+    A message holds a copy of its chunk, so that nothing queued for sending is a view of parameters. The pull's end is
+    part of the last message: each message costs both sides more than a small bucket does.
     """
 
-    def __init__(self, attachment: Attachment | None, outer: int) -> None:
+    def __init__(self, attachment: Attachment | None, new: New[R]) -> None:
         self._attachment = attachment
-        self._outer = outer
+        self._new: New[R] = new
         self._kept: list[Encoded] = []
         self.raw_bytes = 0
         self.wire_bytes = 0
 
-    async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
+    async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[R]:
         """Messages to send now; states may be kept for the next message, unless there is an end. Raises Torn."""
         self.raw_bytes += encoded.raw_bytes
         self.wire_bytes += len(encoded.payload)
         if self._attachment is None:
-            made = frames(encoded)
-            for frame in made:
-                if end is not None and frame is made[-1]:
-                    frame.end = end()
-                message = write_pull(frame, outer=self._outer)
+            for message, frame, last in framed(self._new, encoded):
+                if end is not None and last:
+                    frame.end.CopyFrom(end())
                 if encoded.intact is not None and not encoded.intact():
                     raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is no longer available")
                 yield message
@@ -453,22 +462,23 @@ class PullReply:
             async for message in self.flush(end):
                 yield message
 
-    async def flush(self, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
+    async def flush(self, end: MakeEnd | None = None) -> AsyncIterator[R]:
         """A message with the kept states, if any; sends their bytes."""
         if not self._kept:
             return
         kept, self._kept = self._kept, []
         sent = [encoded for encoded in kept if len(encoded.payload)]
-        frame = PullFrameView(buckets=[encoded.state for encoded in kept])
+        message, frame = self._new()
+        frame.buckets.extend([encoded.state for encoded in kept])
         if end is not None and not sent:
-            frame.end = end()
+            frame.end.CopyFrom(end())
         # The peer must know of the bytes before they arrive.
-        yield write_pull(frame, outer=self._outer)
+        yield message
         assert self._attachment is not None
         for encoded in sent:
             await self._attachment.send(encoded.payload, encoded.intact)
         if end is not None and sent:
-            yield write_pull(PullFrameView(end=end()), outer=self._outer)
+            yield end_message(self._new, end())
 
 
 class AsyncReply:
@@ -496,9 +506,9 @@ class AsyncReply:
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
-    async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
+    async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[data_pb2.PushPullReply]:
         started_s = time.monotonic()
-        out = PullReply(self._attachment, SHARED_CALL)
+        out = PullWriter(self._attachment, in_push_pull)
 
         def served() -> data_pb2.PullEnd:
             lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
@@ -513,4 +523,4 @@ class AsyncReply:
                 # Let other calls of this loop run between large frames.
                 await asyncio.sleep(0)
         if not self.buckets:
-            yield write_pull(PullFrameView(end=served()), outer=SHARED_CALL)
+            yield end_message(in_push_pull, served())

@@ -37,7 +37,6 @@ from shardline.server.incoming_push import (
 from shardline.server.pace import Runner
 from shardline.server.slots import NO_BYTES, Slot, applies_inline, opened, release_all, stands_inline
 from shardline.server.staging import Ask, AsyncPush, StagingLease
-from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
 """Outcomes for a worker that was admitted before: they end its lane."""
@@ -83,27 +82,27 @@ class PushReceiver:
         self._waited_s = 0.0
         """Seconds waited for room in staging over the whole stream, since the sender's deadline covers all of it."""
 
-    async def feed(self, frame: PushFrameView) -> PushResult | None:
+    async def feed(self, frame: data_pb2.PushFrame) -> PushResult | None:
         """Process one frame; returns the result if it ended a push.
 
         Raises ProtocolError or TensorError, and NoRoomError if others occupy the room.
         """
-        if frame.header is not None:
+        if frame.HasField("header"):
             self._begin(frame.header)
         push = self._push
         if push is None:
             raise ProtocolError("a push must start with a header frame")
         if push.rejected is None:
-            if frame.bucket is not None:
+            if frame.HasField("bucket"):
                 slot = self._begin_bucket(push, frame.bucket)
                 await self._reserve(push, slot)
-            if frame.chunk is not None:
+            if frame.HasField("chunk"):
                 self._chunk(frame.chunk)
-            if frame.bucket_commit is not None:
+            if frame.HasField("bucket_commit"):
                 self._end_bucket(push, frame.bucket_commit)
             if frame.refs:
-                self._refer(push, frame.refs, last=frame.commit is not None)
-        if frame.commit is not None:
+                self._refer(push, frame.refs, last=frame.HasField("commit"))
+        if frame.HasField("commit"):
             if push.rejected is not None:
                 self._push = None
                 return self._result(push, push.rejected, 0)
@@ -279,7 +278,7 @@ class PushReceiver:
             fingerprint=header.fingerprint,
         )
 
-    def _chunk(self, chunk: ChunkView) -> None:
+    def _chunk(self, chunk: data_pb2.Chunk) -> None:
         slot = self._slot
         if slot is None or chunk.bucket != slot.number:
             raise ProtocolError(f"chunk of bucket {chunk.bucket} without a bucket header")

@@ -19,8 +19,6 @@ from shardline.server.staging import StagingLease
 NO_BYTES = memoryview(b"")
 QUICK_BYTES = 64 << 10
 """Total size of buckets that are counted on the loop: about ten microseconds of arithmetic."""
-SLACK = 8
-"""A message may be larger than its payload by 1/SLACK of it: the headers beside a large chunk are far smaller."""
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class Slot:
     filled: int = 0
     chunks: int = 0
     parts: list[Buffer] = field(default_factory=list)
-    """Payloads of its chunks, in order; see kept()."""
+    """Payloads of its chunks, in order."""
     ticket: Ticket | None = None
     lease: StagingLease | None = None
 
@@ -62,7 +60,7 @@ class Slot:
             )
         if self.size and not len(payload):
             raise ProtocolError(f"bucket {self.number}: an empty chunk in a bucket that is not empty")
-        self.parts.append(kept(payload))
+        self.parts.append(payload)
         self.filled = end
         self.chunks += 1
 
@@ -87,16 +85,6 @@ def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
     held = decoded if borrowed and coding.fixed_size else decoded + coding.max_bytes
     # Payloads in a message or the worker's memory are summed elsewhere, decoded values in place.
     return held + spec.nbytes if summed and not (borrowed and decoded) else held
-
-
-def kept(payload: Buffer) -> Buffer:
-    """A payload to be kept: as part of the message that carried it, or a copy if the message is much larger.
-
-    Keeping a part of a message keeps all of it in memory, but only the payload is accounted for.
-    """
-    view = memoryview(payload)
-    message = memoryview(view.obj).nbytes
-    return bytes(view) if message - view.nbytes > view.nbytes // SLACK else payload
 
 
 def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> Gradient:

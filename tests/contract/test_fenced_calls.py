@@ -13,7 +13,7 @@ import pytest
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
 from shardline.server import conversation as push_pull_servicer
 from shardline.server import data_plane
-from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
+from shardline.server.pull_sender import New
 from tests.support.cluster import Ps
 from tests.support.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.support.refusals import refused, says
@@ -120,10 +120,12 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
 ) -> None:
     made: list[float] = []
 
-    async def endless(*_: object, outer: int) -> AsyncIterator[bytes]:
+    async def endless(*_: object, new: New) -> AsyncIterator[Any]:
         while True:
             made.append(time.monotonic())
-            yield write_pull(PullFrameView(chunk=ChunkView(0, 0, memoryview(bytes(1 << 20)))), outer=outer)
+            reply, frame = new()
+            frame.chunk.payload = bytes(1 << 20)
+            yield reply
 
     monkeypatch.setattr(data_plane, "pull", endless)
     monkeypatch.setattr(push_pull_servicer, "pull", endless)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,17 +103,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     """The calls of lanes that are opened from now on."""
     found = Made()
 
-    def noted(method_of: Callable[[Peer], Any], kept: list[Any]) -> Callable[[Peer], Any]:
-        def of(peer: Peer) -> Callable[..., Any]:
-            method = method_of(peer)
+    begin = calls.ShardCalls._begin
 
-            def call(request: Any, timeout: float) -> Any:
-                kept.append(method(request, timeout=timeout))
-                return kept[-1]
-
-            return call
-
-        return of
+    def by_grpc(lane: Any, *arguments: Any) -> Any:
+        found.small.append(begin(lane, *arguments))
+        return found.small[-1]
 
     plain = CallSocket.call
 
@@ -122,8 +116,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return plain(one, *arguments, single=single)
 
     monkeypatch.setattr(CallSocket, "call", over_socket)
-    monkeypatch.setattr(calls, "single_push_pull_method", noted(calls.single_push_pull_method, found.small))
-    monkeypatch.setattr(calls, "push_pull_method", noted(calls.push_pull_method, found.streams))
+    monkeypatch.setattr(calls.ShardCalls, "_begin", by_grpc)
     return found
 
 

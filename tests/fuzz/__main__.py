@@ -1,6 +1,6 @@
-"""make fuzz: a million frames, ten thousand calls, thousands of things to load, a million payloads per codec.
+"""make fuzz: ten thousand calls, thousands of things to load, a million payloads per codec.
 
-python -m tests.fuzz --seed 7 --only frames
+python -m tests.fuzz --seed 7 --only calls
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tests.fuzz.runs import plan
 
 @click.command(help=__doc__)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--frames", type=click.IntRange(1), default=1_000_000, show_default=True)
 @click.option("--calls", type=click.IntRange(1), default=10_000, show_default=True, help="Handshakes included.")
 @click.option("--loads", type=click.IntRange(1), default=1_000, show_default=True, help="Of each kind.")
 @click.option("--payloads", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each codec.")
@@ -25,12 +24,10 @@ from tests.fuzz.runs import plan
 )
 @click.option("--only", multiple=True, help="Runs whose name begins so.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON with the figures.")
-def main(
-    seed: int, frames: int, calls: int, loads: int, payloads: int, lies: int, only: tuple[str, ...], out: Path | None
-) -> None:
+def main(seed: int, calls: int, loads: int, payloads: int, lies: int, only: tuple[str, ...], out: Path | None) -> None:
     """Run, print; exit code 1 at the first finding of a run, after the others have run."""
     failed, figures = [], {}
-    counts = {"frame_count": frames, "call_count": calls, "load_count": loads, "payload_count": payloads}
+    counts = {"call_count": calls, "load_count": loads, "payload_count": payloads}
     counts["lie_count"] = lies
     for name, run in plan(seed, **counts).items():
         if only and not name.startswith(only):

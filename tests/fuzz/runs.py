@@ -1,6 +1,6 @@
-"""Runs of the fuzz suite: so many frames, calls, visits and loads from a seed, with what is held before and after.
+"""Runs of the fuzz suite: so many calls, visits and loads from a seed, with what is held before and after.
 
-Each raises Finding (or Disagreement), whose text ends with what repeats it; else it returns figures.
+Each raises Finding, whose text ends with what repeats it; else it returns figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz import loading, payloads, resources
 from tests.fuzz.calls import HOSTS, Caller, draw_case
-from tests.fuzz.frames import KINDS, check, long_messages, mutated, seeds
 from tests.fuzz.reports import lies
 from tests.fuzz.sockets import Visitor, draw_visit
 
@@ -71,19 +70,6 @@ def _drawn(count: int, number: int, one: Callable[[Any], None]) -> None:
         one(data.draw)
 
     run()
-
-
-def frames(count: int, number: int) -> dict[str, Any]:
-    """Frames with bytes changed, read by both readers; then messages that are long and empty of sense."""
-    rng, known, memory = random.Random(number), seeds(), Memory(count)
-    began_s, taken = time.monotonic(), 0
-    for _ in range(count):
-        kind, data = known[rng.randrange(len(known))]
-        taken += check(KINDS[kind], mutated(rng, data))
-        memory.one()
-    for kind, data in long_messages(200_000):
-        check(KINDS[kind], data)
-    return {"frames": count, "taken": taken, "seconds": round(time.monotonic() - began_s, 1), **memory.figures()}
 
 
 def calls(kind: str, count: int, number: int) -> dict[str, Any]:
@@ -161,11 +147,11 @@ def payloads_of(name: str, count: int, number: int) -> dict[str, Any]:
 
 
 def plan(
-    number: int, *, frame_count: int, call_count: int, load_count: int, payload_count: int, lie_count: int
+    number: int, *, call_count: int, load_count: int, payload_count: int, lie_count: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name. call_count: over all hosts together."""
     each = max(1, call_count // (len(HOSTS) + 1))
-    found: dict[str, Callable[[], dict[str, Any]]] = {"frames": lambda: frames(frame_count, number)}
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
     for kind in HOSTS:
         found[f"calls at {kind}"] = lambda kind=kind: calls(kind, each, number)
     found["lies"] = lambda: lies(lie_count, number)

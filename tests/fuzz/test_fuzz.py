@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import time
-
 import pytest
 
-from shardline.wire.protobuf import ReplyView, RequestView
-from tests.fuzz import frames, loading, payloads, reports, runs
+from tests.fuzz import loading, payloads, reports, runs
 from tests.fuzz.calls import HOSTS, SERVED_BY, methods
 
 
 def test_every_call_of_every_service_is_made_by_some_run() -> None:
     assert {path.lstrip("/").rpartition("/")[0] for path in methods()} == set(SERVED_BY)
     assert {kind for kinds in SERVED_BY.values() for kind in kinds} == set(HOSTS)
-
-
-@pytest.mark.parametrize("count", [2_000, pytest.param(8_000, marks=pytest.mark.long)])
-def test_frames_with_bytes_changed_are_read_alike_or_refused(count: int) -> None:
-    assert runs.frames(count, 1)["frames"] == count
-
-
-def test_a_frame_is_too_slow_when_it_is_slow_each_time_it_is_read() -> None:
-    number, data = frames.seeds()[0]
-    kind, tries = frames.KINDS[number], itertools.count(1)
-
-    def slow(once: bool) -> frames.Kind:
-        def ours(data: bytes) -> RequestView | ReplyView:
-            end_s = time.thread_time() + 2 * frames.BASE_S
-            while (not once or next(tries) == 1) and time.thread_time() < end_s:
-                pass
-            return kind.ours(data)
-
-        return dataclasses.replace(kind, ours=ours)
-
-    assert frames.check(slow(once=True), data)
-    assert next(tries) == 3
-    with pytest.raises(frames.Disagreement, match=r"took 0\.\d+ s of processor time to read"):
-        frames.check(slow(once=False), data)
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(40, marks=pytest.mark.long)])

@@ -37,8 +37,8 @@ from shardline.lanes.tcp.server import TcpOffer
 from shardline.native.engine import available
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
+from shardline.rpc.v1 import data_pb2
 from shardline.waist import Arrival, Exchanged, Memory, Payload, Push, Sender, Want, Whole, octets
-from shardline.wire.protobuf import RequestView
 from tests.support.cluster import Ps
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
 
@@ -299,23 +299,23 @@ def a_push_that_does_not_count_ends_the_exchange(bench: Bench[Any]) -> None:
     assert "step 7 is ahead" in done.acks[0].reason
 
 
-Handler = Callable[[AsyncIterator[RequestView], ReplyWriter], Coroutine[Any, Any, None]]
+Handler = Callable[[AsyncIterator[data_pb2.PushPullRequest], ReplyWriter], Coroutine[Any, Any, None]]
 
 
 class Handled:
     """Answers calls over a lane's socket with these handlers."""
 
     def __init__(
-        self, handler: Handler, at_once: Callable[[RequestView], Answered | None] = lambda request: None
+        self, handler: Handler, at_once: Callable[[data_pb2.PushPullRequest], Answered | None] = lambda request: None
     ) -> None:
         self.answer_at_once = at_once
         self._handler = handler
 
-    async def answer(self, request: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def answer(self, request: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         await self._handler(request, writer)
 
 
-async def _no_call(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+async def _no_call(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
     raise AssertionError("a call came over a lane's socket")
 
 

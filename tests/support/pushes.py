@@ -19,7 +19,6 @@ from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server.incoming_push import PushResult
 from shardline.server.push_receiver import PushReceiver
 from shardline.update import rule
-from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024
@@ -60,7 +59,9 @@ def make_store(
     return store
 
 
-def head(store: ParameterStore, worker: int = 0, *, data: dict[str, Any] | None = None, **more: Any) -> PushFrameView:
+def head(
+    store: ParameterStore, worker: int = 0, *, data: dict[str, Any] | None = None, **more: Any
+) -> data_pb2.PushFrame:
     """A push's first frame: of replica `worker` where it is synchronous."""
     assert store.configuration is not None
     settings = {
@@ -76,7 +77,7 @@ def head(store: ParameterStore, worker: int = 0, *, data: dict[str, Any] | None 
         codec=store.configuration.codec,
         **more,
     )
-    return PushFrameView(header=header)
+    return data_pb2.PushFrame(header=header)
 
 
 def bucket_head(store: ParameterStore, number: int) -> data_pb2.BucketHeader:
@@ -91,24 +92,24 @@ def encoded(store: ParameterStore, number: int) -> bytes:
     return bytes(store.coding.push.bucket(0, number).encoder.encode(torch.ones(ELEMENTS), PLAIN_TURN))
 
 
-def bucket_frame(store: ParameterStore, number: int) -> PushFrameView:
+def bucket_frame(store: ParameterStore, number: int) -> data_pb2.PushFrame:
     """A whole bucket in one frame."""
     raw = encoded(store, number)
-    return PushFrameView(
+    return data_pb2.PushFrame(
         bucket=bucket_head(store, number),
-        chunk=ChunkView(number, 0, memoryview(raw)),
+        chunk=data_pb2.Chunk(bucket=number, offset=0, payload=raw),
         bucket_commit=data_pb2.BucketCommit(bucket=number, bytes=len(raw), chunks=1),
     )
 
 
-def push_frames(store: ParameterStore, worker: int = 0, **more: Any) -> Iterator[PushFrameView]:
+def push_frames(store: ParameterStore, worker: int = 0, **more: Any) -> Iterator[data_pb2.PushFrame]:
     yield head(store, worker, **more)
     for bucket in store.shards[0].buckets:
         yield bucket_frame(store, bucket.number)
-    yield PushFrameView(commit=data_pb2.Commit(buckets=len(store.shards[0].buckets)))
+    yield data_pb2.PushFrame(commit=data_pb2.Commit(buckets=len(store.shards[0].buckets)))
 
 
-async def push(store: ParameterStore, frames: Iterator[PushFrameView]) -> PushResult | None:
+async def push(store: ParameterStore, frames: Iterator[data_pb2.PushFrame]) -> PushResult | None:
     """A stream of its own for these frames; the result of the last."""
     receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
     result = None

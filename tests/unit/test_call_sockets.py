@@ -19,13 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes import call_server, call_socket
+from shardline.lanes import call_server
 from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
 from shardline.lanes.call_server import Answered, CallServer, ReplyWriter
 from shardline.lanes.call_socket import CallSocket, Item
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.rpc.v1 import data_pb2
-from shardline.wire.protobuf import ReplyView, RequestView, write_reply
 from tests.support.lanes import Handled, Handler, contexts
 from tests.support.waiting import wait_for
 
@@ -61,12 +60,12 @@ def test_a_failure_is_read_whatever_its_body(body: bytes) -> None:
     assert (error.code is grpc.StatusCode.UNAVAILABLE) == (body == b"\x0edown")
 
 
-def pull(step: int) -> RequestView:
-    return RequestView(pull=data_pb2.PullRequest(exact_step=step))
+def pull(step: int) -> data_pb2.PushPullRequest:
+    return data_pb2.PushPullRequest(pull=data_pb2.PullRequest(exact_step=step))
 
 
 def reply(step: int, padding: int = 0) -> bytes:
-    return write_reply(ReplyView(ack=data_pb2.PushAck(step=step, reason="x" * padding)))
+    return data_pb2.PushPullReply(ack=data_pb2.PushAck(step=step, reason="x" * padding))
 
 
 class Caller:
@@ -100,7 +99,7 @@ class Waits:
         self.begun = threading.Event()
         self.ended = threading.Event()
 
-    async def __call__(self, requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def __call__(self, requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         self.begun.set()
         try:
             await asyncio.Event().wait()
@@ -138,7 +137,9 @@ class Pair:
         self.server.attach(there)
         self.client = CallSocket(self.worker)
 
-    def call(self, *requests: RequestView, timeout_s: float = PATIENCE_S, single: bool = False) -> list[int]:
+    def call(
+        self, *requests: data_pb2.PushPullRequest, timeout_s: float = PATIENCE_S, single: bool = False
+    ) -> list[int]:
         """Steps in the replies."""
         views = self.client.call(Caller(), requests, timeout_s, single=single)
         return [view.ack.step for view in views if view.ack is not None]
@@ -191,7 +192,7 @@ def made(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[Make]:
         pair.close()
 
 
-def at_once(request: RequestView) -> Answered | None:
+def at_once(request: data_pb2.PushPullRequest) -> Answered | None:
     """Step 1: all that there is to say. 2: the rest comes from a task. 3: an error. Else: not small."""
     assert request.pull is not None
     step = request.pull.exact_step
@@ -218,7 +219,7 @@ def test_a_call_that_is_answered_at_once_ends_like_others_and_others_follow(made
     assert not pair.reasons
 
 
-async def echo(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+async def echo(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
     async for request in requests:
         assert request.pull is not None
         await writer.write(reply(request.pull.exact_step))
@@ -254,7 +255,7 @@ def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
 ) -> None:
     errors = [error]
 
-    async def once(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def once(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         if errors:
             raise errors.pop()
         await echo(requests, writer)
@@ -278,7 +279,7 @@ def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
     held: list[int] = []
     go_on = threading.Event()
 
-    async def late(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def late(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         await asyncio.get_running_loop().run_in_executor(None, go_on.wait, PATIENCE_S)
         held.append(requests.waiting)  # type: ignore[attr-defined]
         await echo(requests, writer)
@@ -286,7 +287,7 @@ def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
     pair = made(late)
     sent = threading.Event()
 
-    def requests() -> Iterator[RequestView]:
+    def requests() -> Iterator[data_pb2.PushPullRequest]:
         for step in range(count):
             request = pull(step)
             assert request.pull is not None
@@ -310,7 +311,7 @@ def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
 def test_a_worker_that_reads_no_failures_can_make_no_more_calls(made: Make) -> None:
     calls: list[int] = []
 
-    async def refuses(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def refuses(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         calls.append(len(calls))
         raise ProtocolError("x" * 4000)
 
@@ -352,7 +353,7 @@ def test_what_a_call_holds_goes_with_its_socket(made: Make) -> None:
 
     found: list[weakref.ref[Held]] = []
 
-    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def waits(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         held = Held()
         found.append(weakref.ref(held))
         await asyncio.Event().wait()
@@ -382,7 +383,7 @@ def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
 ) -> None:
     written: list[int] = []
 
-    async def much(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def much(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         for step in range(100):
             await writer.write(reply(step, padding=1 << 20))
             written.append(step)
@@ -442,14 +443,14 @@ def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made:
         assert raised.value.code is code
 
 
-def test_a_request_that_can_not_be_written_ends_its_call_at_once(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(request: RequestView) -> bytes:
+def test_a_request_that_can_not_be_made_ends_its_call_at_once(made: Make) -> None:
+    def fails() -> Iterator[data_pb2.PushPullRequest]:
+        yield pull(0)
         raise ValueError("too large")
 
-    monkeypatch.setattr(call_socket, "write_request", fails)
     caller = Caller()
     with pytest.raises(CallError) as raised:
-        list(made(Waits()).client.call(caller, [pull(0)], PATIENCE_S, single=False))
+        list(made(Waits()).client.call(caller, fails(), PATIENCE_S, single=False))
     assert raised.value.code is grpc.StatusCode.CANCELLED
     assert str(caller.error) == "too large"
 
@@ -461,7 +462,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline(made: Make) -> None:
 
 
 def test_a_server_that_closes_lets_the_running_call_end(made: Make) -> None:
-    async def closes(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async def closes(requests: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         pair.server.close()
         await asyncio.sleep(0)
         raise ProtocolError("the last word")

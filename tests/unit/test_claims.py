@@ -23,13 +23,12 @@ from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
 from shardline.rpc.messages import data
-from shardline.rpc.messages.data import Attached, bucket_header
+from shardline.rpc.messages.data import Attached
 from shardline.rpc.v1 import data_pb2
 from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
 from shardline.server.slots import QUICK_BYTES, Slot, opened
 from shardline.waist import Payload, Push, Sender, Want, Whole
-from shardline.wire.protobuf import PushFrameView
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard
 
@@ -145,7 +144,9 @@ def shared() -> Allocate:
 
 def test_a_worker_says_how_large_its_gradient_is() -> None:
     _, staging = staged([torch.full((ELEMENTS,), -3.0)], replicas=1)
-    header = bucket_header(staging.payload(Block(0, 1), 0, 0))
+    push = Push(payloads=Whole([staging.payload(Block(0, 1), 0, 0)]))
+    sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
+    header = next(data.exchange_requests(sender, 0, [push], None)).push.bucket
     assert header.bound == 3.0
     # One replica is computed by one worker.
     assert header.fingerprint == 0
@@ -218,7 +219,7 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
         return [ref.digest for request in requests if request.push is not None for ref in request.push.refs]
 
     on_stream = [request.push for request in data.exchange_requests(sender, 0, [push], None)]
-    ends = [frame.bucket_commit.digest for frame in on_stream if frame is not None and frame.bucket_commit is not None]
+    ends = [frame.bucket_commit.digest for frame in on_stream if frame.HasField("bucket_commit")]
     # A worker whose shared memory can't be used any more makes the same push again, by another lane.
     assert ends == referred("tcp") == [digest(payload.data)]
     assert referred("shm") == [0]
@@ -242,7 +243,7 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
     # The pull, the bucket and the commit.
     assert len(made) == requests
     assert [len(request.push.refs) for request in made if request.push is not None and request.push.refs] == [1]
-    assert made[0].pull is not None and made[-1].push is not None and made[-1].push.commit is not None
+    assert made[0].HasField("pull") and made[-1].push.HasField("commit")
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -259,7 +260,7 @@ def test_bytes_of_a_push_at_hand_leave_behind_its_message_unless_they_are_few(sm
         place=lambda payload: 0,
         after=lambda items: sent.extend(one.bucket for one in items),
     )
-    assert next(iter(requests)).pull is not None and sent == ([0] if small else [])
+    assert next(iter(requests)).HasField("pull") and sent == ([0] if small else [])
     assert list(requests) == [] and sent == [0]
 
 
@@ -271,6 +272,6 @@ def test_a_pull_waits_for_the_push_that_it_came_with_where_that_is_over_at_once(
     sizes: list[int], ends: bool, soon: bool
 ) -> None:
     refs = [data_pb2.BucketRef(bucket=data_pb2.BucketHeader(payload_bytes=size)) for size in sizes]
-    frame = PushFrameView(refs=refs, commit=data_pb2.Commit() if ends else None)
+    frame = data_pb2.PushFrame(refs=refs, commit=data_pb2.Commit() if ends else None)
     assert is_soon_whole(frame) is soon
     assert not is_soon_whole(None)

@@ -110,7 +110,6 @@ class Cut(nn.Module):
 
 HOLDERS = {
     *("Outgoing", "Partial", "Gradient", "Payload", "Slot", "Encoded"),
-    *("ChunkView", "PushFrameView", "PullFrameView", "RequestView", "ReplyView"),
 }
 """Small values of the project that the bytes are passed in."""
 HEAD = 4096

@@ -87,7 +87,6 @@ PURE = (
 OUTER = (
     "shardline.rpc",
     "shardline.lanes",
-    "shardline.wire",
     "shardline.client",
     "shardline.cli",
     "shardline.server",
@@ -100,7 +99,7 @@ OUTER = (
 LAYERS = (
     ("errors", "native", "rpc.v1"),
     ("core", "host", "data"),
-    ("plugins", "schedule", "cluster", "tls", "storage", "waist", "wire", "loading"),
+    ("plugins", "schedule", "cluster", "tls", "storage", "waist", "loading"),
     ("seams", "security"),
     ("codecs",),
     ("cadence", "consistency", "update", "pipeline", "methods"),
@@ -141,7 +140,7 @@ def under(path: str, folder: str) -> bool:
 def may_use_stubs(path: str) -> bool:
     """Messages are for those who send and read them."""
     if path.startswith("shardline/"):
-        return any(under(path, f"shardline/{part}") for part in ("wire", "rpc", "server", "lanes"))
+        return any(under(path, f"shardline/{part}") for part in ("rpc", "server", "lanes"))
     return any(under(path, folder) for folder in SPEAKERS)
 
 

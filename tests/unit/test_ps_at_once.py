@@ -17,7 +17,6 @@ from shardline.server import slots as quick
 from shardline.server.at_once import SingleRequests
 from shardline.server.calls import OpenCalls
 from shardline.server.incoming_push import PushResult
-from shardline.wire.protobuf import RequestView, read_reply
 from shardline_ps.store import ParameterStore
 from tests.support.lanes import no_calls
 from tests.support.pushes import (
@@ -53,31 +52,29 @@ class Steps:
         self.attachments.offer(PublishedOffer(encoded(store, 0)))
         self.calls, self.results = OpenCalls(), list[PushResult]()
         self.single = SingleRequests(store, self.attachments, self.calls, self.results.append)
-        self.written: list[bytes] = []
+        self.written: list[data_pb2.PushPullReply] = []
 
-    def request(self, worker: int, step: int = 0) -> RequestView:
+    def request(self, worker: int, step: int = 0) -> data_pb2.PushPullRequest:
         holder = Holder(task=f"worker/{worker}", incarnation=1, shard=0)
         shard: Any = self.store.shards[0]
         number, _ = self.attachments.open("shm", holder, shard, asyncio.get_running_loop(), no_calls)
         frame = head(self.store, worker, data={"lane": common_pb2.LANE_SHM, "attachment": number}, step=step)
-        frame.refs = [data_pb2.BucketRef(bucket=bucket_head(self.store, 0))]
-        frame.commit = data_pb2.Commit(buckets=1, bytes=NBYTES)
-        assert frame.header is not None
+        frame.refs.add(bucket=bucket_head(self.store, 0))
+        frame.commit.CopyFrom(data_pb2.Commit(buckets=1, bytes=NBYTES))
         pull = data_pb2.PullRequest(data=frame.header.data, exact_step=step + 1, wait_s=20.0)
-        return RequestView(push=frame, pull=pull)
+        return data_pb2.PushPullRequest(push=frame, pull=pull)
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: data_pb2.PushPullReply) -> None:
         self.written.append(message)
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
         """There is none."""
 
 
-def told(messages: list[bytes]) -> tuple[list[int], list[int]]:
+def told(messages: list[data_pb2.PushPullReply]) -> tuple[list[int], list[int]]:
     """(outcomes of acks, steps of the buckets that were served) in these replies."""
-    views = [read_reply(message) for message in messages]
-    acks = [view.ack.outcome for view in views if view.ack is not None]
-    return acks, [state.step for view in views if view.pull is not None for state in view.pull.buckets]
+    acks = [message.ack.outcome for message in messages if message.HasField("ack")]
+    return acks, [state.step for message in messages for state in message.pull.buckets]
 
 
 def test_a_small_step_is_answered_at_once_in_one_message() -> None:
@@ -190,9 +187,8 @@ def test_what_is_no_step_in_one_request_is_left_alone(change: str) -> None:
     async def main() -> None:
         steps = Steps(make_store("async" if change == "asynchronous" else "sync", replicas=1))
         request = steps.request(0)
-        assert request.push is not None and request.push.header is not None
         if change == "several requests":
-            request.push.commit = None
+            request.push.ClearField("commit")
         elif change == "first values":
             request.push.header.kind = data_pb2.PUSH_KIND_INIT
         assert steps.single.answer(request) is None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,8 +17,6 @@ from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import slots as quick
 from shardline.server.pace import AHEAD, PATIENCE_S
 from shardline.server.push_receiver import NoRoomError, PushReceiver
-from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from tests.support.builders import roll_back
 from tests.support.lanes import no_calls
 from tests.support.pushes import (
     ELEMENTS,
@@ -76,10 +72,10 @@ def test_partial_pushes_of_one_replica_count_bucket_by_bucket() -> None:
         store = make_store(buckets=3, replicas=1)
         shard = store.shards[0]
 
-        def part(*numbers: int) -> Iterator[PushFrameView]:
+        def part(*numbers: int) -> Iterator[data_pb2.PushFrame]:
             yield head(store, partial=True)
             yield from (bucket_frame(store, number) for number in numbers)
-            yield PushFrameView(commit=data_pb2.Commit(buckets=len(numbers)))
+            yield data_pb2.PushFrame(commit=data_pb2.Commit(buckets=len(numbers)))
 
         result = await push(store, part(1))
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
@@ -109,7 +105,7 @@ def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_b
         # The pool is busy with others' buckets.
         store.pool.submit(gate.wait, 20.0)
 
-        def watched() -> Iterator[PushFrameView]:
+        def watched() -> Iterator[data_pb2.PushFrame]:
             for frame in push_frames(store):
                 if frame.commit is not None:
                     asked.set()
@@ -321,7 +317,7 @@ def test_a_push_ahead_of_another_of_its_step_is_received_when_that_one_has_moved
         async def refer(worker: int, *buckets: int) -> int:
             """Refer to buckets, all of whose bytes are there; how many of the first worker's are expected then."""
             refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in buckets]
-            await receivers[worker].feed(PushFrameView(refs=refs))
+            await receivers[worker].feed(data_pb2.PushFrame(refs=refs))
             for _ in range(20):
                 await asyncio.sleep(0)
             return wires[0].expected
@@ -359,14 +355,14 @@ def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: boo
         data = {"lane": common_pb2.LANE_TCP, "attachment": number}
         await receiver.feed(head(store, data=data, kind=data_pb2.PUSH_KIND_INIT))
         refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(5)]
-        await receiver.feed(PushFrameView(refs=refs))
+        await receiver.feed(data_pb2.PushFrame(refs=refs))
         while not store.staging.waiting:
             await asyncio.sleep(0)
         assert opening.attachment.expected == 2 and store.staging.in_use == 2 * NBYTES
         gate.set()
         assert blocked.result(20.0)
         given_back = store.heap_trimmer.given_back
-        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=5)))
+        result = await receiver.feed(data_pb2.PushFrame(commit=data_pb2.Commit(buckets=5)))
         assert result is not None
         assert result.ack.outcome == (common_pb2.OUTCOME_COUNTED if fresh else common_pb2.OUTCOME_DUPLICATE)
         assert opening.attachment.expected == 5 and store.staging.peak == 2 * NBYTES
@@ -395,7 +391,7 @@ def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there
         receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
         await receiver.feed(head(store, data={"lane": common_pb2.LANE_SHM, "attachment": number}, seq=1))
         refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(2)]
-        await receiver.feed(PushFrameView(refs=refs))
+        await receiver.feed(data_pb2.PushFrame(refs=refs))
         pushed = receiver._push  # no other way: its tasks are under way before the push has an answer
         assert pushed is not None
         while not pushed.running:
@@ -403,76 +399,11 @@ def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there
         await asyncio.gather(*pushed.running)
         if mode == "async":
             assert store.staging.leased == 2 * held
-        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=2)))
+        result = await receiver.feed(data_pb2.PushFrame(commit=data_pb2.Commit(buckets=2)))
         assert result is not None
         assert result.ack.outcome == (common_pb2.OUTCOME_APPLIED if mode == "async" else common_pb2.OUTCOME_COUNTED)
         assert store.staging.peak == 2 * held
         await nothing_is_left(store)
-        store.close()
-
-    run(main)
-
-
-# What a message keeps alive
-
-
-class Message(bytearray):
-    """One that can be looked for."""
-
-
-def padded(frame: bytes, padding: int) -> Message:
-    """A frame with a field that nobody knows, of this many bytes."""
-    assert 1 << 14 <= padding < 1 << 21
-    size = bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
-    return Message(frame + b"\x7a" + size + bytes(padding))
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 32])
-def test_a_contribution_keeps_no_more_memory_alive_than_its_bucket_has(chunks: int) -> None:
-    async def main() -> None:
-        store = make_store()
-        receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
-        await receiver.feed(head(store))
-        await receiver.feed(PushFrameView(bucket=bucket_head(store, 0)))
-        raw, size = encoded(store, 0), NBYTES // chunks
-        messages = []
-        for offset in range(0, NBYTES, size):
-            chunk = data_pb2.Chunk(bucket=0, offset=offset, payload=raw[offset : offset + size])
-            message = padded(data_pb2.PushFrame(chunk=chunk).SerializeToString(), 1 << 20)
-            messages.append(weakref.ref(message))
-            await receiver.feed(read_push(memoryview(message)))
-            del message
-        gc.collect()
-        assert sum(message() is not None for message in messages) == 0
-        end = data_pb2.BucketCommit(bucket=0, bytes=NBYTES, chunks=chunks)
-        await receiver.feed(PushFrameView(bucket_commit=end))
-        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=1)))
-        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
-        assert store.shards[0].partial_bytes == NBYTES
-        gc.collect()
-        assert sum(message() is not None for message in messages) == 0
-        await push(store, push_frames(store, 1))
-        assert torch.equal(store.shards[0].buckets[0].values, torch.full((ELEMENTS,), 0.5))
-        store.close()
-
-    run(main)
-
-
-def test_a_message_that_is_little_more_than_its_payload_is_used_where_it_lies() -> None:
-    async def main() -> None:
-        store = make_store()
-        frame = bucket_frame(store, 0)
-        message = Message(data_pb2.PushFrame(chunk=data_pb2.Chunk(payload=encoded(store, 0))).SerializeToString())
-        frame.chunk = read_push(memoryview(message)).chunk
-        alive = weakref.ref(message)
-        del message
-        await push(store, iter([head(store), frame, PushFrameView(commit=data_pb2.Commit(buckets=1))]))
-        del frame
-        gc.collect()
-        assert alive() is not None
-        roll_back(store.shards[0])
-        gc.collect()
-        assert alive() is None
         store.close()
 
     run(main)
@@ -484,12 +415,12 @@ def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int)
         store = make_store()
         receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
         await receiver.feed(head(store))
-        first = PushFrameView(bucket=bucket_head(store, 0))
+        first = data_pb2.PushFrame(bucket=bucket_head(store, 0))
         if at:
-            first.chunk = ChunkView(0, 0, memoryview(encoded(store, 0)))
+            first.chunk.CopyFrom(data_pb2.Chunk(bucket=0, offset=0, payload=encoded(store, 0)))
         await receiver.feed(first)
         with pytest.raises(ProtocolError, match="bucket 0: an empty chunk in a bucket that is not empty"):
-            await receiver.feed(PushFrameView(chunk=ChunkView(0, at, memoryview(b""))))
+            await receiver.feed(data_pb2.PushFrame(chunk=data_pb2.Chunk(bucket=0, offset=at, payload=b"")))
         await receiver.abandon()
         await nothing_is_left(store)
         store.close()

@@ -21,11 +21,10 @@ from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.messages.data import PullReader
-from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline.server.pull_sender import Encoded, pull, refer_bucket
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from shardline.server.pull_sender import Encoded, in_pull, pull, refer_bucket
 from shardline.update import rule
 from shardline.waist import CHUNK_BYTES, Arrival
-from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
@@ -143,10 +142,10 @@ class Sink:
         raise AssertionError("nothing is mapped here")
 
 
-def begun(elements: int) -> PullFrameView:
+def begun(elements: int) -> data_pb2.PullFrame:
     size = 4 * elements
     state = data_pb2.BucketState(bucket=0, step=3, elements=elements, payload_bytes=size, codec="raw")
-    return PullFrameView(bucket=state, chunk=ChunkView(0, 0, bytes(size // 2)))
+    return data_pb2.PullFrame(bucket=state, chunk=data_pb2.Chunk(payload=bytes(size // 2)))
 
 
 def test_an_answer_that_ends_within_a_bucket_says_why_and_is_asked_for_again() -> None:
@@ -154,7 +153,7 @@ def test_an_answer_that_ends_within_a_bucket_says_why_and_is_asked_for_again() -
     reader = PullReader(sink, [ELEMENTS])
     reader.feed(begun(ELEMENTS))
     end = data_pb2.PullEnd(outcome=common_pb2.OUTCOME_OVERTAKEN, reason="step 3 of bucket 0 is no longer available")
-    reader.feed(PullFrameView(end=end))
+    reader.feed(data_pb2.PullFrame(end=end))
     assert (
         reader.end is not None
         and reader.end.outcome is Outcome.OVERTAKEN
@@ -167,7 +166,7 @@ def test_an_answer_that_is_said_to_be_whole_may_not_end_within_a_bucket() -> Non
     reader = PullReader(Sink(), [ELEMENTS])
     reader.feed(begun(ELEMENTS))
     with pytest.raises(ProtocolError, match="ended within bucket 0"):
-        reader.feed(PullFrameView(end=data_pb2.PullEnd(outcome=common_pb2.OUTCOME_SERVED)))
+        reader.feed(data_pb2.PullFrame(end=data_pb2.PullEnd(outcome=common_pb2.OUTCOME_SERVED)))
 
 
 def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overtaken() -> None:
@@ -199,11 +198,10 @@ def test_a_bucket_that_is_written_over_between_its_chunks_ends_the_pull_as_overt
         reader = PullReader(sink, [bucket.spec.elements])
         gradient = Gradient(torch.ones(bucket.spec.elements), (True,) * len(bucket.spec.slices))
         chunks = 0
-        async for message in pull(store, Attachments(), request, outer=2):
-            reply = read_reply(message)
-            assert reply.error is None and reply.pull is not None
-            chunks += reply.pull.chunk is not None
-            reader.feed(reply.pull)
+        async for reply in pull(store, Attachments(), request, new=in_pull):
+            assert isinstance(reply, parameter_server_pb2.PullReply)
+            chunks += reply.frame.HasField("chunk")
+            reader.feed(reply.frame)
             for number in range(2 if chunks == 1 and reader.end is None else 0):
                 shard.contribute(0, number, Block(0, 1), gradient)
         assert chunks == 1 and sink.complete == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardline.lanes.calls import ShardCalls
-from shardline.rpc.messages.data import exchange_requests, is_small
+from shardline.rpc.messages.data import exchange_requests
 from shardline.waist import Exchanged, Push, Sender, Sink, Want
 
 
@@ -19,5 +19,4 @@ class GrpcLane(ShardCalls):
     ) -> Exchanged:
         self._arm()
         requests = exchange_requests(sender, self._shard, contributions, want)
-        single = len(self._elements) < 2 and is_small(contributions)
-        return self.converse(requests, contributions, want, sink, timeout_s=timeout_s, single=single)
+        return self.converse(requests, contributions, want, sink, timeout_s=timeout_s)

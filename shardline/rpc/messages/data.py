@@ -1,10 +1,12 @@
-"""Frames of pushes and pulls on the client side: converts the values of the lane seam to frames and back."""
+"""Messages of pushes and pulls on the client side: converts the values of the lane seam to messages and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
@@ -27,15 +29,6 @@ from shardline.waist import (
     Want,
     refuse_rows,
 )
-from shardline.wire.protobuf import (
-    ChunkView,
-    PullFrameView,
-    PushFrameView,
-    Request,
-    RequestView,
-    read_reply,
-    write_request,
-)
 
 SMALL_BYTES = 64 << 10
 """Bytes that take about as long to send as a message costs both sides; a socket's buffers hold that much unread."""
@@ -43,7 +36,15 @@ QUICK_BYTES = 8 << 20
 """A push of so few bytes is named in one message and sent by the thread that then reads the answer, where all of it is
 ready: that thread is done in less time than a second one would need to begin. What is answered meanwhile, bucket by
 bucket, waits in the other socket."""
-PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """The message of this kind in these bytes. Raises ProtocolError."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(data)} bytes can't be read as a {kind.DESCRIPTOR.name}: {error}") from None
 
 
 _OUTCOMES: dict[int, Outcome] = {common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}"): outcome for outcome in Outcome}
@@ -123,13 +124,6 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
     )
 
 
-def push_header(data: common_pb2.DataHeader, push: Push) -> data_pb2.PushHeader:
-    """Header of a push."""
-    header = data_pb2.PushHeader(data=data)
-    _fill_header(header, push)
-    return header
-
-
 def _fill_header(header: data_pb2.PushHeader, push: Push) -> None:
     """Set all of it but the sender."""
     if push.by is not None and push.by.task != header.data.task:
@@ -145,13 +139,6 @@ def _fill_header(header: data_pb2.PushHeader, push: Push) -> None:
     header.nonfinite_tensors.extend(push.nonfinite)
 
 
-def bucket_header(item: Payload) -> data_pb2.BucketHeader:
-    """Header of one bucket within a push."""
-    header = data_pb2.BucketHeader()
-    _fill_bucket(header, item)
-    return header
-
-
 def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
     """Set all of it."""
     if item.rows is not None:
@@ -161,13 +148,6 @@ def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
     header.bound, header.fingerprint = item.bound, item.fingerprint
     del header.nonfinite_tensors[:]
     header.nonfinite_tensors.extend(item.nonfinite)
-
-
-def push_commit(push: Push, buckets: int, nbytes: int) -> data_pb2.Commit:
-    """End of a push, once all its buckets are sent."""
-    commit = data_pb2.Commit()
-    _fill_commit(commit, push, buckets, nbytes)
-    return commit
 
 
 def _fill_commit(commit: data_pb2.Commit, push: Push, buckets: int, nbytes: int) -> None:
@@ -200,50 +180,9 @@ def gathered(push: Push) -> list[Payload]:
     return [item for batch in push.payloads.batches() for item in batch]
 
 
-def push_frames(sender: Sender, shard: int, push: Push) -> Iterator[PushFrameView]:
-    """One frame per chunk; a bucket's header and end are in its first and last chunk. Payloads are views."""
-    header: data_pb2.PushHeader | None = push_header(data_header(sender, shard), push)
-    buckets = total = 0
-    for batch in push.payloads.batches():
-        for item in batch:
-            for frame in _bucket_frames(item):
-                frame.header, header = header, None
-                yield frame
-            buckets += 1
-            total += item.nbytes
-    yield PushFrameView(header=header, commit=push_commit(push, buckets, total))
-
-
-def small_push_frames(sender: Sender, shard: int, push: Push) -> list[PushFrameView]:
-    """The same for a small push, with one frame per bucket; header and end are in the first and last frame."""
-    items = gathered(push)
-    made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
-    made[0].header = push_header(data_header(sender, shard), push)
-    made[-1].commit = push_commit(push, len(items), sum(item.nbytes for item in items))
-    return made
-
-
 def _digest(item: Payload) -> int:
     """Digest of the payload; computed now if the bytes were to stay in place but are sent by another lane after all."""
     return item.digest or digest(item.octets)
-
-
-def _bucket_frames(item: Payload) -> Iterator[PushFrameView]:
-    data = memoryview(item.octets)
-    size = len(data)
-    count = -(-size // CHUNK_BYTES)
-    end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=_digest(item))
-    head: data_pb2.BucketHeader | None = bucket_header(item)
-    if count == 0:
-        yield PushFrameView(bucket=head, bucket_commit=end)
-    for number in range(count):
-        offset = number * CHUNK_BYTES
-        yield PushFrameView(
-            bucket=head,
-            chunk=ChunkView(item.bucket, offset, data[offset : offset + CHUNK_BYTES]),
-            bucket_commit=end if number == count - 1 else None,
-        )
-        head = None
 
 
 def referred_requests(
@@ -255,7 +194,7 @@ def referred_requests(
     *,
     place: Callable[[Payload], int],
     after: Callable[[Sequence[Payload]], None] = lambda batch: None,
-) -> Iterator[Request]:
+) -> Iterator[data_pb2.PushPullRequest]:
     """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
@@ -273,26 +212,23 @@ def referred_requests(
             after(items)
         return
     data = data_header(sender, shard, attached)
-    pull = pull_request(data, want) if want is not None else None
-
-    def refer(batch: Sequence[Payload]) -> list[data_pb2.BucketRef]:
-        refs = [data_pb2.BucketRef() for _ in batch]
-        for ref, item in zip(refs, batch, strict=True):
-            _fill_ref(ref, item, place(item), attached)
-        return refs
-
-    if pull is not None:
-        yield RequestView(pull=pull)
+    if want is not None:
+        yield data_pb2.PushPullRequest(pull=pull_request(data, want))
     for push in contributions:
-        header: data_pb2.PushHeader | None = push_header(data, push)
+        request = data_pb2.PushPullRequest()
+        request.push.header.data.CopyFrom(data)
+        _fill_header(request.push.header, push)
         buckets = total = 0
         for batch in push.payloads.batches():
-            yield RequestView(push=PushFrameView(header=header, refs=refer(batch)))
-            header = None
+            for item in batch:
+                _fill_ref(request.push.refs.add(), item, place(item), attached)
+            yield request
+            request = data_pb2.PushPullRequest()
             after(batch)
             buckets += len(batch)
             total += sum(item.nbytes for item in batch)
-        yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
+        _fill_commit(request.push.commit, push, buckets, total)
+        yield request
 
 
 def _one_request(
@@ -356,38 +292,58 @@ def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
 
 def exchange_requests(
     sender: Sender, shard: int, contributions: Sequence[Push], want: Want | None
-) -> Iterator[RequestView]:
+) -> Iterator[data_pb2.PushPullRequest]:
     """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still being sent.
 
-    If is_small() is true, there is one request per bucket.
+    There is one request per chunk; a bucket's header and end are in its first and last chunk. If is_small() is true,
+    the header, pull and end of the push are in its first and last request; else they are requests of their own.
     """
-    pull = pull_request(data_header(sender, shard), want) if want is not None else None
-    if contributions and is_small(contributions):
-        for frame in small_push_frames(sender, shard, contributions[0]):
-            yield RequestView(pull=pull, push=frame)
-            pull = None
-        return
-    if pull is not None:
-        yield RequestView(pull=pull)
+    joined = bool(contributions) and is_small(contributions)
+    request, data = data_pb2.PushPullRequest(), data_header(sender, shard)
+    if want is not None:
+        request.pull.data.CopyFrom(data)
+        _fill_pull(request.pull, want)
+        if not joined:
+            yield request
+            request = data_pb2.PushPullRequest()
     for push in contributions:
-        for frame in push_frames(sender, shard, push):
-            yield RequestView(push=frame)
+        request.push.header.data.CopyFrom(data)
+        _fill_header(request.push.header, push)
+        if not joined:
+            yield request
+            request = data_pb2.PushPullRequest()
+        buckets = total = 0
+        for batch in push.payloads.batches():
+            for item in batch:
+                size = item.nbytes
+                for offset in range(0, max(size, 1), CHUNK_BYTES):
+                    if joined and request.push.HasField("bucket"):
+                        yield request
+                        request = data_pb2.PushPullRequest()
+                    _fill_part(request.push, item, offset)
+                    if not joined:
+                        yield request
+                        request = data_pb2.PushPullRequest()
+                buckets += 1
+                total += size
+        _fill_commit(request.push.commit, push, buckets, total)
+        yield request
+        request = data_pb2.PushPullRequest()
 
 
-def push_pull_method(peer: Peer) -> Callable[..., Any]:
-    """PushPull with hand-written frames: takes an iterator of RequestView, returns ReplyViews."""
-    method: Callable[..., Any] = peer.channel.stream_stream(
-        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
-    )
-    return method
-
-
-def single_push_pull_method(peer: Peer) -> Callable[..., Any]:
-    """The same for one RequestView: on the wire a stream with one message, here without a thread that feeds it."""
-    method: Callable[..., Any] = peer.channel.unary_stream(
-        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
-    )
-    return method
+def _fill_part(frame: data_pb2.PushFrame, item: Payload, offset: int) -> None:
+    """Put the bytes of a bucket from an offset into a frame, with the bucket's header and end where they belong."""
+    size, data = item.nbytes, memoryview(item.octets)
+    end = min(offset + CHUNK_BYTES, size)
+    if offset == 0:
+        _fill_bucket(frame.bucket, item)
+    if size:
+        frame.chunk.bucket, frame.chunk.offset = item.bucket, offset
+        frame.chunk.payload = bytes(data[offset:end])
+    if end == size:
+        commit = frame.bucket_commit
+        commit.bucket, commit.bytes, commit.chunks = item.bucket, size, -(-size // CHUNK_BYTES)
+        commit.digest = _digest(item)
 
 
 def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
@@ -465,16 +421,16 @@ class PullReader:
         self._filled = 0
         self.end: End | None = None
 
-    def feed(self, frame: PullFrameView) -> Sequence[Arrival]:
+    def feed(self, frame: data_pb2.PullFrame) -> Sequence[Arrival]:
         """Take one frame; returns the buckets it refers to, whose bytes travel by the call's attachment.
 
         Raises ProtocolError if frames are out of order.
         """
-        if frame.bucket is not None:
+        if frame.HasField("bucket"):
             self._begin(frame.bucket)
-        if frame.chunk is not None:
+        if frame.HasField("chunk"):
             self._chunk(frame.chunk)
-        if frame.end is not None:
+        if frame.HasField("end"):
             end = frame.end
             if self._arrival is not None and end.outcome == common_pb2.OUTCOME_SERVED:
                 raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
@@ -517,9 +473,9 @@ class PullReader:
             return
         self._arrival, self._filled = arrival, 0
 
-    def _chunk(self, chunk: ChunkView) -> None:
-        arrival = self._arrival
-        end = chunk.offset + len(chunk.payload)
+    def _chunk(self, chunk: data_pb2.Chunk) -> None:
+        arrival, payload = self._arrival, chunk.payload
+        end = chunk.offset + len(payload)
         if (
             arrival is None
             or chunk.bucket != arrival.bucket
@@ -527,13 +483,13 @@ class PullReader:
             or end > arrival.payload_bytes
         ):
             raise ProtocolError(f"the shard sent a chunk of bucket {chunk.bucket} at {chunk.offset} out of order")
-        if len(chunk.payload) == arrival.payload_bytes:
+        if len(payload) == arrival.payload_bytes:
             self._arrival = None
-            self._sink.whole(arrival, chunk.payload)
+            self._sink.whole(arrival, payload)
             return
         if self._filled == 0:
             self._memory = self._sink.buffer(arrival)
-        copy_bytes(self._memory[chunk.offset : end], chunk.payload)
+        copy_bytes(self._memory[chunk.offset : end], payload)
         self._filled = end
         if end == arrival.payload_bytes:
             self._arrival = None

@@ -24,7 +24,6 @@ from shardline.rpc.messages.convert import (
 )
 from shardline.rpc.messages.data import outcome_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
-from shardline.wire.protobuf import BYTES, varint
 
 PREVIOUS = "previous"
 """Name of the previous step's values among the tensors of a copied bucket."""
@@ -76,13 +75,11 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
 
 
 def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
-    """Chunk frames, serialized by hand so that the values are copied only once."""
     view = memoryview(values or b"")
     for offset in range(0, len(view), RECORD_CHUNK_BYTES):
-        payload = view[offset : offset + RECORD_CHUNK_BYTES]
-        small = parameter_server_pb2.ReplicaChunk(part=part, offset=offset).SerializeToString()
-        head = b"".join((small, varint(3 << 3 | BYTES), varint(len(payload))))
-        yield b"".join((varint(5 << 3 | BYTES), varint(len(head) + len(payload)), head, payload))
+        payload = bytes(view[offset : offset + RECORD_CHUNK_BYTES])
+        chunk = parameter_server_pb2.ReplicaChunk(part=part, offset=offset, payload=payload)
+        yield Message(chunk=chunk).SerializeToString()
 
 
 def _record_to_proto(record: Record) -> parameter_server_pb2.ReplicaRecord:

@@ -1,1 +1,0 @@
-"""Frames of tensor bytes, written and read without protobuf's copies."""
