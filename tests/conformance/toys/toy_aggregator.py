@@ -7,6 +7,7 @@ between the workers of a rack and a parameter server.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,9 @@ from shardline.errors import ProtocolError
 from shardline.lanes import LANES
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.server import RpcServer
+from shardline.rpc.v1.parameter_server_pb2_grpc import add_ParameterServerServicer_to_server
 from shardline.server.buffers import Buffers
-from shardline.server.data_plane import DataPlane, add_data_plane
+from shardline.server.data_plane import DataPlane
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
@@ -162,7 +164,9 @@ class Aggregator:
         self.attachments, self._offers = Attachments(), []
         # The generated base answers all other calls: they are not implemented.
         plane = DataPlane(self, self.attachments)  # type: ignore[abstract]
-        self.server = RpcServer("127.0.0.1:0", register=[lambda server: add_data_plane(plane, server)], name="sums")
+        self.server = RpcServer(
+            "127.0.0.1:0", register=[functools.partial(add_ParameterServerServicer_to_server, plane)], name="sums"
+        )
         for kind in LANES:
             offer = kind().offer(config, on_host=True, take=self.buffers.take, on_refused=print)
             if offer is not None:
