@@ -231,7 +231,7 @@ class ShardCalls:
                         raise CallError(grpc.StatusCode.CANCELLED, "abandoned before it began")
                 replies = calls.call(talk, requests, timeout_s, single=single)
             else:
-                replies = _statuses(self._begin(talk, requests, timeout_s))
+                replies = _statuses(self.begin(talk, requests, timeout_s))
             for reply in replies:
                 if not talk.heard(reply):
                     # The pull would wait for a step that can't close without this push.
@@ -250,7 +250,7 @@ class ShardCalls:
             )
         return talk.result()
 
-    def _begin(self, talk: _Conversation, requests: Iterable[data_pb2.PushPullRequest], timeout_s: float) -> Any:
+    def begin(self, talk: _Conversation, requests: Iterable[data_pb2.PushPullRequest], timeout_s: float) -> Any:
         """The replies to requests that a gRPC thread sends."""
         call = self._started(self._stub.PushPull(talk.sending(self._until_cancelled(requests)), timeout=timeout_s))
         talk.began(call)

@@ -103,7 +103,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     """The calls of lanes that are opened from now on."""
     found = Made()
 
-    begin = calls.ShardCalls._begin
+    begin = calls.ShardCalls.begin
 
     def by_grpc(lane: Any, *arguments: Any) -> Any:
         found.small.append(begin(lane, *arguments))
@@ -116,7 +116,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return plain(one, *arguments, single=single)
 
     monkeypatch.setattr(CallSocket, "call", over_socket)
-    monkeypatch.setattr(calls.ShardCalls, "_begin", by_grpc)
+    monkeypatch.setattr(calls.ShardCalls, "begin", by_grpc)
     return found
 
 
