@@ -12,15 +12,14 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardline.errors import ClusterSpecError
 from shardline.host import files
-
-ROLES = ("chief", "ps", "worker", "evaluator")
+from shardline.roles import ROLES
 
 MAX_PORT = 65_535
 MAX_DIGITS = 9
@@ -156,7 +155,7 @@ class ClusterSpec:
 
     def task_names(self, role: str | None = None) -> tuple[str, ...]:
         """Names such as "ps/0", of one role or of all in the order of ROLES."""
-        roles = ROLES if role is None else (role,)
+        roles = tuple(ROLES) if role is None else (role,)
         return tuple(f"{name}/{index}" for name in roles for index in range(self.num(name)))
 
     def address(self, task: str) -> str:
@@ -175,13 +174,14 @@ class ClusterSpec:
     def neighbours(self, task: str) -> int:
         """Number of tasks before this one that may be on its machine and want a device of their own.
 
-        A ps counts servers; others count workers, the chief and evaluators, in this order. A task that has not named
-        its machine may be on any.
+        A ps counts servers; others count workers, then the chief, evaluators and tasks of other roles. A task that has
+        not named its machine may be on any.
         """
         role, index = parse_task(task)
+        mates = ROLES.having(lambda other: other.holds is ROLES[role].holds)
         hosts = [
             (f"{name}/{number}", parse_address(address)[0].lower())
-            for name in (("ps",) if role == "ps" else ("worker", "chief", "evaluator"))
+            for name in sorted(mates, key=lambda name: name != "worker")
             for number, address in enumerate(self.addresses(name))
         ]
         mine = dict(hosts).get(f"{role}/{index}", ANY_HOST)
@@ -420,7 +420,8 @@ def _repeated(names: Iterator[str]) -> Iterator[str]:
         seen.add(name)
 
 
-def _one_of(words: tuple[str, ...]) -> str:
+def _one_of(roles: Iterable[str]) -> str:
+    words = tuple(roles)
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 

@@ -11,6 +11,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.host.printable import unicode
 from shardline.lanes import AUTO, choices
+from shardline.roles import ROLES, Role
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 DEFAULT_OUT = Path("out")
@@ -22,7 +23,7 @@ class RoleConfig:
     """Settings of a role's run(): parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
 
     role: str
-    """"ps", "worker", "chief" or "evaluator"."""
+    """A name in ROLES, such as "ps"."""
     index: int
     cluster: ClusterSpec
     job: Path | None = None
@@ -78,10 +79,14 @@ class RoleConfig:
                 f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "
                 "at least 1 and at most --max-workers"
             )
-        if self.out is not None or self.role == "chief":
+        if self.out is not None or self.row.leads:
             check_out((self.out or DEFAULT_OUT).absolute())
         for what, host, flag in self._listens():
             check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
+
+    @property
+    def row(self) -> Role:
+        return ROLES[self.role]
 
     @property
     def neighbours(self) -> int:
@@ -104,7 +109,7 @@ class RoleConfig:
         # A task that only calls others, as in benchmarks, need not be in the cluster.
         if self.bind is not None or self.index < self.cluster.num(self.role):
             found.insert(0, (f"the services of {self.task}", self.listens_at, "--bind"))
-        if self.role == "chief" and self.page is not None:
+        if self.row.leads and self.page is not None:
             found.append(("the chief's page", parse_address(self.page, "--page")[0], "--page"))
         return found
 
@@ -122,7 +127,7 @@ class RoleConfig:
             found.append(
                 f"{self.task} listens at {exposed[0]} and admits anyone who can reach it; set --token-file or --tls-ca"
             )
-        if held.token and not held.admin_token and self.role in ("chief", "ps"):
+        if held.token and not held.admin_token and self.row.commands:
             found.append(
                 "there is no --admin-token-file, so the job token grants every right: anyone who has it can also "
                 "command the parameter servers and end the job"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
-from shardline.cluster import ROLES, parse_address
+from shardline.cluster import parse_address
 from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
 from shardline.core.spec import JobSpec
 from shardline.errors import UsageError
@@ -21,6 +21,7 @@ from shardline.host.process import Termination, tell_ready
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.job import load_job
 from shardline.observability.metrics import Metrics
+from shardline.roles import ROLES
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
 from shardline_chief.io.checkpointer import KEEP_ALL, Checkpointer, ResumePoint
@@ -147,6 +148,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         ps=config.cluster.addresses("ps"),
         workers=config.cluster.num("worker"),
         evaluators=config.cluster.num("evaluator"),
+        others={role: config.cluster.num(role) for role in config.cluster.tasks if role not in ROLES.declared},
         chief_trains=config.chief_trains,
         min_workers=config.min_workers,
         max_workers=config.max_workers,
@@ -248,7 +250,7 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        hosts = {parse_address(text)[0] for role in ROLES for text in config.cluster.addresses(role)}
+        hosts = {parse_address(text)[0] for texts in config.cluster.tasks.values() for text in texts}
         servicer = ChiefServicer(self.control, store, access, term=term, timeouts=timeouts, hosts=hosts)
         self.server = RpcServer(
             config.cluster.chief,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
-from shardline.cli.roles import find_role
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from shardline.host.printable import printable
 from shardline.observability.counting import plural
+from shardline.roles import ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) ->
 
     with tempfile.TemporaryDirectory(prefix="shardline-check-") as folder:
         cluster = InProcessCluster(
-            role=find_role,
+            role=lambda name: ROLES[name].runner(),
             out=Path(folder),
             ps=flags["ps"],
             lane=flags["lane"],

@@ -8,7 +8,7 @@ import click
 
 from shardline.cluster import parse_address, read_spec
 from shardline.errors import UsageError
-from shardline.rpc.auth.rights import ROLES
+from shardline.roles import ROLES
 
 
 @click.command(short_help="Create a test CA and a certificate for each task.")
@@ -17,7 +17,9 @@ from shardline.rpc.auth.rights import ROLES
 @click.option(
     "--cluster", metavar="FILE", help="cluster.json; make a certificate for each of its tasks, named after the task."
 )
-@click.option("--role", type=click.Choice(ROLES), help="Restrict the certificates of --host to what this role may do.")
+@click.option(
+    "--role", type=click.Choice(ROLES.declared), help="Restrict the certificates of --host to what this role may do."
+)
 @click.option(
     "--days",
     type=click.IntRange(1, 3650),

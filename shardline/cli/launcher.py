@@ -13,6 +13,8 @@ whatever way.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import queue
 import selectors
@@ -25,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shardline import methods
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
-from shardline.cli.roles import COMMANDS, reads
+from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_address, parse_task
 from shardline.config import check_out, check_standbys
 from shardline.core.timeouts import Timeouts
@@ -42,8 +45,19 @@ from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.python_file import installed_imports
 from shardline.host.run_lock import RunLock, unwritable
+from shardline.roles import ROLES
 from shardline.security import PLAIN, Security, check_bind
 
+FOR_SCRIPTS = (
+    *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir"),
+    *("tls_cert", "tls_key", "tls_ca", "token_file"),
+)
+"""Settings that shardline.connect() takes from the environment."""
+AS_GIVEN = (
+    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "standbys", "inexact"),
+    *("insecure_bind", "lane", "overlap"),
+)
+"""Fields of LaunchOptions that are settings of the tasks, under the same names."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
 TAIL_BYTES = 8192
@@ -67,6 +81,8 @@ class LaunchOptions:
     ps: int = 1
     workers: int = 1
     evaluators: int = 0
+    tasks: tuple[tuple[str, int], ...] = ()
+    """Number of tasks of each role that a plugin adds."""
     overrides: tuple[tuple[str, str], ...] = ()
     resume: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -100,6 +116,10 @@ class LaunchOptions:
         check_standbys(self.standbys, self.ps)
         if self.workers < 0 or self.evaluators < 0:
             raise UsageError("--workers and --evaluators can't be negative")
+        for role, count in self.tasks:
+            if role in ROLES.declared or role not in ROLES or count < 1:
+                more = ", ".join(set(ROLES) - set(ROLES.declared)) or "none"
+                raise UsageError(f"--tasks {role}={count}: give a number of tasks of a role of a plugin; there: {more}")
         if self.workers == 0 and not self.chief_trains:
             raise UsageError("--workers is 0, so no task would train; add workers, or use --chief-trains")
         trainers = self.workers + self.chief_trains
@@ -144,9 +164,25 @@ class LaunchOptions:
         """How a process of a task ended, for messages."""
         return describe_code(code, script=self.runs_script(task))
 
+    def settings(self) -> dict[str, Any]:
+        """Settings of all tasks, by the names of their flags, for --settings-file; a task reads those of its role."""
+        files = {**dataclasses.asdict(self.security), "run_dir": self.run_dir, "replay": self.replay}
+        return {
+            "cluster": str(cluster_path(self.out)),
+            "out": str(self.out),
+            "job": None if self.script else str(self.job),
+            "settings": [f"{name}={value}" for name, value in self.overrides],
+            "timeout": self.timeouts.total_s,
+            "join_timeout": self.timeouts.join_s,
+            "page": self.page or "off",
+            **{name: getattr(self, name) for name in AS_GIVEN},
+            # Absolute, since a script may change its folder; never the secrets themselves.
+            **{name: str(path.absolute()) for name, path in files.items() if isinstance(path, Path)},
+        }
+
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
         """The cluster spec; port 0 means that the task binds a free port."""
-        counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators}
+        counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators, **dict(self.tasks)}
         tasks = {role: ("127.0.0.1:0",) * count for role, count in counts.items() if count}
         return ClusterSpec({"chief": (chief,), **tasks})
 
@@ -154,64 +190,15 @@ class LaunchOptions:
 def task_command(
     options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int, lock_fd: int | None = None
 ) -> list[str]:
-    role, _ = parse_task(task)
     if options.runs_script(task):
         return [sys.executable, str(options.job), *options.script_args]
-    device = options.ps_device if role == "ps" else options.device
+    role, _ = parse_task(task)
     # -P: modules in the working directory (a user's queue.py) must not hide the standard library's.
-    command = [sys.executable, "-P", "-m", "shardline", role, "--cluster", str(cluster_path(options.out))]
-    command += ["--task", task, "--out", str(options.out)]
-    command += ["--timeout", str(options.timeouts.total_s), "--join-timeout", str(options.timeouts.join_s)]
-    command += ["--device", device, "--host", "127.0.0.1", "--metrics-port", "0", "--life-fd", str(life_fd)]
-    if not options.script and reads(role, "job"):
-        command += ["--job", str(options.job)]
-    if options.gpu_memory_fraction is not None:
-        command += ["--gpu-memory-fraction", str(options.gpu_memory_fraction)]
-    if ready_fd is not None:
-        command += ["--ready-fd", str(ready_fd)]
-    if lock_fd is not None:
-        command += ["--lock-fd", str(lock_fd)]
-    if role == "chief" and options.resume:
-        command.append("--resume")
-    if role == "chief" and options.min_workers > 1:
-        command += ["--min-workers", str(options.min_workers)]
-    if role == "chief" and options.standbys:
-        command += ["--standbys", str(options.standbys)]
-    if role == "chief" and options.chief_trains:
-        command.append("--chief-trains")
-    if role == "chief":
-        command += ["--page", options.page] if options.page is not None else ["--no-page"]
-    if role == "chief" and options.replay is not None:
-        command += ["--replay", str(options.replay.absolute())]
-    if role == "chief" and options.inexact:
-        command.append("--inexact")
-    for name, value in options.overrides if reads(role, "settings") else ():
-        command += ["--set", f"{name}={value}"]
-    if reads(role, "lane"):
-        command += ["--lane", options.lane]
-    if reads(role, "overlap"):
-        command.append("--overlap" if options.overlap else "--no-overlap")
-    if role == "chief" and options.insecure_bind:
-        command.append("--insecure-bind")
-    if role in ("chief", "ps") and options.security.admin_token_file is not None:
-        command += ["--admin-token-file", str(options.security.admin_token_file.absolute())]
-    for name, path in _shared_paths(options).items():
-        if reads(role, name):
-            command += [f"--{name.replace('_', '-')}", str(path)]
-    return command
-
-
-def _shared_paths(options: LaunchOptions) -> dict[str, Path]:
-    """Files and folders passed to all tasks, by flag; absolute, since a script may change its directory."""
-    held = options.security
-    paths = {
-        "tls_cert": held.tls_cert,
-        "tls_key": held.tls_key,
-        "tls_ca": held.tls_ca,
-        "token_file": held.token_file,
-        "run_dir": options.run_dir,
-    }
-    return {name: path.absolute() for name, path in paths.items() if path is not None}
+    command = [sys.executable, "-P", "-m", "shardline", role, "--task", task]
+    command += ["--settings-file", str(settings_path(options.out)), "--life-fd", str(life_fd)]
+    for flag, fd in (("--ready-fd", ready_fd), ("--lock-fd", lock_fd)):
+        command += [flag, str(fd)] if fd is not None else []
+    return command + (["--device", options.ps_device] if ROLES[role].holds else [])
 
 
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -224,25 +211,30 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
     """Environment of a task; the number of threads is left to the job."""
     settings = common_environment(base)
     if options.runs_script(task):
-        settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
-        settings["SHARDLINE_TASK"] = task
-        settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
-        settings["SHARDLINE_JOIN_TIMEOUT"] = str(options.timeouts.join_s)
-        settings["SHARDLINE_DEVICE"] = options.device
-        settings["SHARDLINE_LANE"] = options.lane
-        settings["SHARDLINE_OVERLAP"] = "1" if options.overlap else "0"
-        for name, path in _shared_paths(options).items():
-            settings[f"SHARDLINE_{name.upper()}"] = str(path)
-        settings[LIFE_FD] = str(life_fd)
+        for name in FOR_SCRIPTS:
+            value = options.settings().get(name)
+            if value is not None:
+                settings[f"SHARDLINE_{name.upper()}"] = str(int(value)) if isinstance(value, bool) else str(value)
+        settings |= {"SHARDLINE_TASK": task, LIFE_FD: str(life_fd)}
         # As torchrun does: otherwise each of several processes would use all cores, at the others' expense.
         settings.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-        for name, value in options.overrides:
-            settings[f"SHARDLINE_{name.upper()}"] = value
+        settings |= {f"SHARDLINE_{name.upper()}": value for name, value in options.overrides}
     return settings
 
 
 def cluster_path(out: Path) -> Path:
     return out / "cluster.json"
+
+
+def settings_path(out: Path) -> Path:
+    return out / "settings.json"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        files.replace(path, text.encode())
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
 
 
 @dataclass
@@ -319,7 +311,8 @@ class LocalCluster:
         self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
-            self._write_spec(self.options.spec(self._hold_port()))
+            _write(settings_path(self.options.out), json.dumps(self.options.settings(), indent=2))
+            _write(cluster_path(self.options.out), self.options.spec(self._hold_port()).to_json())
             _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
@@ -341,7 +334,7 @@ class LocalCluster:
         finally:
             os.close(ready_read)
         if self._chief_port is None:
-            self._write_spec(self.options.spec(self.chief_address))
+            _write(cluster_path(self.options.out), self.options.spec(self.chief_address).to_json())
             for task in others:
                 self._spawn(task)
 
@@ -351,12 +344,6 @@ class LocalCluster:
             return "127.0.0.1:0"
         self._chief_port = held_port()
         return f"127.0.0.1:{self._chief_port.getsockname()[1]}"
-
-    def _write_spec(self, spec: ClusterSpec) -> None:
-        try:
-            files.replace(cluster_path(self.options.out), spec.to_json().encode())
-        except OSError as error:
-            raise unwritable(self.options.out, error) from None
 
     def _read_address(self, fd: int) -> str:
         """Read the address that the chief reports once it listens; waits as long as its process is running."""

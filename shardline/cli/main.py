@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
-from shardline import errors, methods
+from shardline import errors, methods, plugins
 from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, page, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.partition.command import partition
-from shardline.cli.roles import COMMANDS
+from shardline.cli.roles import COMMANDS, role_command
 from shardline.cli.status import status, top
 from shardline.cli.train import train
 from shardline.host import files, lifeline
 from shardline.host.printable import printable_lines
 from shardline.native.library import describe
+from shardline.roles import ROLES
 
 
 def exit_codes() -> str:
@@ -41,7 +45,21 @@ def exit_codes() -> str:
     return "\n".join(lines)
 
 
+class Commands(click.Group):
+    """The commands, among them one for each role that a plugin adds."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command; plugins named in its arguments are read before."""
+        name = args[0]
+        if name not in self.commands and ("--plugin" in args or plugins.named()):
+            plugins.add(Path(path) for flag, path in itertools.pairwise(args) if flag == "--plugin")
+            if name in ROLES:
+                self.add_command(role_command(name))
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
+    cls=Commands,
     epilog=f"\b\nExit codes:\n{exit_codes()}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )

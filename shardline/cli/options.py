@@ -6,6 +6,7 @@ Precedence is flag > SHARDLINE_* > TF_CONFIG or file > default. Nothing here imp
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -29,7 +30,9 @@ from shardline.config import RoleConfig
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
+from shardline.host import files
 from shardline.lanes import AUTO, CHOICES, choices
+from shardline.roles import ROLES
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ JOB_ARGS = "SHARDLINE_JOB_ARGS"
 """Environment variable with the arguments after "--", for the job file (parse it with shlex.split)."""
 
 
+SETTINGS_BYTES = 1 << 20
 MAX_NAMED_FILES = 4
 """If a folder is given as the job file, the error names at most this many of its .py files."""
 
@@ -85,6 +89,17 @@ def check_fraction(_context: click.Context, _parameter: click.Parameter, value: 
     return value
 
 
+def check_tasks(
+    _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
+) -> tuple[tuple[str, int], ...]:
+    """Convert ROLE=N texts to pairs."""
+    pairs = [text.partition("=") for text in value]
+    for role, _, count in pairs:
+        if not count.isdecimal():
+            raise click.BadParameter(f"{role!r} has no number of tasks; use ROLE=N, such as aggregator=2")
+    return tuple((role, int(count)) for role, _, count in pairs)
+
+
 def check_settings(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
@@ -124,6 +139,18 @@ def add_plugins(_context: click.Context, _parameter: click.Parameter, value: tup
     """Put the files into the environment, for this process and its children to load when they read a table."""
     plugins.add(value)
     return value
+
+
+def read_settings(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    """Take defaults of the flags from a launcher's JSON file, which has those of all roles."""
+    if path is not None:
+        try:
+            found = json.loads(files.read_text(path, SETTINGS_BYTES))
+        except (OSError, ValueError) as error:
+            raise click.BadParameter(f"{path} can't be read: {error}") from None
+        # A flag that is hidden is for another role.
+        own = {option.name for option in context.command.params if not getattr(option, "hidden", False)}
+        context.default_map = {name: value for name, value in found.items() if name in own and value is not None}
 
 
 def check_lane(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -172,6 +199,13 @@ job_fields = together(
     other_fields,
 )
 
+tasks = option(
+    "--tasks",
+    multiple=True,
+    metavar="ROLE=N",
+    callback=check_tasks,
+    help="Tasks of a role that a plugin adds; may be repeated.",
+)
 device = option(
     "--device", default="cpu", callback=check_device, help="cpu, cuda (each task on a machine another GPU) or cuda:N."
 )
@@ -302,8 +336,7 @@ def security(flags: Mapping[str, Any]) -> Security:
 
 def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
     """Security settings of a task: roles that send no commands don't read the admin token, even if given its path."""
-    commands = role in ("chief", "ps")
-    if not commands:
+    if not ROLES[role].commands:
         return security({**flags, "admin_token_file": None})
     if flags["admin_token_file"] is not None and flags["token_file"] is None:
         raise UsageError("--admin-token-file needs --token-file too: a job with an admin token has a job token")

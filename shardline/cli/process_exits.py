@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from shardline.cluster import parse_task
 from shardline.errors import exit_code_name, owner_of
+from shardline.roles import ROLES
 
 MAX_RESTARTS = 3
-RESTARTED_ROLES = ("chief", "ps", "worker", "evaluator")
 HOPELESS_CODES = (2, 5, 6)
 """A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
 pause has no successor but the one started here."""
@@ -74,10 +74,8 @@ def may_restart(role: str, code: int, restarts: int, *, script: bool = False) ->
     """Decide whether to restart a task that ended; returns that and the reason. script: it ran the user's script."""
     if code == 0:
         return False, "its work is done"
-    if role == "chief" and code > 0:
+    if ROLES[role].leads and code > 0:
         # It had decided how the job ends. If it was killed, it had not, and the next one continues from --out.
-        return False, "the job ends with it"
-    if role not in RESTARTED_ROLES:
         return False, "the job ends with it"
     if code in HOPELESS_CODES or (script and code == SCRIPT_RAISED):
         return False, "it would end the same way again"
@@ -100,7 +98,8 @@ def lacking(
     tasks: all tasks of the cluster. gone: exit codes of processes that ended and are not restarted. begun: training has
     begun, so the chief handles the loss of a server.
     """
-    workers = [task for task in tasks if parse_task(task)[0] == "worker"]
+    rows = {task: ROLES[parse_task(task)[0]] for task in tasks}
+    workers = [task for task, row in rows.items() if row.trains and not row.leads]
     trainers = len([task for task in workers if task not in gone]) + chief_trains
     if not trainers:
         return "no task is left to train"
@@ -108,7 +107,7 @@ def lacking(
         return "a script needs all its workers"
     if begun:
         return ""
-    if any(parse_task(task)[0] == "ps" for task in gone):
+    if any(rows[task].holds for task in gone):
         return "the job can't start without it"
     if trainers < min_workers:
         return f"{trainers} of at least {min_workers} tasks that train are left"

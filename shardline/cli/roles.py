@@ -1,4 +1,4 @@
-"""shardline ps|worker|chief|evaluator: one task on this machine."""
+"""shardline ps|worker|chief|evaluator: one task on this machine. The roles are those of shardline.roles."""
 
 from __future__ import annotations
 
@@ -12,41 +12,25 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shardline import plugins
 from shardline.cli import options
-from shardline.cluster import ROLES, wants_place
+from shardline.cluster import wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.host import lifeline
 from shardline.host.run_lock import RunLock
 from shardline.observability import log, native_log
 from shardline.observability.lossy import protect_output
+from shardline.roles import ROLES, Role
 
-ENTRY_POINTS = "shardline.roles"
-
-ABOUT = {
-    "ps": "Hold shards of the parameters and apply all updates.",
-    "worker": "Train replicas of the job.",
-    "chief": "Coordinate the job: admit tasks, write checkpoints and logs.",
-    "evaluator": "Score every checkpoint.",
+CHIEFS = ("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact", "replay", "page", "no_page")
+READERS: Mapping[str, Callable[[Role], bool]] = {
+    **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
+    **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
+    "overlap": lambda role: role.trains,
+    "exit_with_job": lambda role: not role.leads,
+    "admin_token_file": lambda role: role.commands,
+    **dict.fromkeys(CHIEFS, lambda role: role.leads),
 }
-
-Run = Callable[[RoleConfig], int]
-
-COMPUTING = ("worker", "chief", "evaluator")
-READERS: Mapping[str, tuple[str, ...]] = {
-    "job": COMPUTING,
-    **dict.fromkeys((*options.JOB_FIELDS, "settings"), COMPUTING),
-    "lane": ("ps", "worker", "chief"),
-    "run_dir": ("ps", "worker", "chief"),
-    "overlap": ("worker", "chief"),
-    "exit_with_job": ("ps", "worker", "evaluator"),
-    "admin_token_file": ("ps", "chief"),
-    **dict.fromkeys(
-        ("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact", "replay"), ("chief",)
-    ),
-    **dict.fromkeys(("page", "no_page"), ("chief",)),
-}
-"""Roles that read a setting, if not all do. Lanes and overlap are for a chief that trains."""
+"""Which roles read a setting, if not all do. Lanes and overlap are for a chief that trains."""
 
 role_options = options.together(
     options.cluster,
@@ -98,15 +82,18 @@ role_options = options.together(
     options.secured,
     options.admin,
     options.insecure_bind,
+    click.option(
+        "--settings-file",
+        type=click.Path(path_type=Path),
+        hidden=True,
+        is_eager=True,
+        expose_value=False,
+        callback=options.read_settings,
+    ),
     click.option("--ready-fd", type=int, hidden=True),
     click.option("--lock-fd", type=int, hidden=True),
     click.option("--life-fd", type=int, hidden=True),
 )
-
-
-def find_role(role: str) -> Run:
-    run: Run = plugins.installed(ENTRY_POINTS, role, f"the role {role!r}")
-    return run
 
 
 def run_role(role: str, flags: dict[str, Any]) -> int:
@@ -123,7 +110,7 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
 def _run(role: str, config: RoleConfig) -> int:
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
-    if role == "chief":
+    if config.row.leads:
         config = _locked(config)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
@@ -137,7 +124,7 @@ def _run(role: str, config: RoleConfig) -> int:
     tune_allocator()
     leave_compiler_out()
     wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
-    return find_role(role)(config)
+    return config.row.runner()(config)
 
 
 def _locked(config: RoleConfig) -> RoleConfig:
@@ -151,7 +138,7 @@ def _locked(config: RoleConfig) -> RoleConfig:
 
 def reads(role: str, setting: str) -> bool:
     """Whether tasks of a role read the setting of this name, such as "chief_trains"."""
-    return role in READERS.get(setting, ROLES)
+    return setting not in READERS or READERS[setting](ROLES[role])
 
 
 def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role) -> click.Command:
@@ -164,11 +151,12 @@ def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role
     def start(**flags: Any) -> int:
         return run(role, flags)
 
-    command = click.command(role, help=ABOUT[role], short_help=ABOUT[role].split(".")[0] + ".")(role_options(start))
+    row = ROLES[role]
+    command = click.command(role, help=row.about, short_help=row.about.split(".")[0] + ".")(role_options(start))
     for option in command.params:
         if isinstance(option, click.Option) and not reads(role, str(option.name)):
             option.hidden, option.envvar = True, None
-        if role == "chief" and option.name == "address":
+        if row.leads and option.name == "address":
             # Others call the chief at the address in the cluster spec, and a variable may be there for all tasks.
             option.envvar = None
     return command
@@ -178,11 +166,11 @@ def _not_read(role: str, task: str) -> list[str]:
     """A sentence for each flag on the command line that is for other roles."""
     context = click.get_current_context()
     return [
-        f"{task} does not use {option.opts[0]}; it is for {', '.join(READERS[str(option.name)])}"
+        f"{task} does not use {option.opts[0]}; it is for {', '.join(ROLES.having(READERS[str(option.name)]))}"
         for option in context.command.params
         if not reads(role, str(option.name))
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     ]
 
 
-COMMANDS = tuple(role_command(role) for role in ROLES)
+COMMANDS = tuple(role_command(role) for role in ROLES.declared)

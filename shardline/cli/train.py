@@ -86,6 +86,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
+@options.tasks
 @options.job_fields
 @options.plugin
 @options.option(
@@ -195,6 +196,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         ps=flags["ps"],
         workers=flags["workers"],
         evaluators=flags["evaluators"],
+        tasks=flags["tasks"],
         overrides=options.overrides(flags),
         resume=flags["resume"],
         timeouts=options.timeouts(flags),

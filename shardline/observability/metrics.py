@@ -35,6 +35,7 @@ from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
 from shardline.lanes import OPENED
 from shardline.observability.metrics_page import MetricsPage
+from shardline.roles import ROLES
 from shardline.security import PLAIN, Security
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -46,8 +47,6 @@ UPDATES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.
 DISTANCES = (1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 """Bucket bounds for distances of parameters, as root mean squares of their elements."""
 
-ALL = ("ps", "worker", "chief", "evaluator")
-
 
 @dataclass(frozen=True)
 class MetricSpec:
@@ -58,6 +57,7 @@ class MetricSpec:
     """"counter", "gauge" or "histogram"."""
     unit: str
     roles: tuple[str, ...]
+    """Empty: all. A role of a plugin names the others that its tasks have."""
     labels: tuple[str, ...]
     help: str
     buckets: tuple[float, ...] = ()
@@ -200,11 +200,11 @@ TABLE: tuple[MetricSpec, ...] = (
     _counter(
         "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
     ),
-    _gauge("shardline_step", "steps", ALL, [], "Current step of this task"),
+    _gauge("shardline_step", "steps", [], [], "Current step of this task"),
     _gauge(
         "shardline_certificate_expires_seconds",
         "seconds",
-        ALL,
+        [],
         [],
         "Unix time at which the certificate in use ends; absent without TLS",
     ),
@@ -316,8 +316,8 @@ TABLE: tuple[MetricSpec, ...] = (
         "Checkpoints scored and failed",
         ("scored", "failed"),
     ),
-    _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; on the chief, received"),
-    _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls retried after a failure"),
+    _counter("shardline_heartbeats_total", "heartbeats", [], ["peer"], "Heartbeats sent; on the chief, received"),
+    _counter("shardline_rpc_retries_total", "calls", [], ["peer"], "Calls retried after a failure"),
 )
 
 BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in TABLE}
@@ -375,7 +375,7 @@ class Metrics:
         GCCollector(registry=self.registry)
         self._families: dict[str, MetricWrapperBase] = {}
         for spec in TABLE:
-            if role in spec.roles:
+            if not spec.roles or role in spec.roles or spec.name in ROLES[role].metrics:
                 self._families[spec.name] = self._family(spec)
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
         self._lock = threading.Lock()
@@ -493,7 +493,7 @@ def table_markdown() -> str:
     ]
     for spec in TABLE:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
-        roles = "all" if spec.roles == ALL else ", ".join(spec.roles)
+        roles = "all" if not spec.roles else ", ".join(spec.roles)
         lines.append(f"| `{spec.name}` | {spec.kind} | {spec.unit} | {labels} | {roles} | {spec.help} |")
     return "\n".join(lines) + "\n"
 

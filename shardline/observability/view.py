@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.cluster import ROLES, parse_task
+from shardline.cluster import parse_task
 from shardline.core.status import ChiefStatus, Counting, StageStatus, TaskStatus, Traffic
+from shardline.roles import ROLES
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
@@ -240,7 +241,8 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
     ended = status.phase == "ended"
     rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
     found = [_task(task, status.phase) for task in rows]
-    tasks = tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
+    order = tuple(ROLES)
+    tasks = tuple(sorted(found, key=lambda task: (order.index(task.role), task.index)))
     return ClusterView(
         time=status.time,
         job=status.job,
@@ -392,7 +394,7 @@ def _step(task: TaskStatus) -> int | None:
     """Step of a trainer, or the step that all shards of a ps have reached."""
     if task.state == MISSING:
         return None
-    if not task.task.startswith("ps/"):
+    if not ROLES[parse_task(task.task)[0]].holds:
         return task.step if task.step >= 0 else None
     return min((shard.step_min for shard in task.shards), default=None)
 
@@ -400,7 +402,7 @@ def _step(task: TaskStatus) -> int | None:
 def _task(task: TaskStatus, phase: str) -> TaskView:
     role, index = parse_task(task.task)
     moving = task.state not in (MISSING, *GONE) and phase != "ended"
-    trains = role in ("chief", "worker") and task.state != MISSING
+    trains = ROLES[role].trains and task.state != MISSING
     stepped = trains and task.compute_s > 0
     return TaskView(
         name=task.task,

@@ -18,9 +18,9 @@ import yaml
 
 from shardline.cli import options
 from shardline.cli.roles import COMMANDS, role_command
-from shardline.cluster import ROLES
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
+from shardline.roles import ROLES
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "deploy" / "systemd"

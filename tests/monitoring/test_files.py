@@ -15,8 +15,8 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
-from shardline.cluster import ROLES
 from shardline.observability.metrics import BY_NAME
+from shardline.roles import ROLES
 from tests.monitoring.promql import DASHBOARD, GRAFANA, PROMETHEUS, dashboard, metrics_of, of_dashboard, of_rules, rules
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.cli.launcher import LaunchOptions, LocalCluster, cluster_path, settings_path, task_command
+from shardline.cli.options import role_config
 from shardline.cli.process_exits import Ended
-from shardline.config import Timeouts
+from shardline.cli.roles import role_command
+from shardline.config import RoleConfig, Timeouts
 from shardline.host.forkserver import PR_SET_PDEATHSIG, prctl
 from tests.support.waiting import wait_for
 
@@ -117,6 +119,24 @@ def launch(tmp_path: Path, **settings: Any) -> LaunchOptions:
     return LaunchOptions(job=job, **{**defaults, **settings})
 
 
+def read_back(settings: LaunchOptions, task: str, *, ready_fd: int | None = None) -> RoleConfig:
+    """The settings of a task, as its own process takes them from the launcher's file and command line."""
+    found: list[RoleConfig] = []
+    settings.out.mkdir(exist_ok=True)
+    settings_path(settings.out).write_text(json.dumps(settings.settings()))
+    cluster_path(settings.out).write_text(settings.spec("127.0.0.1:4").to_json())
+    settings.job.touch()
+    command = task_command(settings, task, ready_fd=ready_fd, life_fd=8)
+    assert command[:4] == [sys.executable, "-P", "-m", "shardline"]
+
+    def keep(role: str, flags: dict[str, Any]) -> int:
+        found.append(role_config(role, flags, {}))
+        return 0
+
+    role_command(command[4], keep).main(command[5:], standalone_mode=False)
+    return found[0]
+
+
 def tell_chief(cluster: LocalCluster, line: str) -> None:
     host, port = cluster.chief_address.split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -164,7 +184,7 @@ def children(tmp_path: Path) -> dict[str, int]:
         with contextlib.suppress(OSError):
             # A forked task shows its command line as one text.
             words = (entry / "cmdline").read_bytes().decode().replace("\0", " ").split()
-            if "--life-fd" in words and str(tmp_path / "run") in words:
+            if "--life-fd" in words and str(settings_path(tmp_path / "run")) in words:
                 found[words[words.index("--task") + 1]] = int(entry.name)
     return found
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardline.errors import UsageError
+from shardline.roles import ROLES
 from shardline.rpc.auth.access import WINDOW, Access, Prover, role_of
-from shardline.rpc.auth.rights import RIGHTS, ROLES, Caller, Token, joining_refusal, right_of, role_refusal, takes_proof
+from shardline.rpc.auth.rights import RIGHTS, Caller, Token, joining_refusal, right_of, role_refusal, takes_proof
 from shardline.rpc.v1 import access_pb2, chief_pb2, parameter_server_pb2, places_pb2, worker_pb2
 from shardline.security import ADMIN_KEY, PLAIN, Security, holds, key_of
 
@@ -136,7 +137,7 @@ def test_tokens_are_checked_when_they_are_read(folder: Path) -> None:
         Security(admin_token_file=folder / "short")
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", tuple(ROLES))
 def test_who_may_take_part_as_whom(role: str) -> None:
     needs_admin = role in ("chief", "ps")
     assert bool(joining_refusal(role, Caller(admin=False))) == needs_admin

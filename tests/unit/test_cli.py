@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardline import errors, methods, plugins
+from shardline import roles as roles_table
 from shardline.cli import main as command_line
 from shardline.cli import options, progress, roles
 from shardline.cli.main import main
@@ -264,10 +265,7 @@ def test_a_flag_of_another_role_is_accepted_and_said_not_to_be_read(
 ) -> None:
     found: list[RoleConfig] = []
 
-    def role_of(role: str) -> Any:
-        return lambda config: found.append(config) or 0
-
-    monkeypatch.setattr(roles, "find_role", role_of)
+    monkeypatch.setattr(roles_table.Role, "runner", lambda row: lambda config: found.append(config) or 0)
     monkeypatch.setattr(log, "setup", lambda *_, **__: None)
     monkeypatch.setenv("SHARDLINE_STANDBYS", "1")
     place = ["--cluster", cluster_file, "--task", "ps/0"]
@@ -276,7 +274,7 @@ def test_a_flag_of_another_role_is_accepted_and_said_not_to_be_read(
     assert main(["ps", *place, "--steps", "9", "--resume"]) == 0
     assert caplog.messages == [
         "ps/0 does not use --resume; it is for chief",
-        "ps/0 does not use --steps; it is for worker, chief, evaluator",
+        "ps/0 does not use --steps; it is for chief, worker, evaluator",
     ]
     # Nor a variable, which all tasks of a machine may have.
     assert [one.standbys for one in found] == [0, 0]
@@ -373,11 +371,9 @@ def test_earlier_run_is_not_overwritten_and_resume_needs_one(tmp_path: Path) -> 
 
 
 def test_missing_role_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardline.cli import roles
-
-    monkeypatch.setattr(roles, "ENTRY_POINTS", "shardline.nothing")
+    monkeypatch.setattr(roles_table, "ENTRY_POINTS", "shardline.nothing")
     with pytest.raises(UsageError, match="no installed package provides the role 'ps'"):
-        roles.find_role("ps")
+        roles_table.ROLES["ps"].runner()
 
 
 def test_a_package_whose_command_can_not_be_loaded_costs_no_other_command(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ OUTER = (
 LAYERS = (
     ("errors", "native", "rpc.v1"),
     ("core", "host", "data"),
-    ("plugins", "schedule", "cluster", "tls", "storage", "waist", "loading"),
+    ("plugins",),
+    ("roles",),
+    ("schedule", "cluster", "tls", "storage", "waist", "loading"),
     ("seams", "security"),
     ("codecs",),
     ("cadence", "consistency", "update", "pipeline", "methods"),

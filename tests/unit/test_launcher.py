@@ -32,6 +32,7 @@ from tests.support.fake_roles import (
     job_file,
     launch,
     next_end,
+    read_back,
     started_train,
     tell_chief,
     wait_for_start,
@@ -47,18 +48,17 @@ def status(phase: str, *, step: int, joined: tuple[str, ...]) -> ChiefStatus:
 # Launcher: pure parts
 
 
-def test_children_get_every_setting_as_a_flag_and_nothing_from_the_environment(tmp_path: Path) -> None:
+def test_children_get_every_setting_from_one_file_and_nothing_from_the_environment(tmp_path: Path) -> None:
     settings = launch(
         tmp_path, chief_trains=True, resume=True, overrides=(("steps", "5"),), device="cuda", gpu_memory_fraction=0.5
     )
-    chief = task_command(settings, "chief/0", ready_fd=7, life_fd=8)
-    assert chief[:5] == [sys.executable, "-P", "-m", "shardline", "chief"]
-    for flag in ("--resume", "--chief-trains", "--ready-fd", "--life-fd", "--gpu-memory-fraction"):
-        assert flag in chief
-    assert chief[chief.index("--set") + 1] == "steps=5"
-    ps = task_command(settings, "ps/0", ready_fd=None, life_fd=8)
-    assert ps[ps.index("--device") + 1] == "cpu", "a ps never touches a GPU unless told to"
-    assert not {"--resume", "--chief-trains", "--ready-fd"} & set(ps)
+    chief = read_back(settings, "chief/0", ready_fd=7)
+    assert (chief.resume, chief.chief_trains, chief.ready_fd, chief.life_fd) == (True, True, 7, 8)
+    assert (chief.device, chief.gpu_memory_fraction, chief.overrides) == ("cuda", 0.5, (("steps", "5"),))
+    assert chief.job == settings.job and chief.page is None
+    ps = read_back(settings, "ps/0")
+    assert ps.device == "cpu", "a ps never touches a GPU unless told to"
+    assert (ps.resume, ps.chief_trains, ps.ready_fd, ps.job, ps.overrides) == (False, False, None, None, ())
 
     leaks = {"TF_CONFIG": "x", "SHARDLINE_TASK": "ps/9", "SHARDLINE_METRICS_PORT": "9000", "SHARDLINE_STEPS": "1"}
     leaks |= {"LOCAL_RANK": "0", "SLURM_LOCALID": "0"}
@@ -77,7 +77,7 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
         "--lr",
         "0.1",
     ]
-    assert "--job" not in task_command(settings, "chief/0", ready_fd=7, life_fd=8)
+    assert read_back(settings, "chief/0").job is None
     environment = task_environment(settings, "worker/1", life_fd=8, base={})
     assert environment["SHARDLINE_TASK"] == "worker/1"
     assert environment["SHARDLINE_CLUSTER"] == str(settings.out / "cluster.json")
@@ -91,13 +91,10 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     settings = launch(
         tmp_path, security=Security(token_file=token), lane="tcp", overlap=False, run_dir=tmp_path, script=True
     )
-    command = task_command(settings, "ps/0", ready_fd=None, life_fd=8)
-    assert command[command.index("--lane") + 1] == "tcp"
-    assert "--no-overlap" not in command, "a server has nothing to overlap with"
-    assert "--no-overlap" in task_command(settings, "chief/0", ready_fd=None, life_fd=8)
-    assert command[command.index("--token-file") + 1] == str(tmp_path / "token"), "a script may change its folder"
-    assert command[command.index("--run-dir") + 1] == str(tmp_path)
-    assert "never-on-a-command-line" not in " ".join(command)
+    ps, chief = read_back(settings, "ps/0"), read_back(settings, "chief/0")
+    assert (ps.lane, ps.run_dir, chief.overlap) == ("tcp", tmp_path, False)
+    assert ps.security.token_file == tmp_path / "token", "a script may change its folder"
+    assert "never-on-a-command-line" not in (settings.out / "settings.json").read_text()
 
     leaks = {"SHARDLINE_TLS_CA": "/elsewhere", "SHARDLINE_LANE": "shm"}
     environment = task_environment(settings, "worker/0", life_fd=8, base=leaks)
@@ -107,8 +104,7 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     assert "SHARDLINE_TLS_CA" not in environment
     assert not set(leaks) & set(task_environment(settings, "ps/0", life_fd=8, base=leaks))
 
-    plain = task_command(launch(tmp_path), "ps/0", ready_fd=None, life_fd=8)
-    assert not [word for word in plain if word.startswith(("--tls", "--token", "--run-dir"))]
+    assert not {"tls_cert", "token_file", "run_dir"} & set(launch(tmp_path).settings())
 
 
 @pytest.mark.parametrize(

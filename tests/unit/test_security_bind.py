@@ -10,12 +10,13 @@ import pytest
 import trustme
 
 from shardline.cli import options
-from shardline.cli.launcher import LaunchOptions, task_command, task_environment
+from shardline.cli.launcher import LaunchOptions, task_environment
 from shardline.cli.roles import role_command
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
 from shardline.security import Security, is_loopback
+from tests.support.fake_roles import read_back
 
 HERE, ELSEWHERE = "127.0.0.1:0", "10.0.0.7:2222"
 REMEDIES = (
@@ -153,10 +154,10 @@ def test_only_addresses_and_the_name_of_loopback_count_as_this_machine(host: str
 def test_launcher_gives_the_admin_token_to_chief_and_servers_alone(files: dict[str, Path], tmp_path: Path) -> None:
     tokens = Security(token_file=files["job"], admin_token_file=files["admin"])
     local = LaunchOptions(job=tmp_path / "job.py", out=tmp_path, evaluators=1, security=tokens, insecure_bind=True)
-    commands = {task: task_command(local, task, ready_fd=None, life_fd=3) for task in local.spec().task_names()}
-    assert {task for task, command in commands.items() if "--admin-token-file" in command} == {"chief/0", "ps/0"}
-    assert all("--token-file" in command for command in commands.values())
-    assert {task for task, command in commands.items() if "--insecure-bind" in command} == {"chief/0"}
+    found = {task: read_back(local, task) for task in local.spec().task_names()}
+    assert {task for task, config in found.items() if config.security.admin_token} == {"chief/0", "ps/0"}
+    assert all(config.security.token for config in found.values())
+    assert {task for task, config in found.items() if config.insecure_bind} == set(found)
     script = LaunchOptions(job=tmp_path / "job.py", out=tmp_path, script=True, security=tokens)
     inherited = {"SHARDLINE_ADMIN_TOKEN_FILE": str(files["admin"]), "SHARDLINE_INSECURE_BIND": "1"}
     environment = task_environment(script, "worker/0", life_fd=3, base=inherited)

@@ -163,13 +163,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     now = time.time()
     still = program.standstill(now_s)
     # Tasks of the cluster spec that have never joined.
-    settings = program.state.settings
-    counts = {
-        "chief": int(settings.chief_trains),
-        "ps": len(settings.ps),
-        "worker": settings.workers,
-        "evaluator": settings.evaluators,
-    }
+    counts = state.tasks.expected()
     there = {row.task for row in rows}
     names = (f"{role}/{index}" for role, count in counts.items() for index in range(count))
     return ChiefStatus(

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardline import plugins
 from shardline.cluster import ClusterSpec, format_address, parse_address
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
@@ -26,6 +25,7 @@ from shardline.errors import ShardlineError
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator
 from shardline.observability import log as logs
+from shardline.roles import ROLES
 from shardline.security import Security
 
 log = logging.getLogger("shardline_chief.io.training_process")
@@ -131,8 +131,7 @@ def main() -> int:
     logs.setup(f"{config.task} trainer")
     tune_allocator()
     try:
-        run: Callable[[RoleConfig], int] = plugins.installed("shardline.roles", "worker", "the role 'worker'")
-        return run(config)
+        return ROLES["worker"].runner()(config)
     except ShardlineError as error:
         log.error("%s", error)
         return error.exit_code

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from shardline.cluster import ROLES
 from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
-from shardline_chief.rules.messages import TRAINERS, Join
+from shardline.roles import ROLES
+from shardline_chief.rules.messages import Join
 from shardline_chief.rules.state.membership import Refused
 from shardline_chief.rules.state.settings import as_chosen, as_in_cluster
 from shardline_chief.rules.state.state import State
-
-PLACED = ("ps", "worker", "evaluator")
-"""Roles whose tasks may ask for an index."""
-SPARE_EVALUATORS = 8
-"""Evaluators may be missing from the cluster spec (as with TF_CONFIG), but there can be at most this many."""
-
 
 REFUSED_AGAIN_S = 60.0
 MOST_REFUSALS = 32
@@ -40,14 +34,11 @@ class Refusals:
 def limit(state: State, role: str) -> int:
     """Number of indices of a role: valid ones are [0, limit)."""
     settings = state.settings
-    if role == "ps":
-        return len(settings.ps)
-    if role == "chief":
-        return int(settings.chief_trains)
-    if role == "evaluator":
-        return max(settings.evaluators, SPARE_EVALUATORS)
-    # A script has one replica per worker: one more worker would have nothing to do.
-    return settings.workers if state.script else max(settings.workers, settings.max_workers)
+    listed = state.tasks.expected().get(role, 0)
+    if role == "worker":
+        # A script has one replica per worker: one more worker would have nothing to do.
+        return listed if state.script else max(listed, settings.max_workers)
+    return max(listed, ROLES[role].spare)
 
 
 def refusal(state: State, join: Join) -> Refused | None:
@@ -60,16 +51,17 @@ def refusal(state: State, join: Join) -> Refused | None:
             reason=f"{join.name} needs {', '.join(unknown)}, which this chief does not support; use the same version "
             "on both"
         )
-    if join.role in TRAINERS:
-        return _job_refusal(state, join) or _machine_refusal(state, join)
-    return _job_refusal(state, join) if join.role == "evaluator" else None
+    row = ROLES[join.role]
+    wrong = _job_refusal(state, join) if row.computes else None
+    return wrong or (_machine_refusal(state, join) if row.trains else None)
 
 
 def place_refusal(role: str) -> Refused | None:
     """Why the chief assigns no index in this role, or None if it does."""
-    if role in PLACED:
+    placed = ROLES.having(lambda row: not row.leads)
+    if role in placed:
         return None
-    return Refused(reason=f"the chief assigns no index to role {role!r}; it does for {', '.join(PLACED)}")
+    return Refused(reason=f"the chief assigns no index to role {role!r}; it does for {', '.join(placed)}")
 
 
 def _job_refusal(state: State, join: Join) -> Refused | None:

@@ -7,7 +7,7 @@ from shardline.errors import InternalError, ProtocolError
 from shardline_chief.rules.events import EndAsked, TrainerLost
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.machine import Flows, Machine
-from shardline_chief.rules.messages import TRAINERS, Beat
+from shardline_chief.rules.messages import Beat
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 
@@ -37,7 +37,7 @@ class Heartbeats:
         if beat.failure and life not in self._told_failures:
             self._told_failures.add(life)
             self._failed(beat, member, now_s)
-        if beat.ps is not None and member.role == "ps":
+        if beat.ps is not None and member.row.holds:
             self._flows.servers.told(beat.task, beat.ps, asked=False)
             self._machine.settle(now_s)
         if beat.finished and member.trains and beat.task not in tasks.finished:
@@ -71,7 +71,7 @@ class Heartbeats:
 
     def trains(self, beat: Beat) -> bool:
         """Whether the sender is the living task of that name, and one that trains."""
-        return self.state.tasks.members.current(beat.task, beat.incarnation, TRAINERS)
+        return self.state.tasks.members.current(beat.task, beat.incarnation, lambda role: role.trains)
 
     def refused(self, task: str, error: ProtocolError) -> None:
         """A task said what can't be: tell people the first time."""
@@ -107,10 +107,11 @@ class Heartbeats:
 
     def _failed(self, beat: Beat, member: Member, now_s: float) -> None:
         state = self.state
-        if member.role == "evaluator":
-            state.say("evaluator", f"{beat.task}: {beat.failure}; training continues without it", "warning")
+        if not member.row.needed:
+            state.say(member.role, f"{beat.task}: {beat.failure}; training continues without it", "warning")
             # It exits after this, so stop waiting for its scores.
-            state.figures.lost_scores = beat.failure
+            if member.row.scores:
+                state.figures.lost_scores = beat.failure
             state.tasks.members.leave(beat.task)
             return
         code = beat.failure_code or InternalError.exit_code
@@ -122,7 +123,7 @@ class Heartbeats:
         member = members.get(task)
         if member is None or state.ended:
             return
-        if state.phase is Phase.STOPPING and member.role != "evaluator":
+        if state.phase is Phase.STOPPING and member.row.needed:
             # The common last step needs all other tasks; they are released with the end of the job.
             return
         if why := self._irreplaceable(member):
@@ -131,16 +132,16 @@ class Heartbeats:
         members.leave(task)
         if member.trains and state.layout.table_sent:
             self._machine.handle(TrainerLost(member, f"{task} is leaving as requested", "info"), now_s)
-        elif member.role == "ps" and not state.begun:
+        elif member.row.holds and not state.begun:
             state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")
         else:
-            nothing = "; it held nothing" if member.role == "ps" else ""
+            nothing = "; it held nothing" if member.row.holds else ""
             state.say("left", f"{task} is leaving as requested{nothing}")
 
     def _irreplaceable(self, member: Member) -> str:
         """Why the job can't continue without this task, as a phrase; empty if it can."""
         state, task = self.state, member.task
-        if member.role == "ps":
+        if member.row.holds:
             holds = any(task in (place.task, place.standby_task) for place in state.layout.placement)
             return "its shards have no other holder" if state.begun and holds else ""
         others = [other for other in state.tasks.trainers() if other.task != task]

@@ -10,9 +10,6 @@ from shardline.core.orders import BarrierPlace, PassReport, StepReport
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, Traffic
 
-TRAINERS = ("chief", "worker")
-"""Roles that run replicas: workers, and a chief that trains."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Join:

@@ -137,7 +137,7 @@ class Program:
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)
-            elif member.role == "ps":
+            elif member.row.holds:
                 self.machine.handle(ServerLost(member.task, change.sentence), now_s)
             elif member.trains and state.layout.table_sent:
                 self.machine.handle(TrainerLost(member, change.sentence), now_s)

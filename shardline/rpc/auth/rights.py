@@ -1,19 +1,19 @@
 """What each credential may do: one row per call of the API.
 
 A call needs a token (`Token`), and if its caller's certificate names a role, that role must be in the row. Joining is
-decided by the role to be joined as (`JOINING`). docs/security.md has the same table, and tests/contract/test_rights.py
+decided by the role to be joined as (`joining`). docs/security.md has the same table, and tests/contract/test_rights.py
 checks it against every method of every service.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from shardline.roles import ROLES, Role
+
 PACKAGE = "shardline.rpc.v1"
-ROLES = ("chief", "ps", "worker", "evaluator")
-"""Roles that a certificate can name."""
 ROLE_URI = "urn:shardline:role:"
 """Prefix of the role in a certificate, in a subject alternative name of type URI."""
 
@@ -27,10 +27,15 @@ class Token(enum.Enum):
 @dataclass(frozen=True)
 class Right:
     token: Token
-    roles: Collection[str] = ROLES
-    """Roles whose certificates allow the call. A certificate without a role allows every call."""
+    may: Callable[[Role], bool] = lambda role: True
+    """Whether a certificate for this role allows the call. One without a role allows every call."""
     life: bool = False
     """Its messages name a life of a task and must carry the secret that the chief gave to that life."""
+
+    @property
+    def roles(self) -> Collection[str]:
+        """Roles whose certificates allow the call."""
+        return ROLES.having(self.may)
 
 
 @dataclass(frozen=True)
@@ -44,30 +49,31 @@ class Caller:
 
 
 _LOOK = Right(Token.JOB)
-_TRAIN = Right(Token.JOB, roles=("worker", "chief"), life=True)
-_COMMAND = Right(Token.ADMIN, roles=("chief",))
-_AMONG_SERVERS = Right(Token.ADMIN, roles=("ps",))
+_TRAIN = Right(Token.JOB, lambda role: role.trains, life=True)
+_SEND = Right(Token.JOB, lambda role: role.trains or role.sends, life=True)
+_COMMAND = Right(Token.ADMIN, lambda role: role.leads)
+_AMONG_SERVERS = Right(Token.ADMIN, lambda role: role.holds)
 
 RIGHTS: dict[str, dict[str, Right]] = {
     "Access": {"Challenge": _LOOK},
     "Chief": {
-        # For some roles it needs proof of the admin token: see JOINING.
+        # For some roles it needs proof of the admin token: see joining().
         "Join": _LOOK,
         "Heartbeat": Right(Token.JOB, life=True),
         "GetJob": _LOOK,
         "Lease": _TRAIN,
-        "Report": Right(Token.JOB, roles=("evaluator",), life=True),
+        "Report": Right(Token.JOB, lambda role: role.scores, life=True),
         "FetchCut": _LOOK,
         "Status": _LOOK,
         "Stop": Right(Token.ADMIN),
     },
     "Places": {"Take": _LOOK},
     "ParameterServer": {
-        "OpenLane": _TRAIN,
-        "Push": _TRAIN,
-        "Pull": _TRAIN,
-        "PushPull": _TRAIN,
-        "Progress": _TRAIN,
+        "OpenLane": _SEND,
+        "Push": _SEND,
+        "Pull": _SEND,
+        "PushPull": _SEND,
+        "Progress": _SEND,
         # Only where workers run the optimizer, so its state is theirs.
         "GetState": _TRAIN,
         "PutState": _TRAIN,
@@ -89,8 +95,6 @@ RIGHTS: dict[str, dict[str, Right]] = {
     "Coordinator": {"Vote": _AMONG_SERVERS},
     "Replication": {"Replicate": _AMONG_SERVERS},
 }
-JOINING = {"chief": Token.ADMIN, "ps": Token.ADMIN, "worker": Token.JOB, "evaluator": Token.JOB}
-"""Token needed to join, or to ask for an index, by role. The chief calls any task that joined as a ps, as admin."""
 
 _BY_METHOD = {
     f"/{PACKAGE}.{service}/{call}": right for service, calls in RIGHTS.items() for call, right in calls.items()
@@ -125,9 +129,14 @@ def role_refusal(role: str, roles: Collection[str], what: str) -> str:
     )
 
 
+def joining(role: str) -> Token:
+    """Token needed to join, or to ask for an index. The chief calls any task that joined as a ps, as admin."""
+    return Token.ADMIN if role in ROLES and ROLES[role].commands else Token.JOB
+
+
 def joining_refusal(role: str, caller: Caller) -> str:
     """Why a caller may not join in this role; empty if it may. Unknown roles are refused elsewhere."""
-    if JOINING.get(role) is Token.ADMIN and not caller.admin:
+    if joining(role) is Token.ADMIN and not caller.admin:
         return (
             f"joining as {role} needs the admin token in addition to the job token; set --admin-token-file (or "
             "SHARDLINE_ADMIN_TOKEN_FILE) to the same token as on the chief"

@@ -164,9 +164,8 @@ class Aggregator:
         self.attachments, self._offers = Attachments(), []
         # The generated base answers all other calls: they are not implemented.
         plane = DataPlane(self, self.attachments)  # type: ignore[abstract]
-        self.server = RpcServer(
-            "127.0.0.1:0", register=[functools.partial(add_ParameterServerServicer_to_server, plane)], name="sums"
-        )
+        register = [functools.partial(add_ParameterServerServicer_to_server, plane)]
+        self.server = RpcServer(config.cluster.address(config.task), register=register, name="sums")
         for kind in LANES:
             offer = kind().offer(config, on_host=True, take=self.buffers.take, on_refused=print)
             if offer is not None:

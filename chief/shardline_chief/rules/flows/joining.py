@@ -99,7 +99,7 @@ class Joining:
                 tasks.machine = dict(join.machine)
                 state.record("machine", facts=tasks.machine)
             tasks.alone_since_s = None
-        if member.role == "evaluator":
+        if member.row.scores:
             state.figures.lost_scores = ""
         tasks.finished.discard(member.task)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.events import EndAsked, Progressed
-from shardline_chief.rules.messages import TRAINERS, LeaseAnswer
+from shardline_chief.rules.messages import LeaseAnswer
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.leases import Lease, Leases
 from shardline_chief.rules.state.state import State
@@ -22,7 +22,7 @@ class Leasing:
     def lease(self, task: str, incarnation: int, done: tuple[int, ...]) -> LeaseAnswer:
         """Note finished leases and hand out the next batches."""
         state, leases = self.state, self.state.work.leases
-        if not state.tasks.members.current(task, incarnation, TRAINERS):
+        if not state.tasks.members.current(task, incarnation, lambda role: role.trains):
             return LeaseAnswer(
                 outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is not a live task that trains"
             )

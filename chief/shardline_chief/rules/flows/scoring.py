@@ -36,7 +36,7 @@ class Scoring:
         Raises FencedError if the task is not a member, ProtocolError if there can be no such score.
         """
         state, figures = self.state, self.state.figures
-        if not state.tasks.members.current(task, incarnation, ("evaluator",)):
+        if not state.tasks.members.current(task, incarnation, lambda role: role.scores):
             raise FencedError(
                 f"{task} incarnation {incarnation:#x} is not admitted; its score of step {step} is ignored"
             )
@@ -86,7 +86,7 @@ class Scoring:
         state = self.state
         if not self.done or self.exit_code or state.script:
             return ""
-        came = {member.index for member in state.tasks.members if member.role == "evaluator"}
+        came = {member.index for member in state.tasks.members if member.row.scores}
         return next((f"evaluator/{n}" for n in range(state.settings.evaluators) if not came), "")
 
     def _score(self, now_s: float) -> None:
@@ -104,7 +104,7 @@ class Scoring:
         """Note and log why the last checkpoint has no score."""
         state = self.state
         limit = f"within {state.timeouts.lost_s:g} s"
-        came = [member for member in state.tasks.members if member.role == "evaluator"]
+        came = [member for member in state.tasks.members if member.row.scores]
         gone = next((member for member in came if not member.living), None)
         if evaluators:
             why = f"{evaluators[0].task} did not score it {limit}"

@@ -41,7 +41,7 @@ class Workers:
         """No server knows the task in this timeline, so there is nothing to fence."""
         member = event.member
         self.state.reassign(member.incarnation)
-        rest = "the job continues without it" if member.role == "evaluator" else "waiting for another"
+        rest = "the job continues without it" if not member.row.needed else "waiting for another"
         fields = {"task": member.task, "state": member.state.value}
         self.state.say("life", f"{event.sentence}; {rest}", "warning", **fields)
 

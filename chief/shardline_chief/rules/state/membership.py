@@ -7,13 +7,13 @@ takes its index (PROTOCOL 1.6). Each admission creates a new incarnation; the pr
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardline.cluster import ROLES
 from shardline.core.identity import Identity
+from shardline.roles import ROLES, Role
 from shardline.security import holds
-from shardline_chief.rules.messages import TRAINERS, Join
+from shardline_chief.rules.messages import Join
 
 LIVES, LIFE_S = 64, 60.0
 """Joins to a place at once, and the seconds for each after that: all that a life leaves in files and memory is kept."""
@@ -55,6 +55,10 @@ class Member:
         return f"{self.role}/{self.index}"
 
     @property
+    def row(self) -> Role:
+        return ROLES[self.role]
+
+    @property
     def living(self) -> bool:
         """Alive or merely suspect: not fenced."""
         return self.state in (Life.ALIVE, Life.SUSPECT)
@@ -62,7 +66,7 @@ class Member:
     @property
     def trains(self) -> bool:
         """Whether it runs replicas."""
-        return self.role in TRAINERS
+        return self.row.trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +117,10 @@ class Membership:
         found = [m for m in self._members.values() if m.living and m.role in roles]
         return sorted(found, key=lambda m: (roles.index(m.role), m.index))
 
-    def current(self, task: str, incarnation: int, roles: Sequence[str] = ROLES) -> bool:
-        """Whether this is the living incarnation of a task in one of these roles."""
+    def current(self, task: str, incarnation: int, trait: Callable[[Role], bool] = lambda role: True) -> bool:
+        """Whether this is the living incarnation of a task whose role has this trait."""
         member = self._members.get(task)
-        return member is not None and member.living and member.incarnation == incarnation and member.role in roles
+        return member is not None and member.living and member.incarnation == incarnation and trait(member.row)
 
     def speaks_for(self, who: Identity) -> bool:
         """Whether a message comes from the life that it names; True if that is not the newest life of the task."""

@@ -37,6 +37,8 @@ class ChiefSettings:
     """Addresses in the cluster spec, by index."""
     workers: int
     evaluators: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
+    """Number of tasks of each role that a plugin adds."""
     chief_trains: bool = False
     min_workers: int = 1
     """With fewer tasks that train the job pauses, and ends if that lasts too long."""

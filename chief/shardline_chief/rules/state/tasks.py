@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline.roles import trainers
 from shardline_chief.rules.actions import Members
-from shardline_chief.rules.messages import TRAINERS
 from shardline_chief.rules.state.membership import Member, Membership
 from shardline_chief.rules.state.settings import ChiefSettings
 
@@ -27,7 +27,7 @@ class Tasks:
 
     def trainers(self) -> list[Member]:
         """Living tasks that run replicas."""
-        return self.members.living(*TRAINERS)
+        return self.members.living(*trainers())
 
     def working(self) -> list[Member]:
         """Living trainers that have not finished."""
@@ -59,6 +59,7 @@ class Tasks:
             "worker": settings.workers,
             "chief": int(settings.chief_trains),
             "evaluator": settings.evaluators,
+            **settings.others,
         }
 
     def to_come(self) -> str:
