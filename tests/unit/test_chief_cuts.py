@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from shardline.core.status import HeldCut, ShardStatus
-from shardline_chief.rules.state.cuts import CutLedger
+from shardline_chief.rules.state.checkpoints import CutLedger
 
 
 def told(shard: int, step: int, *cuts: HeldCut) -> ShardStatus:

@@ -12,7 +12,7 @@ from shardline.observability.metrics import Metrics
 from shardline_chief.io.reporter import Rate, Reporter
 from shardline_chief.page.past import Tail
 from shardline_chief.page.steps import OPEN_STEPS, StepBoard
-from shardline_chief.rules.state.motion import STILL_S
+from shardline_chief.rules.standstill import STILL_S
 
 
 def report(step: int, replica: int = 0, loss: float = 1.0) -> StepReport:

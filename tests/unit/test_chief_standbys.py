@@ -14,7 +14,7 @@ from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
 from shardline_chief.rules.actions import AskStatus, Lead, Promote, Promotion
 from shardline_chief.rules.state.standbys import Protection, StandbyChange, after_loss, protected, without_standbys
-from tests.support.chief_cluster import Cluster, T, make_job, phase
+from tests.support.chief_cluster import Cluster, FakeResume, T, make_job, phase
 
 
 def placed(*tasks: str) -> tuple[Placement, ...]:
@@ -304,3 +304,24 @@ def test_a_cut_right_after_a_failover_is_no_matter_of_the_server_that_came_back_
     cluster.release_commands()
     assert phase(cluster) is Phase.RUNNING, cluster.text()
     assert [save.step for save in cluster.saves[saves:]] == [40]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_server_with_standbys_alone_that_dies_while_all_are_prepared_is_done_without(resumed: bool) -> None:
+    job = make_job(tensors=(TensorSpec(name="weight", shape=(8,), dtype="float32"),))
+    cluster = Cluster(job=job, ps=3, standbys=1, resume=FakeResume() if resumed else None)
+    cluster.join("worker")
+    cluster.join("worker", 1)
+    cluster.join("ps")
+    cluster.join("ps", 1)
+    cluster.hold_commands = True
+    cluster.join("ps", 2)
+    cluster.kill_ps(1)
+    cluster.hold_commands = False
+    cluster.release_commands()
+    cluster.tick(1)
+    if not resumed:
+        cluster.initialize()
+    assert phase(cluster) is Phase.RUNNING
+    assert holders(cluster) == [("ps/0", "ps/2")]
+    assert cluster.text().count("it held nothing") == 1

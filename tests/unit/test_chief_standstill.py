@@ -11,8 +11,7 @@ from shardline.observability.metrics import Metrics
 from shardline.observability.view import cluster_view
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import overview
-from shardline_chief.rules.standstill import standstill
-from shardline_chief.rules.state.motion import FIRST_S, STILL_S, TIMES, Motion
+from shardline_chief.rules.standstill import FIRST_S, STILL_S, TIMES, Motion
 from tests.support.chief_cluster import Cluster, T, running
 
 
@@ -25,7 +24,7 @@ def stepping(every_s: float, steps: int = 10) -> Motion:
 
 
 def awaited(cluster: Cluster) -> dict[str, str]:
-    found = standstill(cluster.program.state, cluster.now_s)
+    found = cluster.program.standstill(cluster.now_s)
     return {one.task: one.why for one in found.awaited} if found is not None else {}
 
 
@@ -35,7 +34,7 @@ def trained(cluster: Cluster, steps: int = 5) -> Cluster:
         for ps in cluster.ps:
             ps.advance(step)
         cluster.tick(1.0)
-    assert standstill(cluster.program.state, cluster.now_s) is None
+    assert cluster.program.standstill(cluster.now_s) is None
     return cluster
 
 
@@ -78,20 +77,20 @@ def test_a_standstill_ends_with_the_next_step() -> None:
     cluster.tick(2 * STILL_S)
     assert awaited(cluster)
     cluster.advance(6)
-    assert standstill(cluster.program.state, cluster.now_s) is None
+    assert cluster.program.standstill(cluster.now_s) is None
 
 
 def test_a_job_that_waits_for_its_tasks_at_the_start_does_not_stand_still() -> None:
     cluster = Cluster()
     cluster.tick(100.0)
-    assert standstill(cluster.program.state, cluster.now_s) is None
+    assert cluster.program.standstill(cluster.now_s) is None
 
 
 def test_a_job_that_has_ended_does_not_stand_still() -> None:
     cluster = trained(running())
     cluster.program.fatal(1, "enough", cluster.now_s)
     cluster.tick(100.0)
-    assert standstill(cluster.program.state, cluster.now_s) is None
+    assert cluster.program.standstill(cluster.now_s) is None
 
 
 # For whom
@@ -104,7 +103,7 @@ def test_a_worker_that_is_silent_is_awaited_by_name_with_its_replicas() -> None:
     cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
     cluster.tick(10.0, silent=("worker/1",))
     assert awaited(cluster) == {"worker/1": "replica 2, 3, last at step 0, last heard 10 s ago"}
-    found = standstill(cluster.program.state, cluster.now_s)
+    found = cluster.program.standstill(cluster.now_s)
     assert found is not None and found.seconds == pytest.approx(10.0, abs=1.0)
 
 

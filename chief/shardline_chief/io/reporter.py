@@ -29,7 +29,7 @@ from shardline_chief.page.log_lines import to_line
 from shardline_chief.page.passes import PassBoard
 from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall
 from shardline_chief.page.steps import HeldReports, StepBoard
-from shardline_chief.rules.state.motion import patience_s
+from shardline_chief.rules.standstill import patience_s
 
 log = logging.getLogger("shardline_chief")
 

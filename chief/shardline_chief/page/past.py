@@ -21,7 +21,7 @@ from shardline.core.status import EventStatus
 from shardline.host import files
 from shardline_chief.page.history import TIME, History
 from shardline_chief.page.log_lines import restored
-from shardline_chief.rules.state.motion import Motion
+from shardline_chief.rules.standstill import Motion
 
 log = logging.getLogger("shardline_chief")
 

@@ -69,18 +69,12 @@ class StrangerLost(Event):
 
 @dataclass(frozen=True)
 class ServerLost(Event):
-    """A parameter server is dead, does not answer, or is unreachable for the tasks that train."""
+    """A parameter server is dead, does not answer, is unreachable for the tasks that train, or lacks its shards."""
 
     task: str
     why: str
-
-
-@dataclass(frozen=True)
-class ServerRestarted(Event):
-    """A new process asks for the place of a silent server, whose shards are lost."""
-
-    task: str
-    why: str
+    back: bool = False
+    """Its process is there, but empty: a new one that asks for its place, or one that says so."""
 
 
 @dataclass(frozen=True)

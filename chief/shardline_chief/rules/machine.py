@@ -129,11 +129,7 @@ def _of_tasks(flows: Flows) -> Rows:
         on.ServerLost: (
             (UNHEARD, takeover.server_lost),
             (START, workers.server_lost),
-            (ANY - UNHEARD - START, recovery.server_lost),
-        ),
-        on.ServerRestarted: (
-            (UNHEARD, takeover.server_restarted),
-            (ANY - UNHEARD - START, recovery.server_restarted),
+            (ANY - UNHEARD - START, recovery.lost),
         ),
     }
 

@@ -40,7 +40,7 @@ from shardline_chief.rules.member_journal import MemberJournal
 from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.standstill import note_motion, standstill
+from shardline_chief.rules.standstill import Motion, note_motion, standstill
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
@@ -61,6 +61,7 @@ class Program:
     ) -> None:
         """remembered: the job to take over from another chief. trained_s: seconds since its training began."""
         self.state = State(settings, now_s, resume=resume)
+        self.motion = Motion(settings.timeouts.heartbeat_s)
         self.flows = Flows(self.state)
         self.machine = Machine(self.state, self.flows)
         self.barriers = Barriers(self.state)
@@ -122,7 +123,7 @@ class Program:
         self.lives(now_s)
         self.machine.handle(Tick(), now_s)
         self._progress(now_s)
-        note_motion(self.state, now_s)
+        note_motion(self.state, self.motion, now_s)
 
     def lives(self, now_s: float) -> None:
         """Declare tasks suspect, then dead, if they were silent for too long."""
@@ -226,4 +227,4 @@ class Program:
 
     def standstill(self, now_s: float) -> Standstill | None:
         """Since when the job has not moved, and for whom it waits; None while it moves."""
-        return standstill(self.state, now_s)
+        return standstill(self.state, self.motion, now_s)

@@ -36,7 +36,7 @@ from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, Servers
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.stages import PREPARATION, RECONCILED, Stage
-from shardline_chief.rules.state.cuts import CutLedger
+from shardline_chief.rules.state.checkpoints import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.standbys import protected

@@ -118,13 +118,9 @@ class Ending:
                 self._choose(now_s)
             elif stage is Stage.CUTTING:
                 self._told = True
-        elif isinstance(order, Cut) and event.done:
+        elif isinstance(order, Cut) and event.done and stage in (Stage.CHOOSING, Stage.REACHING):
             passed = any(passed for passed, _ in event.result.values.values())
-            if stage is Stage.CHOOSING:
-                self._stands(order.step, passed, now_s)
-            elif stage is Stage.REACHING and not self._failed:
-                # Otherwise something failed meanwhile, so that step will not be reached.
-                self._stop_asked(order.step, passed)
+            self._ordered(order.step, passed, now_s)
 
     def _choose(self, now_s: float) -> None:
         state, progress = self.state, self.state.progress
@@ -142,16 +138,23 @@ class Ending:
         state.record("stop", step=step)
         self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
 
-    def _stop_asked(self, step: int, passed: bool) -> None:
-        """The servers have the stop step, unless some are past it already."""
-        state = self.state
+    def _ordered(self, step: int, passed: bool, now_s: float) -> None:
+        """The servers were ordered to stop at a step, or where they are. passed: some are past it."""
+        state, standing = self.state, self.state.stage is Stage.CHOOSING
+        if self._failed and not standing:
+            # Something failed meanwhile, so that step will not be reached.
+            return
         if passed:
-            self._margin_s *= 4
+            self._margin_s *= 1 if standing else 4
             state.stage = Stage.CHOOSING
             self._ask()
             return
         state.progress.stop_step = step
-        state.say("stop_step", f"the job stops at step {step}")
+        if standing:
+            state.saves.ledger.reopen(step)
+            self._reached(now_s)
+        else:
+            state.say("stop_step", f"the job stops at step {step}")
 
     def _nobody_goes_on(self) -> bool:
         """Whether no further step will be closed: a script's worker contributes nothing once it has finished.
@@ -171,17 +174,6 @@ class Ending:
         state.stage = Stage.CHOOSING
         state.record("stop", step=step)
         self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
-
-    def _stands(self, step: int, passed: bool, now_s: float) -> None:
-        """The servers were ordered to stop where they are."""
-        state = self.state
-        if passed:
-            # The report was out of date: some shards had advanced before they stopped.
-            self._ask()
-            return
-        state.progress.stop_step = step
-        state.saves.ledger.reopen(step)
-        self._reached(now_s)
 
     def _reached(self, now_s: float) -> None:
         self._enter_cutting(now_s)

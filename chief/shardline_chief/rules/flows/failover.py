@@ -144,10 +144,16 @@ class Failover:
         )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
-        self.state.layout.want(
-            placement, keep=self.state.layout.all_shards, followed=self.protection.followed(placement)
-        )
+        self.state.layout.have_standbys(placement, self.protection.followed(placement))
         self.state.record("standbys", standbys=standbys_of(placement))
+
+    def without(self, task: str) -> None:
+        """A server is lost that held standbys, at most, while all shards are being prepared: the others do without."""
+        layout = self.state.layout
+        shards = [place.shard for place in layout.placement if place.standby_task == task]
+        if shards:
+            self.protection.forget(shards)
+            layout.have_standbys(without_standbys(layout.placement, shards), layout.followed - set(shards))
 
     def refused(self, event: OrderRefused, now_s: float) -> bool:
         """A server has no room for standbys: their shards go without. False if it refused some other order."""

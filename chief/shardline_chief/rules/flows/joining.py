@@ -6,7 +6,7 @@ from typing import Any
 
 from shardline.security import key_of
 from shardline_chief.rules import admission
-from shardline_chief.rules.events import Arrived, Known, ServerRestarted
+from shardline_chief.rules.events import Arrived, Known, ServerLost
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
 from shardline_chief.rules.messages import Join, JoinAnswer, PlaceAnswer
@@ -35,7 +35,7 @@ class Joining:
             refused = found
         return PlaceAnswer(reason=refused.reason, retry=refused.retry)
 
-    def replaces(self, join: Join) -> ServerRestarted | None:
+    def replaces(self, join: Join) -> ServerLost | None:
         """The event if a new process replaces a silent server, whose shards are lost; None otherwise."""
         if join.role != "ps":
             return None
@@ -45,7 +45,7 @@ class Joining:
         if old.stable_id == join.stable_id:
             self.takeover.heard(old.task)
             return None
-        return ServerRestarted(old.task, f"{old.task} was restarted and is empty")
+        return ServerLost(old.task, f"{old.task} was restarted and is empty", back=True)
 
     def join(self, ticket: Any, join: Join, refused: Refused | None, now_s: float) -> None:
         """Handle a Join; the answer may come later. refused: why the task may not join, if that is known already."""

@@ -19,7 +19,6 @@ from shardline_chief.rules.events import (
     CheckpointFound,
     OrderRefused,
     ServerLost,
-    ServerRestarted,
     Tick,
     TrainingBegins,
 )
@@ -60,13 +59,6 @@ class Recovery:
 
     # The loss
 
-    def server_lost(self, event: ServerLost, now_s: float) -> None:
-        self.lost(event.task, event.why, now_s)
-
-    def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
-        """A server is empty: its new process asks to be admitted."""
-        self.lost(event.task, event.why, now_s, back=True)
-
     def again(self, why: str, now_s: float, *, planned: bool = False) -> None:
         """No server is lost, but what they hold is incomplete: roll back. planned: it is not a loss."""
         self._begin("chief", now_s, now_s)
@@ -74,9 +66,9 @@ class Recovery:
         self.state.losses.now.planned = planned
         self.state.say("again", f"{why}; {self._goes_back()}", "info" if planned else "warning")
 
-    def lost(self, task: str, why: str, now_s: float, *, back: bool = False) -> None:
-        """A server is lost, or empty. back: its new process is there already."""
-        state = self.state
+    def lost(self, event: ServerLost, now_s: float) -> None:
+        """A server is lost, or empty: its standbys take over, or the job goes back."""
+        state, task, why, back = self.state, event.task, event.why, event.back
         member = state.tasks.members.get(task)
         if member is None or not (back and member.state is Life.ALIVE):
             state.tasks.members.declare_dead(task)
@@ -88,7 +80,7 @@ class Recovery:
         if state.begun and not over and self.failover.stand_in(task, why, now_s):
             return
         if not state.begun or not shards:
-            # Only servers that hold shards are sent commands.
+            self.failover.without(task)
             state.say("life", f"{why}; it held nothing, so the job continues without it", "warning", task=task)
             return
         if over:
@@ -255,7 +247,8 @@ class Recovery:
             gone = {place.shard for place in loss.home if place.task in empty}
             self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
             for task, error in sorted(empty.items()):
-                self.lost(task, f"{task} does not have the expected shards: {error}", now_s, back=True)
+                why = f"{task} does not have the expected shards: {error}"
+                self.lost(ServerLost(task, why, back=True), now_s)
             return True
         if not self._lost:
             return False

@@ -15,9 +15,9 @@ from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBe
 from shardline_chief.rules.reconcile import Reconcile
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.leases import Leases
+from shardline_chief.rules.state.membership import ps_at
 from shardline_chief.rules.state.settings import as_in_cluster
 from shardline_chief.rules.state.state import State
-from shardline_chief.rules.state.tasks import ps_at
 from shardline_chief.rules.views import counting
 
 

@@ -22,14 +22,13 @@ from shardline_chief.rules.events import (
     EndAsked,
     OrderAnswered,
     ServerLost,
-    ServerRestarted,
     ServersReady,
     Tick,
 )
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.cuts import CutLedger
+from shardline_chief.rules.state.checkpoints import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.standbys import as_found, without_standbys
@@ -96,12 +95,10 @@ class Takeover:
     def heard(self, task: str) -> None:
         self._unheard.discard(task)
 
-    def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
-        self._is_gone(event.task, event.why)
-
     def server_lost(self, event: ServerLost, now_s: float) -> None:
-        """A known server is dead, or an order to it failed."""
-        self.state.tasks.members.declare_dead(event.task)
+        """A known server is dead, or an order to it failed, or it was started again."""
+        if not event.back:
+            self.state.tasks.members.declare_dead(event.task)
         self._is_gone(event.task, event.why)
 
     def _is_gone(self, task: str, why: str) -> None:
@@ -233,7 +230,8 @@ class Takeover:
             state.work.unready.update(range(pipeline.units(state.job)))
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
-            self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
+            back = member is not None and member.state is Life.ALIVE
+            self.recovery.lost(ServerLost(task, why, back), now_s)
         if not lost:
             exact = goes_back(state) and state.phase is Phase.RUNNING
             kept = "the optimizer's state" if applied(state) else "which error memory"

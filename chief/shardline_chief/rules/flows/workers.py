@@ -48,7 +48,7 @@ class Workers:
     def server_lost(self, event: ServerLost, now_s: float) -> None:
         """A server is lost before it was given anything."""
         member = self.state.tasks.members.get(event.task)
-        if member is not None:
+        if member is not None and not event.back:
             self.stranger_lost(StrangerLost(member, event.why), now_s)
 
     def _waits(self) -> str:

@@ -74,6 +74,11 @@ class JobLayout:
         self.promoted, self.followed = promoted or {}, followed
         self.have.led, self.waits = None, False
 
+    def have_standbys(self, placement: tuple[Placement, ...], followed: frozenset[int]) -> None:
+        """Set who holds standbys; all else stays as it is wanted. followed: shards whose standbys are kept."""
+        self.placement, self.followed = placement, followed
+        self.have.led, self.waits = None, False
+
     def forget(self) -> None:
         """The servers have nothing, as far as is known."""
         self.have, self.in_flight, self.waits, self.table_sent = Confirmed(), 0, False, False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from shardline_chief.rules.actions import (
     Command,
     CommandResult,
     Cut,
-    JournalLine,
     Order,
-    Say,
     Tell,
 )
 from shardline_chief.rules.state.layout import JobLayout
@@ -51,13 +48,6 @@ class Outbox:
         self._waiting.deadline_s = deadline_s
         if sentence := self._waiting.sentence(now_s, whom):
             self.actions.append(Tell(sentence=sentence))
-
-    def say(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
-        self.actions.append(Say(kind=kind, sentence=sentence, level=level, fields=fields))
-
-    def record(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record a decision in the journal, before the actions that follow."""
-        self.actions.append(JournalLine(kind=kind, fields=fields))
 
     def answer(self, ticket: Any, value: Any) -> None:
         self.actions.append(Answer(ticket=ticket, value=value))

@@ -12,18 +12,17 @@ from shardline.core.orders import Phase
 from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
-from shardline_chief.rules.actions import Finish, Order, Resume
+from shardline_chief.rules.actions import Finish, JournalLine, Order, Resume, Say
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.stages import PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.checkpoints import Checkpoints
 from shardline_chief.rules.state.figures import JobFigures
 from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
-from shardline_chief.rules.state.motion import Motion
+from shardline_chief.rules.state.membership import Tasks
 from shardline_chief.rules.state.outbox import Outbox
 from shardline_chief.rules.state.progress import ChoiceLog, Progress
 from shardline_chief.rules.state.settings import ChiefSettings
-from shardline_chief.rules.state.tasks import Tasks
 from shardline_chief.rules.state.work import Work
 
 
@@ -44,7 +43,6 @@ class State:
         self.saves = Checkpoints(resume)
         self.losses = Losses()
         self.figures = JobFigures(now_s)
-        self.motion = Motion(settings.timeouts.heartbeat_s)
         self.outbox = Outbox(self.layout)
         self.events: deque[Event] = deque()
         """Events emitted by rules; the machine handles them once the rule has returned."""
@@ -132,11 +130,11 @@ class State:
         self.events.append(event)
 
     def say(self, kind: str, sentence: str, level: str = "info", **fields: Any) -> None:
-        self.outbox.say(kind, sentence, level, fields)
+        self.outbox.actions.append(Say(kind=kind, sentence=sentence, level=level, fields=fields))
 
     def record(self, kind: str, **fields: Any) -> None:
         """Record a decision in the journal, before the actions that follow."""
-        self.outbox.record(kind, fields)
+        self.outbox.actions.append(JournalLine(kind=kind, fields=fields))
 
     def command(self, order: Order) -> int:
         """Send an order to every ps; returns its number, which the event OrderAnswered has once all have answered."""
