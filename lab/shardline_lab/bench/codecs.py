@@ -12,7 +12,6 @@ import click
 
 from shardline.cli import options
 from shardline.cli.quantities import bytes_per_s
-from shardline.codecs.auto import undecided
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ def codecs(**flags: Any) -> int:
     # These take long to import, which --help must not do.
     from shardline.cli.terminal import aligned
     from shardline.codecs import CODECS, keep_whole
+    from shardline.codecs.auto import undecided
     from shardline.codecs.base import Direction
     from shardline.codecs.coding import JobCodec
     from shardline.codecs.measuring import measure_codec
