@@ -15,7 +15,7 @@ from shardline_chief.page.history import Curve
 from tests.support.services import Services, backward, make_model
 from tests.support.waiting import wait_for
 
-BEGIN, END = 300, 900
+BEGIN, END = 200, 600
 """Steps: what there is at first is made in the first ones."""
 
 
@@ -51,7 +51,7 @@ def unfrozen() -> Iterator[None]:
     ("ps", "settings"),
     [
         (1, {"consistency": "sync", "checkpoint_every": 100}),
-        (2, {"consistency": "async", "codec_up": "topk:ratio=0.1"}),
+        pytest.param(2, {"consistency": "async", "codec_up": "topk:ratio=0.1"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

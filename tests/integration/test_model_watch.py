@@ -68,13 +68,19 @@ def once_while_frozen(model: Watched, number: int) -> None:
         model.first.weight.data += 1.0
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize(
-    ("act", "name"),
-    [(habit, "last.weight"), (once_into_frozen, "frozen.weight"), (once_while_frozen, "first.weight")],
+    ("overlap", "act", "name"),
+    [
+        (False, habit, "last.weight"),
+        (True, once_into_frozen, "frozen.weight"),
+        (False, once_while_frozen, "first.weight"),
+        pytest.param(True, habit, "last.weight", marks=pytest.mark.long),
+        pytest.param(False, once_into_frozen, "frozen.weight", marks=pytest.mark.long),
+        pytest.param(True, once_while_frozen, "first.weight", marks=pytest.mark.long),
+    ],
 )
 def test_a_write_through_data_that_lasts_is_found_whenever_it_begins(
-    act: Callable[[Watched, int], None], name: str, overlap: bool
+    overlap: bool, act: Callable[[Watched, int], None], name: str
 ) -> None:
     job = make_job(Change(act).model, replicas=1, steps=LATE + EVERY)()
     with Cluster(job, ps=1, bucket_bytes=SMALL_BUCKETS) as cluster:
