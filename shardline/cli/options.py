@@ -6,6 +6,7 @@ Precedence is flag > SHARDLINE_* > TF_CONFIG or file > default. Nothing here imp
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -425,37 +426,22 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
     address = own_address(flags["address"] or place.spec.address(place.task))
     place = TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)
     check_chief_port(place, ready_fd=flags["ready_fd"])
-    return RoleConfig(
-        role=role,
-        index=place.index,
-        cluster=place.spec,
-        job=job,
-        out=flags["out"],
-        resume=flags["resume"],
-        timeouts=timeouts(flags),
-        device=flags["device"],
-        gpu_memory_fraction=flags["gpu_memory_fraction"],
-        metrics_port=flags["metrics_port"],
-        host=flags["host"],
-        chief_trains=flags["chief_trains"],
-        min_workers=flags["min_workers"],
-        max_workers=flags["max_workers"],
-        standbys=flags["standbys"],
-        replay=flags["replay"],
-        inexact=flags["inexact"],
-        overrides=overrides(flags),
-        ready_fd=flags["ready_fd"],
-        lock_fd=flags["lock_fd"],
-        life_fd=flags["life_fd"],
-        security=secured_by,
-        bind=flags["bind"],
-        insecure_bind=flags["insecure_bind"],
-        exit_with_job=flags["exit_with_job"],
-        lane=flags["lane"],
-        overlap=flags["overlap"],
-        run_dir=flags["run_dir"],
-        page=page_address(flags),
-    )
+    given = {
+        "role": role,
+        "index": place.index,
+        "cluster": place.spec,
+        "job": job,
+        "timeouts": timeouts(flags),
+        "overrides": overrides(flags),
+        "security": secured_by,
+        "page": page_address(flags),
+    }
+    return RoleConfig(**{**same_names(RoleConfig, flags), **given})
+
+
+def same_names(kind: type, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that have the names of fields of a dataclass."""
+    return {item.name: flags[item.name] for item in dataclasses.fields(kind) if item.name in flags}
 
 
 def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> TaskPlace:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardline.cluster import wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.host import lifeline
 from shardline.host.run_lock import RunLock
-from shardline.observability import log, native_log
+from shardline.observability import log
 from shardline.observability.lossy import protect_output
 from shardline.roles import ROLES, Role
 
@@ -102,12 +102,10 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     if wants_place(flags["task"]):
         # Until its index is known, its log lines carry the role only.
         log.setup(role)
+    if flags["tls_cert"] is not None:
+        # Otherwise each stranger whose handshake fails costs a line.
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     config = options.role_config(role, flags)
-    with native_log.condensed() if native_log.wanted(config.security) else contextlib.nullcontext():
-        return _run(role, config)
-
-
-def _run(role: str, config: RoleConfig) -> int:
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
     if config.row.leads:

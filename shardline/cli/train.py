@@ -190,34 +190,16 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         raise UsageError(f"--out {out} contains an earlier run; continue it with --resume, or choose another folder")
     if flags["resume"] and not used:
         raise UsageError(f"--resume: {out} contains no earlier run")
-    return LaunchOptions(
-        job=job.absolute(),
-        out=out.absolute(),
-        ps=flags["ps"],
-        workers=flags["workers"],
-        evaluators=flags["evaluators"],
-        tasks=flags["tasks"],
-        overrides=options.overrides(flags),
-        resume=flags["resume"],
-        timeouts=options.timeouts(flags),
-        device=flags["device"],
-        ps_device=flags["ps_device"],
-        gpu_memory_fraction=flags["gpu_memory_fraction"],
-        chief_trains=flags["chief_trains"],
-        min_workers=flags["min_workers"],
-        standbys=flags["standbys"],
-        inexact=flags["inexact"],
-        replay=flags["replay"],
-        script=flags["script"],
-        script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
-        restart=flags["restart"],
-        security=options.security(flags),
-        insecure_bind=flags["insecure_bind"],
-        lane=flags["lane"],
-        overlap=flags["overlap"],
-        run_dir=flags["run_dir"],
-        page=options.page_address(flags),
-    )
+    given = {
+        "job": job.absolute(),
+        "out": out.absolute(),
+        "overrides": options.overrides(flags),
+        "timeouts": options.timeouts(flags),
+        "script_args": tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
+        "security": options.security(flags),
+        "page": options.page_address(flags),
+    }
+    return LaunchOptions(**{**options.same_names(LaunchOptions, flags), **given})
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from shardline.certs import make_certificates
 from shardline.cluster import MAX_TASKS
 from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.errors import ProtocolError
@@ -305,3 +312,30 @@ def test_absurd_numbers_are_refused_before_memory_and_time_go_into_them(case: st
     # What Python holds of the message itself, and no more: the numbers in it ask for gigabytes.
     assert peak < 32 << 20, peak
     assert time.monotonic() - began_s < 5.0
+
+
+def test_a_thousand_strangers_at_a_port_with_tls_leave_no_line(tmp_path: Path) -> None:
+    make_certificates(tmp_path, {"ps-0": "127.0.0.1"}, days=1)
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"chief": ["127.0.0.1:9"], "ps": ["127.0.0.1:0"]}')
+    files = {"ca": tmp_path / "ca.pem", "cert": tmp_path / "ps-0.pem", "key": tmp_path / "ps-0.key"}
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "shardline", "ps", "--cluster", str(cluster), "--ready-fd", str(write)]
+    for name, path in files.items():
+        command += [f"--tls-{name}", str(path)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[write])
+    os.close(write)
+    try:
+        with os.fdopen(read) as ready:
+            host, _, port = ready.readline().strip().rpartition(":")
+        for number in range(1000):
+            with socket.create_connection((host, int(port)), timeout=10) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"x" * 64)
+                with contextlib.suppress(ConnectionError):
+                    assert stranger.recv(1) in (b"", b"\x15")
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    said = (tmp_path / "log").read_text()
+    assert "serving at" in said and "andshake" not in said, said
