@@ -83,7 +83,7 @@ def test_a_server_with_standbys_alone_is_missed_by_nobody_but_them() -> None:
 def test_without_a_whole_standby_on_a_living_server_there_is_no_way_but_back() -> None:
     before = protected(placed("ps/0", "ps/1"), living(0, 1))
     assert after_loss(before, living(1), {1}) is None
-    assert after_loss(before, [], {0, 1}) is None
+    assert after_loss(before, {}, {0, 1}) is None
     assert after_loss(placed("ps/0", "ps/1"), living(1), {0, 1}) is None
 
 

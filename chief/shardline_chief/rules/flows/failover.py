@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
@@ -12,7 +12,7 @@ from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.losses import Loss, Recovered
+from shardline_chief.rules.state.losses import Recovered
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
 
@@ -53,42 +53,38 @@ class Failover:
             **{n: promotion for n, promotion in self._promoted.items() if promotion.task in left},
             **found.promoted,
         }
-        changed = [p.shard for p, new in zip(before, found.placement, strict=True) if p != new]
-        self.protection.forget(changed)
-        placement = self._protected(found.placement, now_s)
-        if not promoted:
-            state.say("standby_lost", f"{why}; it had the standbys of shards {_numbers(changed)}", "warning")
-            self._set_standbys(placement)
+        if promoted:
+            self.promote(replace(found, promoted=promoted), task, why, now_s, since_s=now_s)
             return True
-        loss = state.note_loss(task, now_s)
-        self._promote(loss, task, placement, promoted, f"{why}; taken over: {_over(found)}")
+        changed = self._forget_changed(found)
+        state.say("standby_lost", f"{why}; it had the standbys of shards {_numbers(changed)}", "warning")
+        self._set_standbys(self._protected(found.placement, now_s))
         return True
 
-    def stand_in_as_found(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
-        """Promote standbys that a restarted chief has found. step: the step that all shards have reached."""
-        state = self.state
-        first = next((p.task for p in state.layout.placement if p.shard in found.promoted), "chief")
-        loss = state.note_loss(first, since_s)
-        loss.at_step = step
-        placement = self._protected(found.placement, now_s)
-        self.protection.forget(found.promoted)
-        self._promote(loss, first, placement, found.promoted, f"{why}; taken over: {_over(found)}")
-
-    def _promote(
-        self, loss: Loss, task: str, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], why: str
+    def promote(
+        self, found: StandIn, task: str, why: str, now_s: float, *, since_s: float, step: int | None = None
     ) -> None:
-        """Want this placement with all values, in a timeline that follows."""
-        state, layout = self.state, self.state.layout
-        self._promoted = dict(promoted)
-        loss.failover = True
+        """Want this placement with all values, in a timeline that follows. step: that all shards have reached."""
+        state, layout, promoted = self.state, self.state.layout, found.promoted
+        loss = state.note_loss(task, since_s)
+        loss.failover, loss.at_step = True, loss.at_step if step is None else step
+        over = ", ".join(f"shard {n} by {promotion.task}" for n, promotion in sorted(promoted.items()))
+        self._forget_changed(found)
+        placement, self._promoted = self._protected(found.placement, now_s), dict(promoted)
         self.reconcile.leave(Stage.PREPARING)
         # Nothing logged after this step is undone.
         state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; no step is lost", "warning", task=task)
+        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; no step is lost", "warning", task=task)
         followed = self.protection.followed(placement)
         layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed)
         told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
         state.record("failover", timeline=layout.timeline, promoted=told)
+
+    def _forget_changed(self, found: StandIn) -> list[int]:
+        before = self.state.layout.placement
+        changed = [p.shard for p, new in zip(before, found.placement, strict=True) if p != new]
+        self.protection.forget(changed)
+        return changed
 
     def taken_over(self, recovered: Recovered) -> None:
         """The standbys are primaries now: nothing was rolled back."""
@@ -171,7 +167,7 @@ class Failover:
         there = [place for place in placement if place.standby_task in errors]
         if not there:
             # It refused something other than a standby; its next status will show what is wrong.
-            state.layout.have = dataclasses.replace(state.layout.have, led={}, placement=placement, active=True)
+            state.layout.have = replace(state.layout.have, led={}, placement=placement, active=True)
             return
         followed = self.protection.followed(placement)
         # A standby that it already held has its memory. If even that was refused, drop all standbys there.
@@ -182,12 +178,6 @@ class Failover:
         self.protection.forget(shards)
         # Their primaries may be blocked on their old standbys until they get the new placement.
         self._set_standbys(without_standbys(placement, shards))
-
-
-def _over(found: StandIn) -> str:
-    return (
-        ", ".join(f"shard {n} by {promotion.task}" for n, promotion in sorted(found.promoted.items())) or "nothing more"
-    )
 
 
 def _numbers(shards: Iterable[int]) -> str:

@@ -205,7 +205,8 @@ class Takeover:
         step = min(map(state.progress.of, told), default=state.progress.base_step)
         gone = "; ".join(self._missing().values())
         why = gone or "the last chief died while standbys were taking over"
-        self.failover.stand_in_as_found(found, why, now_s, since_s=self._began_s, step=step)
+        first = next((p.task for p in layout.placement if p.shard in found.promoted), "chief")
+        self.failover.promote(found, first, why, now_s, since_s=self._began_s, step=step)
 
     def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
         """Drop copies made one by one: which leases they include died with the last chief, so they are useless."""

@@ -71,23 +71,14 @@ class StandIn:
     """The standby to promote, by shard."""
 
 
-def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole: Collection[int]) -> StandIn | None:
+def after_loss(placement: tuple[Placement, ...], living: Mapping[str, str], whole: Collection[int]) -> StandIn | None:
     """How the job continues with the remaining servers; None if some shard has lost every holder.
 
-    whole: shards whose standby has everything.
+    living: address by task. whole: shards whose standby has everything.
     """
-    result: list[Placement] = []
-    promoted: dict[int, Promotion] = {}
-    for place in placement:
-        there = place.standby_task in living
-        if place.task in living:
-            result.append(place if there else _alone(place))
-        elif there and place.shard in whole:
-            promoted[place.shard] = Promotion(place.standby_task, place.appointment)
-            result.append(Placement(shard=place.shard, task=place.standby_task, address=place.standby_address))
-        else:
-            return None
-    return StandIn(placement=tuple(result), promoted=promoted)
+    held = {task: {place.shard for place in placement} for task in living}
+    copies = {(place.standby_task, place.shard, place.appointment) for place in placement if place.shard in whole}
+    return _stand_in(placement, {}, living, held, copies)
 
 
 def as_found(
@@ -105,30 +96,37 @@ def as_found(
     was copied for the appointment in the journal, since its primary answered nobody without it.
     """
     there = {task: status for task, status in servers.items() if status.timeline >= since}
+    held = {task: {one.shard for one in status.shards if one.initialized} for task, status in there.items()}
+    copies = {(task, one.shard, one.appointment) for task in there for one in there[task].standbys if one.synced}
+    return _stand_in(placement, promoted, {task: living.get(task, "") for task in there}, held, copies)
+
+
+def _stand_in(
+    placement: tuple[Placement, ...],
+    promoted: Mapping[int, Promotion],
+    there: Mapping[str, str],
+    held: Mapping[str, Collection[int]],
+    copies: Collection[tuple[str, int, int]],
+) -> StandIn | None:
+    """For every shard its primary; where that is gone, or its standby is being promoted, the standby; None if neither.
+
+    there: address by task. held: shards whose values it has, by task. copies: whole standbys.
+    """
     result: list[Placement] = []
     turned: dict[int, Promotion] = {}
     for place in placement:
         shard = place.shard
-        promotion = promoted.get(shard, Promotion(place.standby_task, place.appointment))
-        status = there.get(promotion.task)
-        if shard not in promoted and _holds(there.get(place.task), shard):
-            kept = place.standby_task in there
-            result.append(place if kept else _alone(place))
-        elif status is not None and (_whole(status, shard, promotion) or (shard in promoted and _holds(status, shard))):
-            turned[shard] = promotion
-            result.append(Placement(shard=shard, task=promotion.task, address=living[promotion.task]))
+        heir = promoted.get(shard, Promotion(place.standby_task, place.appointment))
+        if shard not in promoted and shard in held.get(place.task, ()):
+            result.append(place if place.standby_task in there else _alone(place))
+        elif heir.task in there and (
+            (heir.task, shard, heir.appointment) in copies or (shard in promoted and shard in held[heir.task])
+        ):
+            turned[shard] = heir
+            result.append(Placement(shard=shard, task=heir.task, address=there[heir.task]))
         else:
             return None
     return StandIn(placement=tuple(result), promoted=turned)
-
-
-def _holds(status: PsStatus | None, shard: int) -> bool:
-    return status is not None and any(held.shard == shard and held.initialized for held in status.shards)
-
-
-def _whole(status: PsStatus, shard: int, promotion: Promotion) -> bool:
-    held = next((held for held in status.standbys if held.shard == shard), None)
-    return held is not None and held.synced and held.appointment == promotion.appointment
 
 
 @dataclass(frozen=True)
