@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.api.step_loop import StepLoop
+from shardline.client.api.worker_state import WorkerState
 from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job
@@ -196,11 +196,11 @@ def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_th
             found = cluster.worker(0)
             assert found.trainer.locate(units, cluster.timeline) == own
             assert found.trainer.step == 0
-        waits = SimpleNamespace(trainer=found.trainer, _still_ordered=lambda: True)
-        assert StepLoop.still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
+        waits = SimpleNamespace(trainer=found.trainer, still_ordered=lambda: True)
+        assert WorkerState.still_open(cast(WorkerState, waits), ParcelKey(0, 1, 1, 0, back=True))
         found.step([0])
         quick.settle()
-        assert not StepLoop.still_open(cast(StepLoop, waits), ParcelKey(0, 1, 1, 0, back=True))
+        assert not WorkerState.still_open(cast(WorkerState, waits), ParcelKey(0, 1, 1, 0, back=True))
 
 
 def test_a_late_push_of_a_fenced_life_changes_nothing() -> None:

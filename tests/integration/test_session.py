@@ -20,6 +20,7 @@ from torch import nn
 import shardline
 from shardline.client.api import connect as connecting
 from shardline.client.api.session import Session
+from shardline.client.api.stepper import Do
 from shardline.client.exchange.outcomes import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from tests.support.jobs import make_job
@@ -465,9 +466,9 @@ def test_gradients_are_private_once_their_step_was_given_up(start: Callable[...,
             lost.append(places())
             # The step was counted, but this worker is told to look for its step again.
             finish()
-            finder = session._loop.finder  # no other way: the answer is to be lost between two lines of the loop
-            finder.stale = True
-            finder.go_on = lambda error: False  # type: ignore[method-assign]
+            stepper = session._loop.runner.stepper  # no other way: the answer is to be lost between two lines of it
+            stepper.stale = True
+            stepper.failed = lambda error, seen: Do.AGAIN  # type: ignore[method-assign]
             raise Restart("told to begin again")
         return finish()
 

@@ -73,7 +73,6 @@ def place() -> Iterator[Workplace]:
     made = Workplace(
         config,
         Metrics("worker", "worker/0"),
-        wait_for=lambda numbers: None,
         still_ordered=lambda: True,
         still_open=lambda key: True,
         settle=lambda: None,

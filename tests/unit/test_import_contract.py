@@ -286,7 +286,6 @@ CLIENT = (
     "parcels",
     "across",
     "factory",
-    "unstepped",
     "api",
     "job_loop",
 )

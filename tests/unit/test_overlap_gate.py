@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardline.client.api.in_flight import InFlight
+from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import homes, keys_of
 from shardline.client.overlap.early_push import why_not_early
@@ -354,7 +355,7 @@ def test_who_holds_a_model_before_it_is_attached_is_noticed() -> None:
 def test_a_pass_that_is_left_in_the_middle_holds_no_tensor_afterwards() -> None:
     model = Tied()
     watched = Watched(model)
-    flight = InFlight(go_on=lambda error: True, still_ordered=lambda: True, closed=lambda sent, figures: None)
+    loop = SimpleNamespace(runner=SimpleNamespace(unwound=None))
 
     def reads(bias: torch.Tensor) -> None:
         try:
@@ -362,8 +363,9 @@ def test_a_pass_that_is_left_in_the_middle_holds_no_tensor_afterwards() -> None:
         except Restart as error:
             raise StepAgain(error) from error
 
-    with flight.attempt():
+    with StepLoop.attempt(cast(StepLoop, loop)):
         reads(model.bias)
+    assert loop.runner.unwound is not None
     assert watched.loose(model) == set()
 
 

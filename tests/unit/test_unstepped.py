@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.client.unstepped import Unstepped
+from shardline.client.api.loop_mistakes import MissingSteps
 from shardline.errors import JobError
 
 
@@ -13,7 +13,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_slow_passes_at_one_step_are_told_after_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Unstepped(60.0)
+    loop = MissingSteps(60.0)
     for now_s in range(10):
         loop.begin(5, float(now_s))
     assert not warnings(caplog)
@@ -28,7 +28,7 @@ def test_slow_passes_at_one_step_are_told_after_ten_seconds(caplog: pytest.LogCa
 
 
 def test_many_passes_at_one_step_are_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Unstepped(60.0)
+    loop = MissingSteps(60.0)
     for _ in range(100):
         loop.begin(5, 0.0)
     assert not warnings(caplog)
@@ -37,7 +37,7 @@ def test_many_passes_at_one_step_are_told_at_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_one_long_pass_and_steps_that_are_made_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Unstepped(60.0)
+    loop = MissingSteps(60.0)
     for step in range(300):
         assert not loop.begin(step, 100.0 * step)
         loop.reset()
@@ -45,7 +45,7 @@ def test_one_long_pass_and_steps_that_are_made_are_not_told(caplog: pytest.LogCa
 
 
 def test_others_are_asked_after_every_ten_seconds_and_may_wait_for_the_timeout() -> None:
-    loop = Unstepped(60.0)
+    loop = MissingSteps(60.0)
     asked = [now_s for now_s in range(40) if loop.begin(5, float(now_s))]
     assert asked == [10, 20, 30]
     loop.waited_for(5, [], 30.0)
@@ -56,7 +56,7 @@ def test_others_are_asked_after_every_ten_seconds_and_may_wait_for_the_timeout()
 
 
 def test_a_step_that_is_made_begins_the_wait_anew() -> None:
-    loop = Unstepped(60.0)
+    loop = MissingSteps(60.0)
     loop.waited_for(5, [0], 0.0)
     loop.reset()
     loop.waited_for(6, [0], 100.0)

@@ -12,8 +12,7 @@ from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
-from shardline.errors import TaskLostError, UnreachableError
-from shardline.host.awake import awake_s
+from shardline.errors import TaskLostError
 from shardline.host.fingerprint import machine_fingerprint
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
@@ -45,7 +44,7 @@ def link_of(
             job=spec,
             machine=machine_fingerprint(spec.threads, str(device)),
         ),
-        on_orders=loop.finder.ordered,
+        on_orders=loop.runner.now.ordered,
         facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.office.passes, figures=loop.place.figures),
         cancelled=cancelled,
         security=config.security,
@@ -79,25 +78,7 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
         else:
             initialized.add(orders.timeline)
     if place.view is not None and place.view.job.script:
-        _find_step(link, loop)
+        found = loop.runner.find_again(loop.trainer.exchange.timeouts.total_s)
+        if found and not loop.runner.now.assigned:
+            loop.runner.stepper.todo = {0}
         loop.barrier.begin(loop.trainer.step, begun=False)
-
-
-def _find_step(link: ChiefLink, loop: StepLoop) -> None:
-    """Find a script's first step and pull its parameters. Raises UnreachableError after --timeout."""
-    limit_s = loop.trainer.exchange.timeouts.total_s
-    deadline_s = awake_s() + limit_s
-    while True:
-        loop.trainer.exchange.arm()
-        link.check()
-        orders = link.orders
-        if orders.phase is Phase.ENDED:
-            return
-        if loop.finder.relocate(orders):
-            if not loop.assigns_replicas:
-                loop.finder.todo = {0}
-            return
-        if awake_s() > deadline_s:
-            raise UnreachableError(
-                f"{link.task}: could not determine the current step of the job within {limit_s:.0f} s"
-            )

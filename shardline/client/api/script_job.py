@@ -1,9 +1,8 @@
-"""Parts of a session: a script's job, its named tensors, metrics of a step."""
+"""A script's job and its named tensors."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 from torch import nn
 
 from shardline import consistency, methods
-from shardline.client.exchange.outcomes import StepFigures
-from shardline.client.step.trainer import Trainer
-from shardline.core.orders import StepReport
 from shardline.core.settings import REFUSE, Setting, Settings, check, kind_of, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
 from shardline.model import check_extra_state, model_tensors
-from shardline.observability.metrics import Metrics
 from shardline.update import check_tensors, rule_from_optimizer
 
 SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))
@@ -120,51 +115,3 @@ class TensorHolder(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for _, tensor in self.named_parameters():
             yield tensor
-
-
-def meter_step(
-    metrics: Metrics,
-    trainer: Trainer,
-    figures: StepFigures,
-    reports: Sequence[StepReport],
-    step_s: float,
-    peers: Mapping[int, str],
-) -> None:
-    """Record the metrics of one finished step. step_s: seconds. peers: the ps of each shard."""
-    metrics.histogram("shardline_step_seconds").observe(step_s)
-    metrics.histogram("shardline_data_seconds").observe(sum(item.data_s for item in reports))
-    metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
-    metrics.histogram("shardline_exchange_seconds").observe(figures.seconds)
-    metrics.counter("shardline_examples_total").inc(sum(item.samples for item in reports))
-    metrics.gauge("shardline_step").set(trainer.step)
-    for item in reports:
-        if not math.isnan(item.loss):
-            metrics.gauge("shardline_loss").set(item.loss)
-        if item.drift:
-            metrics.gauge("shardline_drift").set(item.drift)
-    if trainer.methods.mode.holds_back:
-        metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
-    if figures.gap is not None:
-        metrics.histogram("shardline_gap").observe(figures.gap)
-    push = trainer.weights.coding.push
-    if push.relative_error is not None:
-        metrics.gauge("shardline_codec_error_ratio", codec=push.name, way="push").set(push.relative_error)
-    if trainer.encoders.memory_norm is not None:
-        metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
-    for shard, outcome in figures.outcomes.items():
-        peer = peers.get(shard, "ps")
-        coding = trainer.weights.coding
-        for kind, raw, wire in trainer.meter.take(shard):
-            codec = (coding.push if kind == "push" else coding.pull).name
-            labels = {"peer": peer, "codec": codec, "lane": trainer.exchange.lanes[shard].name}
-            metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
-            metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
-        parts = outcome.parts(figures.computed_s)
-        metrics.histogram("shardline_push_seconds", peer=peer).observe(parts.push_s)
-        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(parts.wait_s)
-        metrics.histogram("shardline_pull_seconds", peer=peer).observe(parts.pull_s)
-        for ack in outcome.acks:
-            name = ack.outcome.name.lower()
-            metrics.counter("shardline_pushes_total", peer=peer, outcome=name).inc()
-            if name == "applied":
-                metrics.histogram("shardline_staleness_updates", shard=shard).observe(ack.staleness)

@@ -68,9 +68,9 @@ class Session:
         self._loop = StepLoop(config, self.metrics, self._termination)
         self.parcels = self._loop.place.office
         """In a pipeline: activations and gradients from and to the stages of other workers."""
-        self.data_took = self._loop.data_took
+        self.data_took = self._loop.runner.reports.read
         """Call with the seconds that a batch of the open step took to come."""
-        self.leases = self._loop.finder.leases
+        self.leases = self._loop.runner.stepper.leases
         """In an asynchronous job from a file: batches that this worker is to compute."""
         self._server = self.parcels.server()
         self._link: ChiefLink | None = None
@@ -81,7 +81,7 @@ class Session:
     @property
     def link(self) -> ChiefLink:
         """Link to the chief. Raises UsageError before attach()."""
-        return self._loop.finder.link
+        return self._loop.runner.now.link
 
     @property
     def trainer(self) -> Trainer:
@@ -100,29 +100,29 @@ class Session:
     @property
     def replicas(self) -> tuple[int, ...]:
         """Replicas that still have to contribute to the open step, in order."""
-        return tuple(sorted(self._loop.finder.todo))
+        return tuple(sorted(self._loop.runner.stepper.todo))
 
     @property
     def num_replicas(self) -> int:
         """Number of logical replicas of the job; in a script the workers in the cluster spec, known before attach()."""
-        if self._loop.place.current is not None and self._loop.assigns_replicas:
+        if self._loop.place.current is not None and self._loop.runner.now.assigned:
             return self.job.replicas
         return self._workers
 
     @property
     def step(self) -> int:
         """Step of the parameters in the model; in asynchronous mode, the number of this worker's pushes."""
-        self._loop.own_loop.knows_the_step()
+        self._loop.mistakes.knows_the_step()
         return self.trainer.step
 
     @property
     def standing(self) -> TrainingPosition:
         """The job's position, for state dicts."""
-        return position_of(self.trainer.methods, self.link.incarnation, lost=self._loop.own_loop.lost)
+        return position_of(self.trainer.methods, self.link.incarnation, lost=self._loop.mistakes.lost)
 
     def resumed(self) -> None:
         """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
-        self._loop.own_loop.knows_the_step()
+        self._loop.mistakes.knows_the_step()
         self._loop.place.watch.resumed(one_step=self.standing.one_step)
 
     @property
@@ -131,7 +131,7 @@ class Session:
 
         Synchronous: a gradient of any replica, so it is the same in all of them. Asynchronous: a gradient of this one.
         """
-        return self._loop.skipped
+        return self._loop.runner.reports.skipped
 
     def check_scaler(self) -> None:
         """Check that a gradient scaler may step. Raises JobError if an overflow can't be skipped in all replicas."""
@@ -183,7 +183,7 @@ class Session:
         begin(self.link, self._loop)
         check_unused(optimizer.state.values(), self.standing)
         if job is None:
-            self._loop.own_loop.attached(self.standing.step)
+            self._loop.mistakes.attached(self.standing.step)
         self._optimizer = ShardlineOptimizer(self, optimizer, (spec.inner or spec).rule.name)
         lent = None
         if zero_copy:
@@ -207,7 +207,7 @@ class Session:
             loop=self._loop,
             cancelled=self._termination.event,
         )
-        self._loop.finder.follow(link)
+        self._loop.runner.now.joined = link
         link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
         for callback in (self._asked_to_end, link.cancel_join):
             self._termination.call(callback)
@@ -237,11 +237,11 @@ class Session:
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for the body of a loop over steps(): leaves it quietly if it has to repeat the step."""
-        return self._loop.in_flight.attempt()
+        return self._loop.attempt()
 
     def begin_replica(self, replica: int) -> None:
         """Call before each replica's forward pass if a worker runs several replicas."""
-        self._loop.in_flight.begin(replica)
+        self._loop.begin(replica)
 
     def watch(self, replica: int) -> Watch:
         """Watch for replica_gradients: lets the replica's passes overlap with sending, if wanted."""
@@ -276,8 +276,8 @@ class Session:
         if clip_norm > 0.0 and self.trainer.methods.mode.clips_at_worker:
             # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
-        if self._loop.lent is not None:
-            return self._loop.lent.gradients()
+        if self._loop.runner.lent is not None:
+            return self._loop.runner.lent.gradients()
         return {name: value.grad for name, value in self._values.items() if value.grad is not None}
 
     def finish_step(self, loss: float | None = None, hyper: Hyper | None = None) -> bool:
@@ -296,7 +296,7 @@ class Session:
 
         Needed only if the next forward pass waits per layer: some tensors may be older until then.
         """
-        self._loop.wait()
+        self._loop.runner.settle()
 
     def barrier(self, *, timeout_s: float | None = None) -> bool:
         """Wait until all workers of the cluster spec have called this; returns False if the job is stopped first.
@@ -342,9 +342,9 @@ class Session:
 
     def share_gradients(self, *, set_to_none: bool = True) -> bool:
         """zero_grad() for gradients in shared memory; returns False if they are private."""
-        if self._loop.lent is None or self._closed:
+        if self._loop.runner.lent is None or self._closed:
             return False
-        self._loop.lent.zero(set_to_none=set_to_none)
+        self._loop.runner.lent.zero(set_to_none=set_to_none)
         return True
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -380,7 +380,7 @@ class Session:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
                 self.trainer.check_stepped()
                 self.wait()
-                self._loop.finder.finish_part()
+                self._loop.runner.finish_part()
                 # A script's job ends when all its workers have finished; this process is not needed after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
                 if code := self._link.orders.exit_code:
@@ -398,8 +398,8 @@ class Session:
         if self.owner.elsewhere:
             return
         self.owner.ended = self._closed = True
-        if self._loop.lent is not None:
-            self._loop.lent.close()
+        if self._loop.runner.lent is not None:
+            self._loop.runner.lent.close()
         if self._link is not None:
             self._link.close()
         self._loop.place.close()

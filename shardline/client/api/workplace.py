@@ -16,6 +16,7 @@ from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
+from shardline.client.overlap.watching import BodyWaits
 from shardline.client.parcels.post import PostOffice
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
@@ -71,7 +72,7 @@ class SessionObserver(Observer):
 class Workplace:
     """One worker's trainer, replaced when plan or timeline change.
 
-    wait_for, still_ordered, still_open, settle: see Gate, Exchange and PostOffice.
+    still_ordered, still_open, settle: see Observer and PostOffice.
     """
 
     def __init__(
@@ -79,7 +80,6 @@ class Workplace:
         config: RoleConfig,
         metrics: Metrics,
         *,
-        wait_for: Callable[[Iterable[int]], None],
         still_ordered: Callable[[], bool],
         still_open: Callable[[ParcelKey], bool],
         settle: Callable[[], None],
@@ -95,7 +95,6 @@ class Workplace:
         )
         """The ties to other workers, where these compute parts of a replica's step."""
         self.office.still_ordered = still_ordered
-        self._wait_for = wait_for
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
         self._reach: Reach | None = None
@@ -111,6 +110,7 @@ class Workplace:
         """If set, the next forward pass waits per layer."""
         self.resting = False
         """The servers know that this worker pushes nothing until it has located its step again."""
+        self.waits = BodyWaits()
 
     def furnish(
         self,
@@ -162,6 +162,10 @@ class Workplace:
         return self.current
 
     @property
+    def timeline(self) -> int | None:
+        return self.view.timeline if self.view is not None else None
+
+    @property
     def peers(self) -> dict[int, str]:
         return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
 
@@ -194,12 +198,13 @@ class Workplace:
         trainer.watch = self.watch
         if self._reach is not None and self.overlaps:
             self._reach.rebase()
-            self.gate = Gate(
-                trainer.weights.layout.tensors,
-                self._reach,
-                wait_for=self._wait_for,
-                waiting=lambda: trainer.waiting,
-            )
+
+            def wait_for(tensors: Iterable[int]) -> None:
+                with self.waits():
+                    trainer.wait_for(tensors)
+
+            tensors = trainer.weights.layout.tensors
+            self.gate = Gate(tensors, self._reach, wait_for=wait_for, waiting=lambda: trainer.waiting)
         self.current = trainer
 
     def traffic(self) -> Traffic:
@@ -234,6 +239,10 @@ class Workplace:
                 servers={place.shard: Hop(place.task, place.address) for place in view.placement},
             )
         )
+
+        def fallen_back(lane: str, reason: str) -> None:
+            self._metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc()
+
         hops = route.hops()
         lanes: dict[int, Lane] = {}
         for shard, hop in hops.items():
@@ -241,9 +250,7 @@ class Workplace:
             # Only a resolved name shows whether the peer is on this host.
             peer.await_name()
             peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
-            lanes[shard] = open_lane(
-                self._config, peer, shard, view.plan.shards[shard], on_fallback=self._count_fallback
-            )
+            lanes[shard] = open_lane(self._config, peer, shard, view.plan.shards[shard], on_fallback=fallen_back)
         return Ties(
             who=link.identity,
             index=self._config.index,
@@ -252,9 +259,6 @@ class Workplace:
             timeouts=self._config.timeouts,
             observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
         )
-
-    def _count_fallback(self, lane: str, reason: str) -> None:
-        self._metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc()
 
     def _close_trainer(self) -> None:
         if self.gate is not None:

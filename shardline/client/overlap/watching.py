@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+from shardline.client.exchange.outcomes import Interrupted, Restart, Stopped
 from shardline.client.overlap.gate import Gate
 from shardline.data import Watch
 
@@ -20,6 +22,25 @@ class StepAgain(BaseException):
     def __init__(self, cause: Exception | None = None) -> None:
         super().__init__(cause)
         self.cause = cause
+
+
+class BodyWaits:
+    """What the loop's body waits for the previous step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """In the open step; set to 0 when it begins."""
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Turn a failed exchange of the previous step into StepAgain, which ends the body of this one."""
+        began_s = time.monotonic()
+        try:
+            yield
+        except (Restart, Interrupted, Stopped) as error:
+            raise StepAgain(error) from error
+        finally:
+            self.seconds += time.monotonic() - began_s
 
 
 class StepWatch(Watch):

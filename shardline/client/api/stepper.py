@@ -1,0 +1,198 @@
+"""The worker's loop as a state machine: what to do, by the chief's orders and the end of the last exchange. Pure.
+
+`next` and `failed` get what the loop sees and return what to do; step_runner.py does it. A worker's life is
+
+    LOCATE, then for each step BEGIN, advance(); LEASE between batches of an asynchronous job file; FINISH; END
+
+and a failed exchange leads to RESEND (the same bits again), to CARRY_OVER or CATCH_UP (a loop that can't repeat its
+step), or to AGAIN: the step is located and computed once more.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from shardline.client.exchange.outcomes import Overtaken, Stopped
+from shardline.core.fixed import fixed
+from shardline.core.orders import Orders, Phase
+from shardline.rpc.client import Lease
+
+OPEN = (Phase.RUNNING, Phase.STOPPING)
+"""Phases in which steps are made."""
+
+
+class Do(enum.Enum):
+    """An action of the loop."""
+
+    BEGIN = enum.auto()
+    """Begin a pass of the open step."""
+    WAIT = enum.auto()
+    """Wait for other orders."""
+    LOCATE = enum.auto()
+    """Ask the servers for the current step and pull its parameters."""
+    LEASE = enum.auto()
+    """Ask the chief for batches."""
+    REST = enum.auto()
+    """Tell the servers that nothing comes for a while, then wait."""
+    RESUME = enum.auto()
+    """Tell the chief that this worker, which had done its part, goes on: the job went back behind its end."""
+    FINISH = enum.auto()
+    """Tell the chief that this worker has done its part, then wait."""
+    END = enum.auto()
+    """Leave the loop."""
+    RESEND = enum.auto()
+    """Send the same again, which is harmless: what was counted is a duplicate."""
+    CARRY_OVER = enum.auto()
+    """Locate the step, then send the contribution that was kept, unless it is counted."""
+    CATCH_UP = enum.auto()
+    """Give up the step, which is closed without this worker, and locate the current one at once."""
+    AGAIN = enum.auto()
+    """Give up the step; it is located and computed again."""
+
+
+@fixed(kw_only=True)
+class Seen:
+    """The facts on which the loop decides."""
+
+    orders: Orders
+    released: bool
+    """This worker leaves, and the chief has let it go."""
+    leaving: bool
+    """This worker was asked to leave."""
+    timeline: int | None
+    """Of the trainer; None = there is none yet."""
+    job_step: int
+    """Steps that the job has done, as far as known."""
+    assigned: bool
+    """The chief assigns replicas; False: workers push for themselves."""
+    script: bool
+    """The loop is the user's own."""
+    resting: bool
+    """The servers know that this worker pushes nothing."""
+    resends: bool
+    """A failed exchange is repeated with the same gradients, since to compute them again takes other workers."""
+    retained: bool
+    """A loop that can't repeat a step has kept its contribution to the open one."""
+
+    @property
+    def over(self) -> bool:
+        return self.released or self.orders.phase is Phase.ENDED
+
+    @property
+    def last_done(self) -> bool:
+        """Whether the job's last step is done."""
+        return 0 < self.orders.stop_step <= self.job_step
+
+
+class WorkerLeases:
+    """One worker's lease of batches. `batch` is the number of the next one to compute."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.batch = 0
+
+    @property
+    def has_next(self) -> bool:
+        return self.lease is not None and self.batch < self.lease.first + self.lease.count
+
+    @property
+    def number(self) -> list[int]:
+        """Number of the lease, if one is held."""
+        return [self.lease.number] if self.lease is not None else []
+
+    @property
+    def end(self) -> int | None:
+        """First batch after the lease; None without one."""
+        return self.lease.first + self.lease.count if self.lease is not None else None
+
+    def take(self, lease: Lease) -> None:
+        """Take a lease, which may be empty."""
+        self.batch = lease.first
+        self.lease = lease if lease.count else None
+
+
+class Stepper:
+    """One worker's position in its job's steps."""
+
+    def __init__(self) -> None:
+        self.begun = Orders()
+        """The orders that the open step began with; `replicas` are this worker's."""
+        self.todo: set[int] = set()
+        """Replicas that still have to contribute to the open step."""
+        self.stale = True
+        """The next step has to be located."""
+        self.iterating = False
+        """Inside a loop over steps(), which can repeat a step."""
+        self.finished = False
+        """The chief knows that this worker has done its part."""
+        self.leases = WorkerLeases()
+
+    def still_ordered(self, orders: Orders, timeline: int | None, *, assigned: bool) -> bool:
+        """Whether the orders are still those that the open step began with."""
+        if orders.fenced or orders.phase is Phase.ENDED or orders.timeline != timeline:
+            return False
+        return not (assigned and self.iterating) or orders.work == self.begun.work
+
+    def interrupts(self, orders: Orders, timeline: int, *, assigned: bool) -> bool:
+        """Whether these orders end the running exchange."""
+        moved = assigned and bool(self.begun.replicas) and orders.work != self.begun.work
+        return orders.fenced or moved or orders.timeline != timeline or orders.phase is Phase.ENDED
+
+    def runs_on(self, seen: Seen) -> bool:
+        """Whether the next step may begin while the previous one is exchanged."""
+        if seen.over or seen.orders.phase not in OPEN or seen.orders.timeline != seen.timeline:
+            return False
+        return not seen.last_done if seen.assigned else self.leases.has_next
+
+    def next(self, seen: Seen) -> Do:
+        """Decide while no exchange is running."""
+        orders = seen.orders
+        if seen.over:
+            return Do.END
+        if orders.phase not in OPEN:
+            return Do.WAIT
+        if orders.timeline != seen.timeline:
+            self.stale = True
+            if self.finished:
+                self.finished = False
+                return Do.RESUME
+        if seen.assigned:
+            if not orders.replicas:
+                # A spare worker: nothing to do until replicas are assigned to it.
+                self.begun, self.stale = orders, True
+                return Do.WAIT
+            if self.stale or orders.work != self.begun.work:
+                return Do.LOCATE
+            self.todo = self.todo or set(self.begun.replicas)
+            return Do.FINISH if seen.last_done else Do.BEGIN
+        if not seen.script:
+            if self.finished or (seen.leaving and not self.leases.has_next):
+                return Do.REST
+            if not self.stale and not self.leases.has_next:
+                return Do.LEASE
+        if self.stale or seen.resting:
+            return Do.LOCATE
+        self.todo = {0}
+        return Do.BEGIN
+
+    def failed(self, error: Exception, seen: Seen, *, resend: bool = True) -> Do:
+        """Decide after a failed exchange. resend: False if the orders have changed meanwhile."""
+        if seen.over:
+            self.stale = True
+            return Do.END
+        if isinstance(error, Stopped):
+            self.stale = True
+            return Do.WAIT if seen.assigned else Do.FINISH
+        overtaken = isinstance(error, Overtaken)
+        again = not seen.assigned or not self.iterating or seen.resends
+        if resend and again and seen.orders.timeline == seen.timeline and not overtaken:
+            return Do.RESEND
+        if self.iterating:
+            self.stale = True
+            return Do.AGAIN
+        return Do.CATCH_UP if overtaken and not seen.retained else Do.CARRY_OVER
+
+    def advance(self, *, assigned: bool) -> None:
+        """The open step was sent."""
+        self.todo = set(self.begun.replicas) if assigned else {0}
+        self.leases.batch += self.leases.lease is not None
