@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardline import cadence, codecs, consistency, pipeline
-from shardline.cadence import Cadence
+from shardline.cadence import Cadence, Sends
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency
@@ -49,7 +49,7 @@ def divide(job: JobSpec) -> JobSpec:
         )
     return replace(
         job,
-        tensors=found.fragmented(job.tensors),
+        tensors=cadence.fragmented(found, job.tensors),
         rule=rule("SGD", [found.outer_rule] * len(job.rule.groups)),
         schedule=ScheduleSpec(),
         consistency=replace(job.consistency, clip_norm=0.0),
@@ -156,12 +156,12 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
     if mode.drops_late:
         _check_dropping(job, mode)
     _check_needs(job, rule, mode)
-    if pace.overlap and mode.clock is Clock.VERSION:
+    if pace.rounds.overlap and mode.clock is Clock.VERSION:
         raise JobError(
-            f"cadence {pace} merges what an exchange returns {pace.overlap} passes later, but in consistency {mode} "
-            "workers have no common steps; choose consistency='sync', or overlap=0"
+            f"cadence {pace} merges what an exchange returns {pace.rounds.overlap} passes later, but in consistency "
+            f"{mode} workers have no common steps; choose consistency='sync', or overlap=0"
         )
-    if pace.common_steps and mode.clock is Clock.VERSION:
+    if pace.rounds.together and mode.clock is Clock.VERSION:
         raise JobError(
             f"steps of cadence {pace} differ from each other, but in consistency {mode} workers have no common steps; "
             "choose consistency='sync', or another cadence"
@@ -171,7 +171,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
             f"cadence {pace} moves a replica and the servers' parameters by equal amounts, but consistency {mode} "
             "divides what several replicas send; choose consistency='sync' or 'async', or another cadence"
         )
-    if rule.takes is Takes.DELTA and not pace.sends_deltas:
+    if rule.takes is Takes.DELTA and pace.sends is not Sends.DELTAS:
         raise JobError(
             f"update rule {rule} takes parameter deltas, but cadence {job.cadence} sends gradients; choose "
             "another rule or cadence"
@@ -247,7 +247,7 @@ def _check_pipeline(job: JobSpec, mode: Consistency, pace: Cadence, *, standbys:
         )
     if mode.by_stage:
         _check_by_stage(job, mode)
-    if not pace.streams:
+    if pace.sends is not Sends.GRADIENTS:
         raise JobError(
             f"cadence {pace} needs workers that have the whole model, but those of {how} have a part of it; leave it "
             "out"
@@ -359,7 +359,7 @@ def _check_exact(job: JobSpec, mode: Consistency, pace: Cadence) -> None:
             f"error_memory 'exact' clears what workers remember at each checkpoint, also the momentum that codec "
             f"{resting} sends; choose error_memory='reset', or another codec"
         )
-    if pace.keeps_state or pace.keeps_copies:
+    if pace.outer_rule is not None or pace.keeps_copies:
         raise JobError(
             f"error_memory 'exact' doesn't cover what cadence {pace} keeps on each worker, so the bits would depend on "
             "deaths all the same; choose error_memory='reset', or cadence='every-step'"
@@ -436,7 +436,7 @@ def _check_votes(job: JobSpec, pace: Cadence) -> None:
             f"codec {voting} applies signs, whatever the size of gradients, so clip_norm={clip:g} would change "
             "nothing; leave it out, or choose another codec"
         )
-    if pace.sends_deltas:
+    if pace.sends is Sends.DELTAS:
         raise JobError(
             f"codec {voting} applies signs, but cadence {pace} sends how far the parameters moved; choose "
             "cadence='every-step', or another codec"
@@ -463,7 +463,7 @@ def _check_taken(job: JobSpec) -> None:
 
 def _check_momentum(codec: Codec, job: JobSpec, mode: Consistency, pace: Cadence) -> None:
     """Refuse methods that would add momentum to what a codec has already added it to, or take it for a gradient."""
-    if pace.sends_deltas:
+    if pace.sends is Sends.DELTAS:
         raise JobError(
             f"codec {codec} adds momentum to gradients on each worker, but cadence {pace} sends how far the "
             "parameters moved; choose cadence='every-step', or another codec"

@@ -99,7 +99,7 @@ class _Run:
         self.choices = choices
         self.model = job.build_model()
         self.spec: JobSpec = job.spec(self.model)
-        if cadence.of(self.spec).ticks != 1 or self.spec.inner is not None:
+        if cadence.of(self.spec).rounds.ticks != 1 or self.spec.inner is not None:
             raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
         mode = consistency.of(self.spec.consistency)
         if mode.by_stage and self.spec.replicas > 1:

@@ -262,7 +262,7 @@ def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
     if flags["source"] is not None and flags["compute"] is not None:
         raise UsageError("--from and --compute both say how long a pass takes; give one of them")
     if flags["source"] is not None:
-        return runs.read_times(flags["source"], CADENCES.parse(job.cadence).ticks)
+        return runs.read_times(flags["source"], CADENCES.parse(job.cadence).rounds.ticks)
     if flags["compute"] is None:
         mean_s = runs.measure(job).mean_s
         click.echo(f"measured here: {mean_s * 1e3:.1f} ms per pass")

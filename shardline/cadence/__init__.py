@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Ticks, Told
+from shardline.cadence.base import (
+    Cadence,
+    Held,
+    InnerOptimizer,
+    LocalTraining,
+    Outgoing,
+    Rounds,
+    Sends,
+    Ticks,
+    Told,
+    fragmented,
+)
 from shardline.cadence.diloco import DiLoCo
 from shardline.cadence.easgd import EASGD
 from shardline.cadence.every_step import EveryStep
@@ -33,9 +44,12 @@ __all__ = [
     "LocalTraining",
     "Outgoing",
     "PostLocalSGD",
+    "Rounds",
+    "Sends",
     "SlowMo",
     "StreamingDiLoCo",
     "Ticks",
     "Told",
+    "fragmented",
     "of",
 ]

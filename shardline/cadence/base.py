@@ -22,14 +22,16 @@ the last tick. See docs/cadences.md. Pure.
 from __future__ import annotations
 
 import abc
+import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import torch
 
 from shardline.core.fixed import fixed
-from shardline.core.spec import Argument, TensorSpec
+from shardline.core.spec import Argument, TensorKind, TensorSpec, itemsize
+from shardline.errors import JobError
 from shardline.seams import Resident
 
 Values = Mapping[str, torch.Tensor]
@@ -85,7 +87,7 @@ class Held:
     model: Values
     """The model's tensors, used by the loop."""
     pulled: Values
-    """Tensors written by pulls. The same objects as `model`, unless Cadence.copies."""
+    """Tensors written by pulls. The same objects as `model`, unless the cadence sends deltas."""
     specs: Sequence[TensorSpec]
     """Kind, shape and parameter group of each, in plan order."""
     inner: InnerOptimizer | None = None
@@ -125,7 +127,7 @@ class LocalTraining(abc.ABC):
         """
 
     def arrived(self, step: int, told: Told = UNTOLD) -> None:  # noqa: B027  without an overlap began() says the same
-        """Held.pulled has the servers' parameters of `step`. Called after began(), before tick Cadence.overlap.
+        """Held.pulled has the servers' parameters of `step`. Called after began(), before tick Rounds.overlap.
 
         What a replica computes may not depend on how long before that tick this is.
         """
@@ -138,87 +140,69 @@ class LocalTraining(abc.ABC):
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
         """Process a replica's backward pass. The result of a step's last tick is sent; other results are ignored.
 
-        Before each pass the buffers in Held.pulled are reset to those of the step. A cadence with copies, whose passes
-        don't change them, fills Outgoing.buffers itself.
+        Before each pass the buffers in Held.pulled are reset to those of the step. A cadence that sends deltas, whose
+        passes don't change them, fills Outgoing.buffers itself.
         """
+
+
+class Sends(enum.Enum):
+    """What a worker sends at the end of a step."""
+
+    GRADIENTS = enum.auto()  # as backward() computes them: they may leave while it runs, from memory that servers read
+    SUMS = enum.auto()  # made of gradients
+    DELTAS = enum.auto()  # old parameters minus new ones: the model's own tensors change, so pulls write to others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The passes of a worker's loop ("ticks") of each step of the job."""
+
+    ticks: int = 1
+    """At least 1."""
+    start: int = 0
+    """Steps before this one have one pass each."""
+    overlap: int = 0
+    """Passes of a step that run before the exchange that ended the previous one has to be complete.
+
+    Below those of every step, and above 0 only with Cadence.keeps_copies: until then replicas go on with their own.
+    """
+    fragments: int = 1
+    """Parts of the model, in turn: step t exchanges only parameters of the fragment t modulo their number."""
+    together: bool = False
+    """All workers have to take the same steps."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all steps have `ticks` passes."""
+        return not self.start or self.ticks == 1
+
+    def ticks_in(self, step: int) -> int:
+        """Number of passes of this step."""
+        return 1 if step < self.start else self.ticks
+
+    def ticks_before(self, step: int) -> int:
+        """Number of passes of all earlier steps."""
+        return min(step, self.start) + max(0, step - self.start) * self.ticks
 
 
 class Cadence(Resident, abc.ABC):
     """When a worker exchanges with the servers, and what it sends."""
 
-    @property
-    def ticks(self) -> int:
-        """Number of passes of a worker's loop per step of the job; at least 1."""
-        return 1
+    sends: ClassVar[Sends] = Sends.SUMS
 
     @property
-    def uniform(self) -> bool:
-        """Whether all steps have `ticks` passes."""
-        return True
-
-    @property
-    def common_steps(self) -> bool:
-        """Whether all workers have to take the same steps, because these differ from each other."""
-        return not self.uniform
-
-    @property
-    def fragments(self) -> int:
-        """Number of parts of the model: step t exchanges only parameters of the fragment t modulo their number."""
-        return 1
-
-    def fragmented(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """The tensors with their fragments, a function of these alone. Raises JobError for a model with too few."""
-        return tuple(tensors)
-
-    @property
-    def overlap(self) -> int:
-        """Ticks of a step that run before the exchange that ended the previous one has to be complete.
-
-        Below the ticks of every step, and above 0 only with keeps_copies: until then replicas go on with their own.
-        """
-        return 0
-
-    def ticks_in(self, step: int) -> int:
-        """Number of passes of this step; at least 1."""
-        return self.ticks
-
-    def ticks_before(self, step: int) -> int:
-        """Number of passes of all earlier steps."""
-        return step * self.ticks
-
-    @property
-    def sends_deltas(self) -> bool:
-        """Whether old parameters minus new ones are sent instead of a gradient; update rules have to accept that."""
-        return False
-
-    @property
-    def streams(self) -> bool:
-        """Whether exactly the gradients of backward() are sent, at once.
-
-        Then they may leave while backward() runs, and may be computed in memory that the servers read.
-        """
-        return False
-
-    @property
-    def copies(self) -> bool:
-        """Whether pulls write to separate tensors, because the cadence changes the model's own."""
-        return False
+    def rounds(self) -> Rounds:
+        """How many passes make a step."""
+        return Rounds()
 
     @property
     def outer_rule(self) -> Mapping[str, Argument] | None:
         """Arguments of the SGD that the servers run, if the workers run the job's optimizer (see Held.inner).
 
-        None: the servers run the job's optimizer.
+        A worker's optimizer state is lost when its process ends or the replica moves, so the final bits then depend on
+        who died, unless it has none. None: the servers run the job's optimizer.
         """
         return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether workers keep state from step to step: an inner optimizer's, unless it has none.
-
-        It is lost when its process ends or the replica moves, so the final bits then depend on who died. Derived.
-        """
-        return self.outer_rule is not None
 
     @property
     def keeps_copies(self) -> bool:
@@ -230,12 +214,39 @@ class Cadence(Resident, abc.ABC):
         """The cadence's state for a worker, made once per worker process."""
 
 
+def fragmented(cadence: Cadence, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The tensors with their fragments, a function of these alone. Raises JobError for a model with too few.
+
+    From the largest to the smallest, in model order where they are equally large, each trained tensor goes to the
+    fragment with the fewest bytes so far, the lowest of several. So equal layers are dealt out in turn, the strided
+    pattern of Streaming DiLoCo, and fragments differ in bytes by no more than a tensor.
+    """
+    found, sizes = list(tensors), [0] * cadence.rounds.fragments
+    if len(sizes) == 1:
+        return tuple(found)
+    trained = [number for number, tensor in enumerate(tensors) if tensor.kind is TensorKind.PARAM]
+    if len(sizes) > len(trained):
+        raise JobError(
+            f"cadence {cadence}: fragments is {len(sizes)}, but the model has {len(trained)} trained tensors; "
+            f"choose at most fragments={len(trained)}"
+        )
+    for number in sorted(trained, key=lambda number: -_nbytes(tensors[number])):
+        fragment = sizes.index(min(sizes))
+        sizes[fragment] += _nbytes(tensors[number])
+        found[number] = replace(tensors[number], fragment=fragment)
+    return tuple(found)
+
+
+def _nbytes(tensor: TensorSpec) -> int:
+    return tensor.elements * itemsize(tensor.dtype)
+
+
 class Ticks:
     """A worker's position within the open step. Used by one thread."""
 
-    def __init__(self, cadence: Cadence) -> None:
-        self._cadence = cadence
-        self._in_step = cadence.ticks_in(0)
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._in_step = rounds.ticks_in(0)
         self.tick = 0
         """Number of the open tick within the step."""
 
@@ -246,7 +257,7 @@ class Ticks:
 
     def number(self, step: int) -> int:
         """Number of the open tick among all ticks of the job, given the open step (or leased batch)."""
-        return self._cadence.ticks_before(step) + self.tick
+        return self._rounds.ticks_before(step) + self.tick
 
     def advance(self) -> bool:
         """End the open tick; returns whether this ends the step."""
@@ -256,5 +267,5 @@ class Ticks:
 
     def begin(self, step: int) -> None:
         """Start this step, maybe again."""
-        self._in_step = self._cadence.ticks_in(step)
+        self._in_step = self._rounds.ticks_in(step)
         self.tick = 0

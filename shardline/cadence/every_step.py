@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing
+from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing, Sends
 
 
 class SendEverything(LocalTraining):
@@ -24,10 +24,7 @@ class EveryStep(Cadence):
     """Push the gradient of each step, and continue with the parameters pulled after it."""
 
     name: ClassVar[str] = "every-step"
-
-    @property
-    def streams(self) -> bool:
-        return True
+    sends: ClassVar[Sends] = Sends.GRADIENTS
 
     def local(self, held: Held) -> LocalTraining:
         return SendEverything()

@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from shardline.cadence.base import UNTOLD, Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Told, Values
+from shardline.cadence.base import (
+    UNTOLD,
+    Cadence,
+    Held,
+    InnerOptimizer,
+    LocalTraining,
+    Outgoing,
+    Rounds,
+    Sends,
+    Told,
+    Values,
+)
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 
@@ -16,6 +28,7 @@ from shardline.errors import JobError
 class LocalCadence(Cadence):
     """Base of cadences whose `every` passes make one step, a round. A subclass is a dataclass with a field `every`."""
 
+    sends: ClassVar[Sends] = Sends.DELTAS
     every: int
 
     def __post_init__(self) -> None:
@@ -23,16 +36,8 @@ class LocalCadence(Cadence):
             raise JobError(f"cadence {self.name}: every is {self.every}; give a whole number of passes, at least 1")
 
     @property
-    def ticks(self) -> int:
-        return self.every
-
-    @property
-    def sends_deltas(self) -> bool:
-        return True
-
-    @property
-    def copies(self) -> bool:
-        return True
+    def rounds(self) -> Rounds:
+        return Rounds(ticks=self.every)
 
     def local(self, held: Held) -> LocalTraining:
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
@@ -47,9 +52,10 @@ class LocalCopies(LocalTraining):
 
     def __init__(self, cadence: Cadence, held: Held, inner: InnerOptimizer) -> None:
         self._cadence = cadence
+        self._rounds = cadence.rounds
         self._held = held
         self._inner = inner
-        self._ticks = cadence.ticks
+        self._ticks = self._rounds.ticks
         self._params = [spec.name for spec in held.specs if spec.kind is TensorKind.PARAM]
         self._buffers = [spec.name for spec in held.specs if spec.kind is TensorKind.BUFFER]
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
@@ -64,7 +70,7 @@ class LocalCopies(LocalTraining):
         self._moved.clear()
         self._samples.clear()
         self._entered = False
-        self._ticks = self._cadence.ticks_in(step)
+        self._ticks = self._rounds.ticks_in(step)
         self._inner.began(step)
 
     def arrived(self, step: int, told: Told = UNTOLD) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardline.cadence.base import Rounds
 from shardline.cadence.local_training import LocalCadence
 from shardline.core.spec import Argument
 from shardline.errors import JobError
@@ -25,14 +26,8 @@ class PostLocalSGD(LocalCadence):
             raise JobError(f"cadence post-local-sgd: start is {self.start}; give a step, at least 0")
 
     @property
-    def uniform(self) -> bool:
-        return not self.start or self.every == 1
-
-    def ticks_in(self, step: int) -> int:
-        return 1 if step < self.start else self.every
-
-    def ticks_before(self, step: int) -> int:
-        return min(step, self.start) + max(0, step - self.start) * self.every
+    def rounds(self) -> Rounds:
+        return Rounds(ticks=self.every, start=self.start, together=self.start > 0 and self.every > 1)
 
     @property
     def outer_rule(self) -> Mapping[str, Argument]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from shardline.cadence.base import Held, InnerOptimizer, LocalTraining, Outgoing, Values
+from shardline.cadence.base import Held, InnerOptimizer, LocalTraining, Outgoing, Rounds, Values
 from shardline.cadence.diloco import DiLoCo
 from shardline.cadence.local_training import Kept, KeptCopies
-from shardline.core.spec import TensorKind, TensorSpec, itemsize
 from shardline.errors import JobError
 
 
@@ -36,10 +34,11 @@ class StreamingDiLoCo(DiLoCo):
             )
         if not 0.0 <= self.alpha < 1.0:
             raise JobError(f"cadence {self.name}: alpha is {self.alpha}; give a number from 0 to below 1, such as 0.5")
-        if not 0 <= self.overlap < self.ticks:
+        ticks = self.rounds.ticks
+        if not 0 <= self.overlap < ticks:
             raise JobError(
-                f"cadence {self.name}: overlap is {self.overlap}, but one fragment goes every {self.ticks} passes "
-                f"(every / fragments); give a whole number of passes, from 0 to {self.ticks - 1}"
+                f"cadence {self.name}: overlap is {self.overlap}, but one fragment goes every {ticks} passes "
+                f"(every / fragments); give a whole number of passes, from 0 to {ticks - 1}"
             )
         if self.overlap and not self.keeps_copies:
             raise JobError(
@@ -48,38 +47,15 @@ class StreamingDiLoCo(DiLoCo):
             )
 
     @property
-    def ticks(self) -> int:
-        return self.every // self.fragments
-
-    @property
-    def common_steps(self) -> bool:
-        """See Cadence.common_steps: a fragment is averaged over all replicas."""
-        return True
+    def rounds(self) -> Rounds:
+        """See Cadence.rounds. A fragment is averaged over all replicas."""
+        ticks = self.every // self.fragments
+        return Rounds(ticks=ticks, overlap=self.overlap, fragments=self.fragments, together=True)
 
     @property
     def keeps_copies(self) -> bool:
         """See Cadence.keeps_copies: a replica is ahead of the servers in all fragments but the one just exchanged."""
         return self.fragments > 1 or self.alpha > 0.0
-
-    def fragmented(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """See Cadence.fragmented.
-
-        From the largest to the smallest, in model order where they are equally large, each trained tensor goes to the
-        fragment with the fewest bytes so far, the lowest of several. So equal layers are dealt out in turn, the paper's
-        strided pattern, and fragments differ in bytes by no more than a tensor.
-        """
-        trained = [number for number, tensor in enumerate(tensors) if tensor.kind is TensorKind.PARAM]
-        if len(trained) < self.fragments:
-            raise JobError(
-                f"cadence {self}: fragments is {self.fragments}, but the model has {len(trained)} trained tensors; "
-                f"choose at most fragments={len(trained)}"
-            )
-        found, sizes = list(tensors), [0] * self.fragments
-        for number in sorted(trained, key=lambda number: -_nbytes(tensors[number])):
-            fragment = sizes.index(min(sizes))
-            sizes[fragment] += _nbytes(tensors[number])
-            found[number] = replace(tensors[number], fragment=fragment)
-        return tuple(found)
 
     def local(self, held: Held) -> LocalTraining:
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"
@@ -140,7 +116,3 @@ class FragmentCopies(KeptCopies):
     def finish(self, replica: int, sent: Outgoing, now: Values) -> Outgoing:
         self.keep(replica, Kept(now, frozenset(self._moved[replica])))
         return sent
-
-
-def _nbytes(tensor: TensorSpec) -> int:
-    return tensor.elements * itemsize(tensor.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardline.cadence import Sends
 from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.observer import Observer
@@ -113,7 +114,7 @@ def own_layout(trainer: Trainer) -> ModelLayout | None:
 
 def _gap(methods: WorkerMethods, layout: ModelLayout) -> GapMeter:
     """Where steps are in common, all gradients are of the parameters that they are applied to."""
-    if methods.mode.clock is not Clock.VERSION or methods.cadence.sends_deltas:
+    if methods.mode.clock is not Clock.VERSION or methods.cadence.sends is Sends.DELTAS:
         return GapMeter(every=0)
     specs = layout.plan.tensors
     return GapMeter([layout.tensors[number] for number, spec in enumerate(specs) if spec.kind is TensorKind.PARAM])

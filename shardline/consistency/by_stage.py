@@ -30,11 +30,10 @@ class StageSteps(SharedSteps):
     `step` counts the worker's own steps, which are those of all its replicas.
     """
 
-    steps_with_all: ClassVar[bool] = False
-
     def __init__(self, job: JobSpec) -> None:
-        super().__init__(job)
-        self._timeline = self._open = 0
+        super().__init__(job, steps_with_all=False)
+        self._timeline = 0
+        self.ahead: int = 1
         self._updates = self._counted = 0
 
     @property
@@ -45,11 +44,6 @@ class StageSteps(SharedSteps):
         """
         return max(self.step, self._updates) if self.step >= self._counted else self.step
 
-    @property
-    def reported_step(self) -> int:
-        """See WorkerHalf.reported_step: checkpoints, and so rollbacks, count updates."""
-        return self.job_step
-
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """See WorkerHalf.located.
 
@@ -58,12 +52,12 @@ class StageSteps(SharedSteps):
         """
         timeline = max(standing.timeline for standing in standings.values())
         if timeline != self._timeline:
-            self._open = min(one.replicas[replica] for one in standings.values() for replica in owned)
+            self.ahead = 1 + min(one.replicas[replica] for one in standings.values() for replica in owned)
             self._counted = max(one.last_seq for one in standings.values())
             # The job may have gone back behind what it had.
             self._updates = 0
         self._timeline = timeline
-        self.step = self._open
+        self.step = self.ahead - 1
         return set(owned)
 
     @property
@@ -74,16 +68,12 @@ class StageSteps(SharedSteps):
     def target(self) -> int | None:
         return None
 
-    @property
-    def ahead(self) -> int | None:
-        return self._open + 1
-
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
         """See WorkerHalf.blocks: each replica makes an update."""
         return [Block(replica, 1) for replica in sorted(owned)]
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        self._open = step
+        self.ahead = step + 1
         self._updates = min(base[shard] for shard in shards)
         return super().closed(step, shards, base, dropped=dropped)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from _pytest.mark import MarkDecorator
 
-from shardline.cadence import CADENCES, Cadence, EveryStep, Held, LocalTraining, Outgoing, Ticks
+from shardline.cadence import CADENCES, Cadence, EveryStep, Held, LocalTraining, Outgoing, Sends, Ticks, fragmented
 from shardline.core.spec import InnerSpec, TensorKind, TensorSpec
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError, UnreachableError
@@ -72,9 +72,9 @@ SPECS = (
 
 def held_by(cadence: Cadence, seed: int = 1) -> Held:
     generator = torch.Generator().manual_seed(seed)
-    specs = cadence.fragmented(SPECS)
+    specs = fragmented(cadence, SPECS)
     model = {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
-    pulled = {name: value.clone() for name, value in model.items()} if cadence.copies else model
+    pulled = {name: value.clone() for name, value in model.items()} if cadence.sends is Sends.DELTAS else model
     # With a state after every pass, and bits that depend on it.
     spec = InnerSpec(rule=rule("AdamW", ({"lr": 0.01},)), clip_norm=1.0)
     inner = InnerOptimizers(spec, specs, model) if cadence.outer_rule is not None else None
@@ -90,7 +90,7 @@ def outgoing(seed: int) -> Outgoing:
 def round_of(local: LocalTraining, cadence: Cadence, step: int, replicas: int = 2) -> dict[int, Outgoing]:
     """One step of all replicas, one after another; returns what is sent."""
     local.arrived(step)
-    return passes(local, range(cadence.ticks_in(step)), replicas)
+    return passes(local, range(cadence.rounds.ticks_in(step)), replicas)
 
 
 def passes(local: LocalTraining, ticks: range, replicas: int = 2) -> dict[int, Outgoing]:
@@ -144,31 +144,31 @@ def test_its_settings_are_written_as_they_are_read(cadence: Cadence) -> None:
 def test_it_is_written_as_it_is_read_and_says_what_it_is(cadence: Cadence) -> None:
     assert CADENCES.parse(str(cadence)) == cadence
     assert doc_line(type(cadence)).endswith(".")
-    numbers = [cadence.ticks_before(step) for step in range(6)]
+    numbers = [cadence.rounds.ticks_before(step) for step in range(6)]
     assert numbers[0] == 0
-    assert [end - start for start, end in itertools.pairwise(numbers)] == [cadence.ticks_in(s) for s in range(5)]
-    assert cadence.ticks >= 1 and all(cadence.ticks_in(step) >= 1 for step in range(5))
-    assert not cadence.uniform or {cadence.ticks_in(step) for step in range(5)} == {cadence.ticks}
-    assert cadence.common_steps or (cadence.uniform and cadence.fragments == 1)
+    assert [end - start for start, end in itertools.pairwise(numbers)] == [cadence.rounds.ticks_in(s) for s in range(5)]
+    assert cadence.rounds.ticks >= 1 and all(cadence.rounds.ticks_in(step) >= 1 for step in range(5))
+    assert not cadence.rounds.uniform or {cadence.rounds.ticks_in(step) for step in range(5)} == {cadence.rounds.ticks}
+    assert cadence.rounds.together or (cadence.rounds.uniform and cadence.rounds.fragments == 1)
     # The model's own tensors are trained, and what is sent is how far they moved.
-    assert cadence.outer_rule is None or (cadence.copies and cadence.sends_deltas)
+    assert cadence.outer_rule is None or cadence.sends is Sends.DELTAS
     # What is sent during the computation can't be held back, or be used by it.
-    assert not cadence.streams or (cadence.ticks == 1 and not cadence.copies and not cadence.sends_deltas)
-    assert 0 <= cadence.overlap < min(cadence.ticks_in(step) for step in range(5))
+    assert cadence.sends is not Sends.GRADIENTS or cadence.rounds.ticks == 1
+    assert 0 <= cadence.rounds.overlap < min(cadence.rounds.ticks_in(step) for step in range(5))
     # A replica has something to go on with before the servers' parameters are here, and these arrive elsewhere.
-    assert not cadence.overlap or (cadence.keeps_copies and cadence.copies)
+    assert not cadence.rounds.overlap or (cadence.keeps_copies and cadence.sends is Sends.DELTAS)
 
 
 @EACH
 def test_a_step_sends_parameters_of_one_fragment(cadence: Cadence) -> None:
     held = held_by(cadence)
     fragments = {spec.name: spec.fragment for spec in held.specs if spec.kind is TensorKind.PARAM}
-    assert set(fragments.values()) == set(range(cadence.fragments))
+    assert set(fragments.values()) == set(range(cadence.rounds.fragments))
     local = cadence.local(held)
     for step in range(4):
         local.began(step)
         for sent in round_of(local, cadence, step).values():
-            assert sent.values.keys() == {n for n, own in fragments.items() if own == step % cadence.fragments}
+            assert sent.values.keys() == {n for n, own in fragments.items() if own == step % cadence.rounds.fragments}
 
 
 @EACH
@@ -196,7 +196,7 @@ def test_a_replica_does_not_see_what_others_on_its_worker_compute(cadence: Caden
         alone = cadence.local(held_by(cadence))
         alone.began(0)
         alone.arrived(0)
-        for tick in range(cadence.ticks_in(0)):
+        for tick in range(cadence.rounds.ticks_in(0)):
             alone.enter(replica, tick)
             sent = alone.take(replica, tick, outgoing(10 * tick + replica))
         assert same({replica: sent}, {replica: both[replica]})
@@ -211,23 +211,25 @@ def test_gradients_that_are_given_and_parameters_that_were_pulled_stay_as_they_a
     before = {name: value.clone() for name, value in held.pulled.items()}
     given = outgoing(1)
     kept = {name: value.clone() for name, value in given.values.items()}
-    for tick in range(cadence.ticks_in(0)):
+    for tick in range(cadence.rounds.ticks_in(0)):
         local.enter(0, tick)
         local.take(0, tick, given)
     assert all(torch.equal(given.values[name], kept[name]) for name in kept)
     assert all(torch.equal(held.pulled[name], before[name]) for name in before)
 
 
-OVERLAPPING = pytest.mark.parametrize("cadence", [one for one in itertools.chain(*CHOICES) if one.overlap], ids=str)
+OVERLAPPING = pytest.mark.parametrize(
+    "cadence", [one for one in itertools.chain(*CHOICES) if one.rounds.overlap], ids=str
+)
 
 
 def in_two_steps(cadence: Cadence, *, late: bool) -> dict[int, Outgoing]:
     """What the second step sends. late: its parameters arrive as late as they may, and until then are not numbers."""
     held = held_by(cadence)
-    local, ticks = cadence.local(held), cadence.ticks_in(1)
+    local, ticks = cadence.local(held), cadence.rounds.ticks_in(1)
     local.began(0)
     round_of(local, cadence, 0)
-    first = cadence.overlap if late else 0
+    first = cadence.rounds.overlap if late else 0
     local.began(1)
     new = {name: value * 0.5 for name, value in held.pulled.items()}
     for value in held.pulled.values():
@@ -344,7 +346,7 @@ def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cade
 @in_turn(1)
 def test_another_process_takes_over_at_the_open_step(cadence: Cadence) -> None:
     # Where workers keep the optimizer's state it dies with them, and the bits are the same only if it has none.
-    optimizer = "sgd" if cadence.keeps_state else "momentum"
+    optimizer = "sgd" if cadence.outer_rule is not None else "momentum"
     found, whole = taken_over(cadence, optimizer), undisturbed(cadence, optimizer)
     if cadence.keeps_copies:
         # Its replicas start again from the servers' parameters.
@@ -358,8 +360,8 @@ def taken_over(cadence: Cadence, optimizer: str) -> ClusterState:
     """The final state of a job of three steps whose first worker dies in the last one."""
     job = make_job(optimizer, cadence=str(cadence), replicas=2, steps=3)
     with Cluster(job, ps=2) as cluster:
-        doomed = cluster.worker(0).run([0, 1], 1 if cadence.overlap else 2)
-        if cadence.overlap:
+        doomed = cluster.worker(0).run([0, 1], 1 if cadence.rounds.overlap else 2)
+        if cadence.rounds.overlap:
             # Its exchange is left running.
             doomed.step([0, 1])
         doomed.tick([0, 1])
@@ -372,7 +374,7 @@ def taken_over(cadence: Cadence, optimizer: str) -> ClusterState:
 @EACH
 def test_asynchronous_workers_follow_it_too(cadence: Cadence) -> None:
     job = make_job("sgd", cadence=str(cadence), consistency="async", steps=3)
-    if cadence.common_steps:
+    if cadence.rounds.together:
         with pytest.raises(JobError, match="no common steps"):
             job.spec(job.build_model())
         return
@@ -392,7 +394,7 @@ def test_asynchronous_workers_follow_it_too(cadence: Cadence) -> None:
 def test_a_script_trains_by_it_with_a_chief(cadence: Cadence, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.cadence.of", lambda job: cadence)
     services: Services = start(ps=1, workers=1)
-    model, steps = make_model(), cadence.ticks_before(4)
+    model, steps = make_model(), cadence.rounds.ticks_before(4)
     with services.connect() as session:
         optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
         seen = []

@@ -70,8 +70,8 @@ def by_hand(job: Job, choices: Sequence[Sequence[int]] = ()) -> Values:
                     value.copy_(start)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor(complete(job.schedule, job.steps), step)
-            for tick in range(cadence.ticks_in(step)):
-                replica_gradients(model, job, source, cadence.ticks_before(step) + tick, replica)
+            for tick in range(cadence.rounds.ticks_in(step)):
+                replica_gradients(model, job, source, cadence.rounds.ticks_before(step) + tick, replica)
                 if job.clip_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
                 optimizer.step()
@@ -269,7 +269,7 @@ def pushed_bytes(job: Job) -> tuple[int, int]:
     """(bytes pushed, passes) of a worker."""
     with Cluster(job, ps=2) as cluster:
         (worker,) = cluster.train([[0]])
-        return worker.trainer.meter.total[0], job.steps * worker.trainer.methods.cadence.ticks
+        return worker.trainer.meter.total[0], job.steps * worker.trainer.methods.cadence.rounds.ticks
 
 
 def test_a_pass_costs_a_fraction_of_the_bytes() -> None:

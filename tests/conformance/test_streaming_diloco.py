@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.cadence import CADENCES, StreamingDiLoCo
+from shardline.cadence import CADENCES, StreamingDiLoCo, fragmented
 from shardline.checkpoint.compat import resume_notes
 from shardline.core.reduce import mean_, tree_sum
 from shardline.core.spec import TensorKind, TensorSpec
@@ -61,10 +61,10 @@ def by_hand(job: Job) -> Values:
         for replica, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor(complete(job.schedule, job.steps), step)
-            for tick in range(cadence.ticks):
-                if step and tick == cadence.overlap:
+            for tick in range(cadence.rounds.ticks):
+                if step and tick == cadence.rounds.overlap:
                     merge(model, theta, [n for n in own if own[n] == (step - 1) % cadence.fragments], cadence.alpha)
-                replica_gradients(model, job, source, step * cadence.ticks + tick, replica)
+                replica_gradients(model, job, source, step * cadence.rounds.ticks + tick, replica)
                 if job.clip_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
                 optimizer.step()
@@ -238,7 +238,7 @@ def test_equal_layers_are_dealt_out_in_turn() -> None:
     layers = [TensorSpec(name=f"l{n}.{kind}", shape=shape, dtype="float32") for n in range(6) for kind, shape in
               (("weight", (8, 8)), ("bias", (8,)))]  # fmt: skip
     stats = TensorSpec(name="stats", shape=(999,), dtype="float32", kind=TensorKind.BUFFER)
-    found = StreamingDiLoCo(every=3, fragments=3).fragmented([*layers, stats])
+    found = fragmented(StreamingDiLoCo(every=3, fragments=3), [*layers, stats])
     assert [tensor.name for tensor in found] == [*(tensor.name for tensor in layers), "stats"]
     assert [tensor.fragment for tensor in found] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 0]
 
@@ -248,7 +248,7 @@ def test_fragments_differ_by_no_more_than_a_tensor() -> None:
     for count in range(5, 40):
         sizes = torch.randint(0, 1000, (count,), generator=generator).tolist()
         tensors = [TensorSpec(name=f"w{n}", shape=(size,), dtype="float64") for n, size in enumerate(sizes)]
-        found = StreamingDiLoCo(every=5).fragmented(tensors)
+        found = fragmented(StreamingDiLoCo(every=5), tensors)
         totals = [sum(one.elements for one in found if one.fragment == number) for number in range(5)]
         assert sum(totals) == sum(sizes) and max(totals) - min(totals) <= max(sizes)
 
@@ -291,17 +291,17 @@ def alone(cadence: StreamingDiLoCo, steps: int) -> nn.Module:
     outer = torch.optim.SGD(theta.parameters(), **cadence.outer_rule)  # type: ignore[arg-type]
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     pairs = [(name, value, dict(model.named_parameters())[name]) for name, value in theta.named_parameters()]
-    specs = cadence.fragmented([TensorSpec(name=n, shape=tuple(v.shape), dtype="float32") for n, v, _ in pairs])
-    for number in range(steps * cadence.ticks):
-        step, tick = divmod(number, cadence.ticks)
+    specs = fragmented(cadence, [TensorSpec(name=n, shape=tuple(v.shape), dtype="float32") for n, v, _ in pairs])
+    for number in range(steps * cadence.rounds.ticks):
+        step, tick = divmod(number, cadence.rounds.ticks)
         with torch.no_grad():
             for spec, (_, servers, own) in zip(specs, pairs, strict=True):
-                if step and tick == cadence.overlap and spec.fragment == (step - 1) % cadence.fragments:
+                if step and tick == cadence.rounds.overlap and spec.fragment == (step - 1) % cadence.fragments:
                     own.copy_(torch.lerp(servers, own, cadence.alpha))
         inner.zero_grad()
         backward(model, number)
         inner.step()
-        if tick + 1 == cadence.ticks:
+        if tick + 1 == cadence.rounds.ticks:
             for spec, (_, servers, own) in zip(specs, pairs, strict=True):
                 goes = spec.fragment == step % cadence.fragments
                 servers.grad = (servers - own).detach() if goes else None
@@ -325,7 +325,7 @@ def test_a_script_goes_on_with_its_own_parameters_and_ends_with_the_servers(
     model, steps, running = make_model(), 5, []
     with services.connect(cadence=str(cadence)) as session:
         optimizer = session.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-        for number in session.steps(steps * cadence.ticks):
+        for number in session.steps(steps * cadence.rounds.ticks):
             running.append(session.trainer.open.sent)
             optimizer.zero_grad()
             backward(model, number)
@@ -334,9 +334,11 @@ def test_a_script_goes_on_with_its_own_parameters_and_ends_with_the_servers(
         for name, value in model.state_dict().items():
             assert same_bits(value, expected[name]), name
     # The first step after a start waits.
-    first = 2 * cadence.ticks
-    assert running[first:] == [n % cadence.ticks < cadence.overlap for n in range(first, steps * cadence.ticks)]
-    assert not any(running[: cadence.ticks])
+    first = 2 * cadence.rounds.ticks
+    assert running[first:] == [
+        n % cadence.rounds.ticks < cadence.rounds.overlap for n in range(first, steps * cadence.rounds.ticks)
+    ]
+    assert not any(running[: cadence.rounds.ticks])
     assert services.end()["steps"] == steps
 
 

@@ -172,7 +172,7 @@ class Worker:
         """One synchronous step: all its remaining ticks. With an overlap its exchange is left running."""
         while not self.tick(replicas):
             self.trainer.methods.ticks.advance()
-        if self.trainer.methods.cadence.overlap and not self.trainer.open.first:
+        if self.trainer.methods.cadence.rounds.overlap and not self.trainer.open.first:
             self.trainer.send()
         else:
             self.figures.append(self.trainer.finish())

@@ -73,7 +73,7 @@ def train(session: Session, job: Job, config: RoleConfig, loaders: LoaderPool | 
 
     def end() -> int | None:
         leased = session.leases.end
-        return session.trainer.methods.cadence.ticks_before(leased) if leased is not None else None
+        return session.trainer.methods.cadence.rounds.ticks_before(leased) if leased is not None else None
 
     source = BatchSource(job, session.data_took, ahead=loaders, end=end)
     model = job.build_model().to(session.device)

@@ -32,7 +32,7 @@ class ReplayedRun:
                 f"--replay repeats synchronous runs only; in consistency {mode} the bits depend on the order in which "
                 "pushes arrive, which no journal has. Leave out --replay"
             )
-        if cadence.of(job).keeps_state:
+        if cadence.of(job).outer_rule is not None:
             raise UsageError(
                 f"--replay {self.path}: with cadence {job.cadence} the bits depend on what workers keep from step to "
                 "step, and so on who died, which no journal has. Leave out --replay"

@@ -137,14 +137,14 @@ def _replicas(state: State, units: Sequence[int]) -> tuple[int, ...]:
 
 def counting(job: JobSpec) -> Counting:
     mode, cadence = consistency.of(job.consistency), cadences.of(job)
-    whole = "round" if cadence.ticks > 1 else "step"
+    whole = "round" if cadence.rounds.ticks > 1 else "step"
     unit = "update" if mode.clock is Clock.VERSION else whole
     leased = {"step": "batch"}.get(whole, whole) if mode.leases_batches and not job.script else unit
     return Counting(
         unit=unit,
         asked=leased,
-        passes=cadence.ticks if cadence.uniform else 0,
-        all_passes=cadence.ticks_before(job.steps),
+        passes=cadence.rounds.ticks if cadence.rounds.uniform else 0,
+        all_passes=cadence.rounds.ticks_before(job.steps),
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardline import cadence as cadences
 from shardline import codecs, consistency, pipeline
-from shardline.cadence import Held, Outgoing
+from shardline.cadence import Held, Outgoing, Sends
 from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding
 from shardline.consistency.server import Hyper
@@ -141,15 +141,15 @@ class WorkerGradients:
         self._local.arrived(step)
         self._outgoing = {}
         losses = []
-        for tick in range(self._cadence.ticks_in(step)):
+        for tick in range(self._cadence.rounds.ticks_in(step)):
             for replica in replicas:
-                loss = self._pass(self._cadence.ticks_before(begins) + tick, tick, replica)
+                loss = self._pass(self._cadence.rounds.ticks_before(begins) + tick, tick, replica)
                 losses.append(loss)
         return sum(losses) / len(losses)
 
     def _pass(self, number: int, tick: int, replica: int) -> float:
         shared = self._shared
-        if not self._cadence.copies:
+        if self._cadence.sends is not Sends.DELTAS:
             with torch.no_grad():
                 for name, value in self._held.pulled.items():
                     shared.tensors[name].copy_(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardline import cadence as cadences
 from shardline import codecs, consistency, pipeline
-from shardline.cadence import CADENCES
+from shardline.cadence import CADENCES, Sends
 from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
@@ -105,7 +105,7 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
         of_all = not mode.whole_pushes and mode not in spares
         for codec in compared:
             for cadence in (kind() for kind in CADENCES):
-                if not cadence.uniform or (cadence.sends_deltas and not of_all):
+                if not cadence.rounds.uniform or (cadence.sends is Sends.DELTAS and not of_all):
                     continue
                 count = replicas if mode.assigns_replicas else job.replicas
                 choice = Choice(consistency=str(mode), codec=codec, cadence=str(cadence), replicas=count)
@@ -133,7 +133,7 @@ def simulated(job: Job, setup: Setup) -> Menu:
             refused.append((choice, str(error)))
             continue
         mode, pace = consistency.of(spec.consistency), cadences.of(spec)
-        passes = spec.replicas * pace.ticks if mode.assigns_replicas else pace.ticks
+        passes = spec.replicas * pace.rounds.ticks if mode.assigns_replicas else pace.rounds.ticks
         passes *= spec.accumulate * pipeline.stages(spec) if pipeline.of(spec).staged else 1
         result = _result(dataclasses.replace(setup, job=spec, steps=max(STEPS, PASSES // passes)), known)
         samples = job.batch_size * job.accumulate
@@ -143,7 +143,7 @@ def simulated(job: Job, setup: Setup) -> Menu:
                 result=result,
                 samples_per_s=result.passes_per_s * samples,
                 codec=str(codecs.of(spec)),
-                ticks=pace.ticks if pace.uniform else None,
+                ticks=pace.rounds.ticks if pace.rounds.uniform else None,
             )
         )
     # Two digits: choices that differ by less are equally fast, as far as a simulation can tell.

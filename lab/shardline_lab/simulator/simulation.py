@@ -145,7 +145,7 @@ def coded_bytes(job: JobSpec, plan: Plan, server: int) -> list[tuple[list[int], 
 
     Of each step in which another fragment is exchanged: see BucketPlan.push_bytes.
     """
-    coding, fragments = coding_of(job, plan), range(cadences.of(job).fragments)
+    coding, fragments = coding_of(job, plan), range(cadences.of(job).rounds.fragments)
     found = []
     for number, bucket in enumerate(plan.shards[server].buckets):
         own = plan.tensors[bucket.slices[0].tensor].fragment
@@ -168,7 +168,7 @@ class Simulation:
         self._cadence = cadences.of(job)
         self.whole_pushes = mode.whole_pushes
         # Whether a worker decides about all of its gradient before it sends any of it.
-        streams = self._cadence.streams and not (
+        streams = self._cadence.sends is cadences.Sends.GRADIENTS and not (
             mode.clips_at_worker and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
         )
         self.overlap = setup.overlap and setup.network.limited and streams
@@ -238,20 +238,22 @@ class Simulation:
     @property
     def passes_drawn(self) -> int:
         """Passes that one compute time stands for."""
-        return self._cadence.ticks if self._cadence.uniform else 1
+        return self._cadence.rounds.ticks if self._cadence.rounds.uniform else 1
 
     @property
     def passes_used(self) -> int:
         """Passes whose gradients are in the job's steps so far."""
         if self.whole_pushes:
-            return self.servers[0].storage.tally.pushes * self._cadence.ticks
-        return self._mode.needed(self.setup.job.replicas) * self._cadence.ticks_before(len(self.tally.step_ends_s))
+            return self.servers[0].storage.tally.pushes * self._cadence.rounds.ticks
+        return self._mode.needed(self.setup.job.replicas) * self._cadence.rounds.ticks_before(
+            len(self.tally.step_ends_s)
+        )
 
     def draws_in(self, step: int) -> int:
-        return 1 if self._cadence.uniform else self._cadence.ticks_in(step)
+        return 1 if self._cadence.rounds.uniform else self._cadence.rounds.ticks_in(step)
 
     def ahead_in(self, step: int) -> float:
-        return self._cadence.overlap / self._cadence.ticks_in(step)
+        return self._cadence.rounds.overlap / self._cadence.rounds.ticks_in(step)
 
     def _published(self, step: int) -> None:
         """A bucket has published a step; the job has done it once all have."""

@@ -166,13 +166,14 @@ class StepLoop:
         hyper: Hyper | None,
         keep: bool,
     ) -> None:
-        trainer, leases = self.trainer, self._stepper.leases
+        trainer = self.trainer
         mark = trainer.half.mark()
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         if not self._stepper.iterating and added:
             self._now.retained = RetainedContribution(mark, added)
         report = StepReport(
-            step=leases.batch if leases.lease is not None else trainer.half.reported_step,
+            # Where workers push for themselves, curves are drawn over their own numbers, else over the job's steps.
+            step=trainer.half.job_step if self._now.assigned else self._now.number,
             replica=replica,
             loss=float("nan") if loss is None else loss,
             samples=samples,

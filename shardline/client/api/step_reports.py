@@ -129,7 +129,8 @@ def meter_step(
         if item.drift:
             metrics.gauge("shardline_drift").set(item.drift)
     if trainer.methods.mode.holds_back:
-        metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
+        clock = trainer.half.clock
+        metrics.gauge("shardline_clock_pushes").set(trainer.step if clock is None else clock)
     if figures.gap is not None:
         metrics.histogram("shardline_gap").observe(figures.gap)
     push = trainer.weights.coding.push

@@ -1,11 +1,6 @@
 """The worker's loop as a state machine: what to do, by the chief's orders and the end of the last exchange. Pure.
 
-`next` and `failed` get what the loop sees and return what to do; step_runner.py does it. A worker's life is
-
-    LOCATE, then for each step BEGIN, advance(); LEASE between batches of an asynchronous job file; FINISH; END
-
-and a failed exchange leads to RESEND (the same bits again), to CARRY_OVER or CATCH_UP (a loop that can't repeat its
-step), or to AGAIN: the step is located and computed once more.
+`next` and `failed` get what the loop sees and return what to do; step_runner.py does it.
 """
 
 from __future__ import annotations
@@ -24,30 +19,18 @@ OPEN = (Phase.RUNNING, Phase.STOPPING)
 class Do(enum.Enum):
     """An action of the loop."""
 
-    BEGIN = enum.auto()
-    """Begin a pass of the open step."""
-    WAIT = enum.auto()
-    """Wait for other orders."""
-    LOCATE = enum.auto()
-    """Ask the servers for the current step and pull its parameters."""
-    LEASE = enum.auto()
-    """Ask the chief for batches."""
-    REST = enum.auto()
-    """Tell the servers that nothing comes for a while, then wait."""
-    RESUME = enum.auto()
-    """Tell the chief that this worker, which had done its part, goes on: the job went back behind its end."""
-    FINISH = enum.auto()
-    """Tell the chief that this worker has done its part, then wait."""
-    END = enum.auto()
-    """Leave the loop."""
-    RESEND = enum.auto()
-    """Send the same again, which is harmless: what was counted is a duplicate."""
-    CARRY_OVER = enum.auto()
-    """Locate the step, then send the contribution that was kept, unless it is counted."""
-    CATCH_UP = enum.auto()
-    """Give up the step, which is closed without this worker, and locate the current one at once."""
-    AGAIN = enum.auto()
-    """Give up the step; it is located and computed again."""
+    BEGIN = enum.auto()  # a pass of the open step
+    WAIT = enum.auto()  # for other orders
+    LOCATE = enum.auto()  # ask the servers for the current step, and pull its parameters
+    LEASE = enum.auto()  # ask the chief for batches
+    REST = enum.auto()  # tell the servers that nothing comes for a while, then wait
+    RESUME = enum.auto()  # tell the chief that this worker goes on: the job went back behind the end of its part
+    FINISH = enum.auto()  # tell the chief that this worker has done its part, then wait
+    END = enum.auto()  # leave the loop
+    RESEND = enum.auto()  # the same again, which is harmless: what was counted is a duplicate
+    CARRY_OVER = enum.auto()  # locate the step, then send the contribution that was kept, unless it is counted
+    CATCH_UP = enum.auto()  # the step is closed without this worker: give it up and locate the current one at once
+    AGAIN = enum.auto()  # give up the step; it is located and computed again
 
 
 @fixed(kw_only=True)
@@ -55,24 +38,15 @@ class Seen:
     """The facts on which the loop decides."""
 
     orders: Orders
-    released: bool
-    """This worker leaves, and the chief has let it go."""
-    leaving: bool
-    """This worker was asked to leave."""
-    timeline: int | None
-    """Of the trainer; None = there is none yet."""
-    job_step: int
-    """Steps that the job has done, as far as known."""
-    assigned: bool
-    """The chief assigns replicas; False: workers push for themselves."""
-    script: bool
-    """The loop is the user's own."""
-    resting: bool
-    """The servers know that this worker pushes nothing."""
-    resends: bool
-    """A failed exchange is repeated with the same gradients, since to compute them again takes other workers."""
-    retained: bool
-    """A loop that can't repeat a step has kept its contribution to the open one."""
+    released: bool  # this worker leaves, and the chief has let it go
+    leaving: bool  # it was asked to leave
+    timeline: int | None  # of the trainer; None = there is none yet
+    job_step: int  # steps that the job has done, as far as known
+    assigned: bool  # the chief assigns replicas; False: workers push for themselves
+    script: bool  # the loop is the user's own
+    resting: bool  # the servers know that this worker pushes nothing
+    resends: bool  # a failed exchange is repeated with the same gradients: computing them again takes other workers
+    retained: bool  # a loop that can't repeat a step has kept its contribution to the open one
 
     @property
     def over(self) -> bool:

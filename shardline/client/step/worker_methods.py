@@ -10,7 +10,7 @@ from shardline import cadence as cadences
 from shardline import codecs, consistency, fit
 from shardline import pipeline as pipelines
 from shardline import topology as topologies
-from shardline.cadence import Held, Ticks, Told
+from shardline.cadence import Held, Sends, Ticks, Told
 from shardline.client.applied.here import AppliedHere
 from shardline.client.exchange.outcomes import ShardOutcome
 from shardline.codecs.coding import Coding
@@ -32,20 +32,20 @@ class WorkerMethods:
         self.mode = consistency.of(job.consistency)
         self.half = self.mode.worker_half(job)
         self.cadence = cadences.of(job)
-        self.ticks = Ticks(self.cadence)
+        self.ticks = Ticks(self.cadence.rounds)
         applies = job.apply == WORKER
-        self.streams = self.cadence.streams and topologies.of(job).streams and not applies
-        """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
+        self.streams = self.cadence.sends is Sends.GRADIENTS and topologies.of(job).streams and not applies
+        """Gradients are sent to the hops just as backward() computes them: see Topology.streams."""
         self.unbroken = fit.goes_back(job)
         """A pipeline of which no stage can begin a step again: passes compute with versions that the worker keeps."""
         self.resends = pipelines.divided(job)
         """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
-        self.copies = self.cadence.copies or self.unbroken
+        self.copies = self.cadence.sends is Sends.DELTAS or self.unbroken
         """Passes compute with other tensors than those that pulls fill."""
         codec = codecs.of(job)
         self.fetches_again = self.mode.pulls_by_step and not applies and all(down.is_view for down in codec.downs)
         """A step's parameters can be pulled a second time, with the same bits."""
-        self.goes_on = self.cadence.overlap > 0 or self.unbroken
+        self.goes_on = self.cadence.rounds.overlap > 0 or self.unbroken
         """The next step begins while this one is exchanged."""
         names = [spec.name for spec in job.tensors if spec.name in tensors]
 
@@ -96,7 +96,7 @@ class WorkerMethods:
     @property
     def needs_pull(self) -> bool:
         """Whether the open pass needs the parameters of its step to begin. Cadences that stream wait per layer."""
-        return not self.streams and self.ticks.tick >= self.cadence.overlap
+        return not self.streams and self.ticks.tick >= self.cadence.rounds.overlap
 
     def own(self, share: Share) -> Sequence[Key]:
         """Exchange these buckets from the step that is located now on; returns them."""
@@ -112,7 +112,7 @@ class WorkerMethods:
     def sent(self) -> None:
         """Advance after the open step was sent. With an overlap the next one begins now."""
         self.half.advance()
-        if self.cadence.overlap:
+        if self.cadence.rounds.overlap:
             self._begin()
             self._ahead = True
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from shardline.core.fixed import fixed
+from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
 from shardline.waist import Standing
@@ -42,12 +42,12 @@ class ComputedAt:
 class WorkerHalf(abc.ABC):
     """One worker's position in its job. Used by one thread; outlives servers and timelines."""
 
-    steps_with_all: ClassVar[bool] = True
-    """In a pipeline all replicas have the same step, so that all are asked about; False: those that are bound to the
-    worker's own."""
-
-    def __init__(self, job: JobSpec) -> None:
+    def __init__(self, job: JobSpec, *, steps_with_all: bool = True) -> None:
+        """steps_with_all: in a pipeline all replicas have the same step, so that all are asked about; False: those that
+        are bound to the worker's own.
+        """
         self.job = job
+        self.steps_with_all = steps_with_all
         self.step = 0
         """The step of the parameters that the model has, or will have after the running exchange."""
         self.acknowledged: dict[int, int] = {}
@@ -57,15 +57,22 @@ class WorkerHalf(abc.ABC):
         self.lost = 0
         """Acknowledged pushes that are gone because a shard was lost and restored."""
 
-    @property
-    def clock(self) -> int:
-        """Pushes done, as the servers compare workers; see consistency.Consistency.holds_back."""
-        return self.step
+        self.known: tuple[int, int, dict[int, int]] | None = None
+        """Timeline, `lost` and `acknowledged`, which belong together, of a worker that numbers its pushes."""
+        self.clock: int | None = None
+        """Pushes done, where the servers compare workers (Consistency.holds_back): counted from where the slowest was
+        when this one began."""
+        self.ahead: int | None = None
+        """Want.ahead of the pull after the open step's contributions; None = nobody has to wait."""
 
     @property
     def figures(self) -> Mapping[str, float]:
         """Figures for heartbeats: what this worker's pushes have come to. Any thread may ask."""
-        return {}
+        if self.known is None:
+            return {}
+        timeline, lost, acknowledged = self.known
+        numbers = {f"{ACKNOWLEDGED}{shard}": float(number) for shard, number in dict(acknowledged).items()}
+        return {LOST: float(lost), SINCE: float(timeline), **numbers}
 
     # The job's position
 
@@ -73,11 +80,6 @@ class WorkerHalf(abc.ABC):
     @abc.abstractmethod
     def job_step(self) -> int:
         """Steps that the job has done, as far as this worker knows."""
-
-    @property
-    def reported_step(self) -> int:
-        """Number of the open step in reports, unless the chief has numbered it: what curves are drawn over."""
-        return self.step
 
     @abc.abstractmethod
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
@@ -87,8 +89,10 @@ class WorkerHalf(abc.ABC):
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """Find the step from the shards' standings; returns the replicas that still have to contribute to it."""
 
-    def woken(self, standings: Mapping[int, Standing]) -> None:  # noqa: B027  most modes have nothing to do
-        """The worker computes again after a rest, from the values that it has."""
+    def woken(self, standings: Mapping[int, Standing]) -> None:
+        """The worker computes again after a rest, from the values that it has: where the slowest one is."""
+        if self.clock is not None:
+            self.clock = max(self.clock, *(standing.replicas[0] for standing in standings.values()))
 
     @abc.abstractmethod
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
@@ -142,11 +146,6 @@ class WorkerHalf(abc.ABC):
         step: the next one. base: versions of the new parameters. dropped: the worker gave up its own contribution.
         Returns whether the step changed nothing.
         """
-
-    @property
-    def ahead(self) -> int | None:
-        """See Want.ahead, of the pull after the open step's contributions; None = nobody has to wait."""
-        return None
 
     # A loop that can't repeat a step
 

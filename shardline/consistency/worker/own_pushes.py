@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardline.consistency.numbered_pushes import resume
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
-from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
 from shardline.core.reduce import Block
+from shardline.core.spec import JobSpec
 from shardline.waist import Standing
 
 
@@ -17,14 +17,9 @@ class OwnPushes(WorkerHalf):
     `step` counts this worker's pushes, whatever their outcomes.
     """
 
-    _known: tuple[int, int, dict[int, int]] = (0, 0, {})
-    """Timeline, `lost` and `acknowledged`, which belong together."""
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        timeline, lost, acknowledged = self._known
-        numbers = {f"{ACKNOWLEDGED}{shard}": float(number) for shard, number in dict(acknowledged).items()}
-        return {LOST: float(lost), SINCE: float(timeline), **numbers}
+    def __init__(self, job: JobSpec) -> None:
+        super().__init__(job)
+        self.known = 0, 0, {}
 
     @property
     def job_step(self) -> int:
@@ -39,7 +34,7 @@ class OwnPushes(WorkerHalf):
         self.lost += sum(max(0, number - found.get(shard, 0)) for shard, number in self.acknowledged.items())
         self.acknowledged = found
         timeline = max((standing.timeline for standing in standings.values()), default=0)
-        self._known = timeline, self.lost, self.acknowledged
+        self.known = timeline, self.lost, self.acknowledged
         return set(owned)
 
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
@@ -88,7 +83,7 @@ class OwnPushes(WorkerHalf):
     def resume(self, mark: ComputedAt) -> None:
         """See WorkerHalf.resume: shards that applied it know its number; its base does not change."""
         self.acknowledged = dict(mark.acknowledged)
-        self._known = *self._known[:2], self.acknowledged
+        self.known = self.known[0] if self.known else 0, self.lost, self.acknowledged
         self.base = dict(mark.base)
 
     def accept(self, mark: ComputedAt) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.cadence import CADENCES, Cadence, Held, LocalTraining, Outgoing
+from shardline.cadence import CADENCES, Cadence, Held, LocalTraining, Outgoing, Rounds
 from shardline.errors import JobError
 
 
@@ -51,8 +51,8 @@ class Every(Cadence):
             raise JobError(f"cadence every: steps is {self.steps}; give a whole number of at least 1")
 
     @property
-    def ticks(self) -> int:
-        return self.steps
+    def rounds(self) -> Rounds:
+        return Rounds(ticks=self.steps)
 
     def local(self, held: Held) -> LocalTraining:
         return Sums(self.steps)

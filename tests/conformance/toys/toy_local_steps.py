@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from shardline.cadence import CADENCES, Cadence, Held, LocalTraining, Outgoing
+from shardline.cadence import CADENCES, Cadence, Held, LocalTraining, Outgoing, Rounds, Sends
 from shardline.core.spec import TensorKind
 
 
@@ -60,20 +60,13 @@ class Local(Cadence):
     """Train with SGD for some steps, then send old parameters minus new ones."""
 
     name: ClassVar[str] = "local"
+    sends: ClassVar[Sends] = Sends.DELTAS
     steps: int = 2
     lr: float = 0.05
 
     @property
-    def ticks(self) -> int:
-        return self.steps
-
-    @property
-    def sends_deltas(self) -> bool:
-        return True
-
-    @property
-    def copies(self) -> bool:
-        return True
+    def rounds(self) -> Rounds:
+        return Rounds(ticks=self.steps)
 
     def local(self, held: Held) -> LocalTraining:
         return Copies(held, self.lr)
