@@ -15,8 +15,8 @@ from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.open_step import PushTools
-from shardline.client.step.residence import PRIVATE, Residence
-from shardline.client.step.sending import AtOnce, Sending
+from shardline.client.step.parameter_memory import ParameterMemory
+from shardline.client.step.push_strategy import PushAtEnd
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
@@ -72,11 +72,11 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
         raise UsageError(unshareable)
     places = Places({}, {}) if unshareable else place(plan, methods.held.pulled, ties.lanes)
     layout = ModelLayout(plan, methods.held.pulled)
-    residence: Residence = PRIVATE
+    memory = ParameterMemory()
     if places.regions or wishes.zero_copy:
-        residence = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
+        memory = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
     coding, apart = coding_of(job, plan), methods.copies
-    weights = Weights(plan, layout, coding, residence, _gap(methods, layout), apart=apart)
+    weights = Weights(plan, layout, coding, memory, _gap(methods, layout), apart=apart)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
@@ -91,11 +91,11 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
         credit_bytes=wishes.credit_bytes,
         gpu=weights.gpu,
     )
-    sending: Sending = AtOnce(plan)
+    strategy = PushAtEnd(plan)
     if wishes.overlap and methods.streams:
-        sending = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
+        strategy = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
-    trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, sending)
+    trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, strategy)
     if methods.applied is not None:
         states = ServerStates(exchange, lambda: trainer.sender)
         methods.applied.meet(plan, ModelLayout(plan, methods.held.model), layout, states)

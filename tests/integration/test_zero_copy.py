@@ -89,7 +89,7 @@ def test_training_on_mapped_parameters_gives_the_bits_of_the_reference(kind: str
         worker = cluster.worker(0, zero_copy=zero_copy)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(job.replicas), cluster.timeline)
-        mapped = worker.trainer.weights.residence.shared
+        mapped = worker.trainer.weights.memory.shared
         assert mapped
         while worker.trainer.step < job.steps:
             worker.step(range(job.replicas))
@@ -116,7 +116,7 @@ def test_a_write_to_a_parameter_reaches_nobody_and_is_gone_after_the_next_step(
         first, second = (
             begun(cluster, cluster.worker(number, zero_copy=zero_copy), range(job.replicas)) for number in range(2)
         )
-        (name, *_) = first.trainer.weights.residence.shared
+        (name, *_) = first.trainer.weights.memory.shared
         values = first.values[name].clone()
         while first.trainer.step < job.steps:
             with torch.no_grad():
@@ -144,7 +144,7 @@ def test_whoever_refers_to_a_parameter_sees_every_step_of_it_where_the_server_ha
     job = make_job("adam", model=Even, steps=4)
     with Cluster(job, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
         worker = begun(cluster, cluster.worker(0), range(job.replicas))
-        assert set(worker.trainer.weights.residence.shared) == {name for name, _ in worker.model.named_parameters()}
+        assert set(worker.trainer.weights.memory.shared) == {name for name, _ in worker.model.named_parameters()}
         state = worker.model.state_dict()
         aliases = {
             name: [item.data, item.detach(), state[name], torch.from_numpy(item.detach().numpy()), item.data.view(-1)]
@@ -190,7 +190,7 @@ def test_memory_that_others_have_too_stays_where_it_is() -> None:
         model = worker.model
         assert isinstance(model, Odd)
         begun(cluster, worker, range(job.replicas))
-        assert not worker.trainer.weights.residence.shared
+        assert not worker.trainer.weights.memory.shared
         while worker.trainer.step < job.steps:
             worker.step(range(job.replicas))
             state = cluster.state().params
@@ -207,7 +207,7 @@ def test_a_parameter_that_moves_to_other_processes_memory_while_training_follows
     with Cluster(job, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
         worker = begun(cluster, cluster.worker(0), range(job.replicas))
         moved = worker.values["first.weight"]
-        assert "first.weight" in worker.trainer.weights.residence.shared
+        assert "first.weight" in worker.trainer.weights.memory.shared
         moved.share_memory_()
         while worker.trainer.step < job.steps:
             worker.step(range(job.replicas))
@@ -249,7 +249,7 @@ def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_me
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        names = trainer.weights.residence.shared
+        names = trainer.weights.memory.shared
         gradients = {name: trainer.gradient_view(name) for name in names}
         assert all(view is not None for view in gradients.values())
         places = {name: worker.values[name].data_ptr() for name in names}
@@ -277,7 +277,7 @@ def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors(zero_cop
     job = job_of("wide")
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="auto") as cluster:
         worker = begun(cluster, cluster.worker(0, zero_copy=zero_copy), range(job.replicas))
-        names = worker.trainer.weights.residence.shared
+        names = worker.trainer.weights.memory.shared
         worker.step(range(job.replicas))
         lane = worker.trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane) and lane.name == "shm"
@@ -286,7 +286,7 @@ def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors(zero_cop
             worker.step(range(job.replicas))
         assert lane.name == "tcp"
         assert_same_end(cluster.state(), expected("wide"))
-        assert names and not worker.trainer.weights.residence.shared
+        assert names and not worker.trainer.weights.memory.shared
         for name in names:
             assert torch.equal(worker.values[name], cluster.state().params[name])
 
@@ -315,7 +315,7 @@ def test_what_did_not_change_since_it_lay_in_shared_memory_is_brought_home_when_
         worker = cluster.worker(0, zero_copy=True)
         worker.trainer.exchange.arm()
         worker.trainer.locate([0], cluster.timeline)
-        names = worker.trainer.weights.residence.shared
+        names = worker.trainer.weights.memory.shared
         first = worker.values["idle.weight"].clone()
         worker.step([0])
         assert "idle.weight" in names and not torch.equal(worker.values["idle.weight"], first)
@@ -335,7 +335,7 @@ def test_gradients_computed_in_shared_memory_for_several_replicas_do_not_meet_th
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0, 1], cluster.timeline)
-        names = trainer.weights.residence.shared
+        names = trainer.weights.memory.shared
         before = {name: worker.values[name].clone() for name in names}
         for replica, value in enumerate((1.0, 3.0)):
             shared = {name: trainer.gradient_view(name) for name in names}
@@ -356,7 +356,7 @@ def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        (name, *_) = trainer.weights.residence.shared
+        (name, *_) = trainer.weights.memory.shared
         assert trainer.gradient_view(name) is not None
         # The step waits for replica 1; what replica 0 has sent is counted, and given up by this worker.
         worker.orders.stand = lambda: False
@@ -377,7 +377,7 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        names = trainer.weights.residence.shared
+        names = trainer.weights.memory.shared
         before = {name: worker.values[name].clone() for name in names}
         lent = SharedGradients({name: worker.values[name] for name in names}, trainer.gradient_view)
         lent.zero()
@@ -417,7 +417,7 @@ def test_what_the_server_does_afterwards_is_not_seen_by_a_model_that_was_closed_
         if way == "close":
             worker.trainer.close()
         else:
-            worker.trainer.weights.residence.release()
+            worker.trainer.weights.memory.release()
         for name, values in state.items():
             for piece in published(cluster, name):
                 piece.add_(1.0)
@@ -428,7 +428,7 @@ def test_what_the_server_does_afterwards_is_not_seen_by_a_model_that_was_closed_
         if way == "release":
             # As a worker that was asked to end in the middle of a step: what still comes is copied.
             worker.step(range(job.replicas))
-            assert not worker.trainer.weights.residence.shared
+            assert not worker.trainer.weights.memory.shared
             state = cluster.state().params
             assert all(torch.equal(worker.values[name], values) for name, values in state.items())
 
@@ -530,7 +530,7 @@ def test_overlapping_workers_read_in_place_what_has_come(lost: bool, monkeypatch
         assert_same_end(state, reference(job))
         assert max(pages) > min(pages)
         assert lane.name == ("tcp" if lost else "shm")
-        assert [bool(worker.trainer.weights.residence.shared) for worker in workers] == [not lost, True]
+        assert [bool(worker.trainer.weights.memory.shared) for worker in workers] == [not lost, True]
         for worker in workers:
             assert worker.early_steps == job.steps - 1
             assert all(torch.equal(worker.values[name], value) for name, value in state.params.items())

@@ -72,11 +72,11 @@ class Pulls:
         self.lanes: Mapping[int, Lane] = {0: self.lane}
         places = place(PLAN, self.tensors, self.lanes)
         self.layout = ModelLayout(PLAN, self.tensors)
-        self.residence = InPlace(PLAN, self.layout, self.lanes, places, lends=False)
+        self.memory = InPlace(PLAN, self.layout, self.lanes, places, lends=False)
 
     def copy(self, step: int, key: Key) -> None:
         """A bucket comes by another lane."""
-        self.residence.loaded(key)
+        self.memory.loaded(key)
         self.layout.load(*key, torch.full((SHARD.buckets[key[1]].elements,), float(step)))
 
     def values(self, bucket: int) -> set[float]:

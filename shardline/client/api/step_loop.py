@@ -14,8 +14,8 @@ from shardline.client.api.loop_mistakes import LoopMistakes
 from shardline.client.api.step_runner import StepRunner
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.overlap.watching import StepAgain, StepWatch
+from shardline.client.step.push_strategy import Expected
 from shardline.client.step.retained_contribution import RetainedContribution
-from shardline.client.step.sending import Expected
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig

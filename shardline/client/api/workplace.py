@@ -336,7 +336,7 @@ class Workplace:
         Any thread may call this.
         """
         if self.current is not None:
-            self.current.weights.residence.release()
+            self.current.weights.memory.release()
 
     def interrupt(self) -> None:
         """End what waits for others: the orders have changed. Called on the heartbeat thread."""

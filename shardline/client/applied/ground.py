@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from shardline.client.exchange.arrivals import Key
+from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
@@ -22,20 +22,10 @@ from shardline.waist import Sender
 log = logging.getLogger("shardline.client")
 
 
-class Exchanges(Protocol):
-    """The part of Exchange that is used here."""
-
-    def state(
-        self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()
-    ) -> Sequence[BucketImage] | None: ...
-
-    def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome: ...
-
-
 class ServerStates:
     """The shards of one plan and timeline, as a worker brings its state there and takes it from there."""
 
-    def __init__(self, exchange: Exchanges, sender: Callable[[], Sender]) -> None:
+    def __init__(self, exchange: Exchange, sender: Callable[[], Sender]) -> None:
         self._exchange = exchange
         self._sender = sender
 

@@ -1,10 +1,10 @@
-"""Sends each gradient as it is computed, where possible: see Sending."""
+"""Sends each gradient as it is computed, where possible: see PushAtEnd."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -15,7 +15,7 @@ from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import PushTools
-from shardline.client.step.sending import Begin, Expected, Values
+from shardline.client.step.push_strategy import Begin, Expected, PushAtEnd, Values
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError
@@ -23,7 +23,7 @@ from shardline.errors import JobError
 log = logging.getLogger("shardline.client")
 
 
-class AsComputed:
+class AsComputed(PushAtEnd):
     """Watches backward passes; the first step after a start shows how often each gradient is completed in one."""
 
     def __init__(
@@ -34,6 +34,7 @@ class AsComputed:
         tools: PushTools,
         observer: Observer,
     ) -> None:
+        super().__init__(tools.plan)
         self._job = job
         self._half = half
         self._hooks = hooks
@@ -44,7 +45,6 @@ class AsComputed:
         self.uses: dict[int, None] | None = {}
         self._count: FireCount | None = None
         self._once: set[int] = set()
-        self._ranks = bucket_ranks(tools.plan, range(len(tools.plan.tensors)))
         self._sent_order: dict[int, list[int]] = {}
         """Order of sending in the previous step, by shard."""
         self._push: EarlyPush | None = None
@@ -59,15 +59,12 @@ class AsComputed:
     def begun(self) -> bool:
         return self._push is not None and self._push.begun
 
-    def ranks(self, shard: int) -> Sequence[int]:
-        return self._ranks[shard]
-
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
         at_once = not self._applied_by_bucket or not hold
         return pull_order(self._ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
 
     def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """See Sending. Raises NonFiniteError for the loss."""
+        """See PushAtEnd. Raises NonFiniteError for the loss."""
         step = self._half.step
         if not self._once:
             # The first step only counts how often hooks are called; nothing leaves early.
@@ -140,8 +137,7 @@ class AsComputed:
     def learn(self) -> None:
         if self._count is not None and not self._once:
             self._once = self._count.once
-            plan = self._tools.plan
-            self._ranks = bucket_ranks(plan, list(self.uses) if self.uses else range(len(plan.tensors)))
+            self._ranks = bucket_ranks(self._plan, list(self.uses) if self.uses else range(len(self._plan.tensors)))
         if self._push is not None:
             self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}
 

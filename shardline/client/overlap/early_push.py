@@ -14,7 +14,7 @@ from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.layout import homes
 from shardline.client.step.open_step import PushTools
-from shardline.client.step.sending import Expected
+from shardline.client.step.push_strategy import Expected
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import digest, tensor_bytes

@@ -24,6 +24,7 @@ from torch import nn
 from shardline import codecs, pipeline
 from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
+from shardline.client.step.parameter_memory import ParameterMemory
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec
@@ -286,8 +287,8 @@ def _runs(chosen: NDArray[np.bool_]) -> list[Run]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class InPlace:
-    """Reads pulled parameters where the shards publish them. See Residence.
+class InPlace(ParameterMemory):
+    """Reads pulled parameters where the shards publish them. See ParameterMemory.
 
     places: from place(), made before the layout. lends: gradients may be computed in memory that the shards read.
 
@@ -321,7 +322,6 @@ class InPlace:
         self._lent = _on_host(plan, layout) if lends else {}
         self._lock = threading.Lock()
         self.pending = False
-        """Whether show() has anything to do."""
         self._over = False
         self._told = all(shard.window.copies for shard in self._shards.values())
 
@@ -373,7 +373,7 @@ class InPlace:
         return [*map(torch.Tensor.data_ptr, tensors)] == addresses and address_of(memory) - segment.address == start
 
     def stands(self, key: Key, step: int) -> None:
-        """See Residence: both areas have an unchanged bucket, and the one that is shown will be overwritten."""
+        """See ParameterMemory: both areas have an unchanged bucket, and the one that is shown will be overwritten."""
         published = self._lanes[key[0]].published
         if key not in self._near:
             return

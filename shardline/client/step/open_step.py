@@ -13,7 +13,7 @@ from shardline.client.exchange.live import LivePayloads, ReadyPayloads, drop_all
 from shardline.client.exchange.outcomes import ShardTask
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.exchange.running import Running
-from shardline.client.step.sending import Sending
+from shardline.client.step.push_strategy import PushAtEnd
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.consistency.worker import Stamp
@@ -77,11 +77,11 @@ def filled_payloads(
 class OpenStep:
     """The step that is open for contributions. Used by the computing thread."""
 
-    def __init__(self, methods: WorkerMethods, tools: PushTools, sending: Sending) -> None:
+    def __init__(self, methods: WorkerMethods, tools: PushTools, strategy: PushAtEnd) -> None:
         self._methods = methods
         self._tools = tools
         self._staging = tools.staging
-        self._sending = sending
+        self._strategy = strategy
         self.first = True
         """The first step after a (re)start: parts of a block may already be counted."""
         self.share = Share(tools.plan)
@@ -107,12 +107,12 @@ class OpenStep:
     @property
     def leaves_early(self) -> bool:
         """Whether gradients are expected to leave, or have left, during the backward pass."""
-        return self._sending.early
+        return self._strategy.early
 
     @property
     def uses(self) -> dict[int, None] | None:
-        """See Sending.uses; None except in the first step."""
-        return self._sending.uses if self.first else None
+        """See PushAtEnd.uses; None except in the first step."""
+        return self._strategy.uses if self.first else None
 
     def task(self, shard: int, want: Want, *, patience_s: float) -> ShardTask:
         pushes = self.pushes[shard]
@@ -151,7 +151,7 @@ class OpenStep:
                 coming = [b for b in buckets if self._staging.added((shard, b), block)] if share.partial else buckets
                 if not coming:
                     continue
-                ranks = self._sending.ranks(shard)
+                ranks = self._strategy.ranks(shard)
                 payloads = Whole() if skip else filled_payloads(self._tools, shard, block, ranks, coming)
                 made = self._staging.contribution(block, payloads, stamp, skip=skip, partial=share.partial)
                 self.pushes[shard].append(made)
@@ -171,7 +171,7 @@ class OpenStep:
 
     def close(self) -> None:
         """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""
-        self._sending.end_step()
+        self._strategy.end_step()
         drop_all([push.payloads for pushes in self.pushes.values() for push in pushes])
         self.pushes, self.target, self.running, self.sent = {}, None, None, False
         self._staging.clear()

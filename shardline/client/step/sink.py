@@ -11,7 +11,7 @@ import torch
 from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.device import HostPath
 from shardline.client.layout import ModelLayout
-from shardline.client.step.residence import PRIVATE, Residence
+from shardline.client.step.parameter_memory import ParameterMemory
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, Coding, JobCoding
 from shardline.core.plan import BucketSpec
@@ -38,14 +38,14 @@ class BucketSink:
         arrivals: Arrivals | None = None,
         *,
         host: HostPath | None = None,
-        residence: Residence = PRIVATE,
+        memory: ParameterMemory | None = None,
     ) -> None:
         self._layout = layout
         self._shard = shard
         self._coding = coding
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._host = host
-        self._residence = residence
+        self._kept = memory or ParameterMemory()
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
@@ -127,7 +127,7 @@ class BucketSink:
     def done(self, arrival: Arrival) -> None:
         self.first_s = self.first_s or time.monotonic()
         if arrival.unchanged:
-            self._residence.stands((self._shard, arrival.bucket), arrival.step)
+            self._kept.stands((self._shard, arrival.bucket), arrival.step)
             self._landed(arrival, _nothing)
         elif arrival.bucket in self._in_place:
             self._moved(arrival, functools.partial(self._received, arrival.bucket))
@@ -150,7 +150,7 @@ class BucketSink:
         """Count a bucket's bytes, which went over the wire."""
         self.wire_bytes += arrival.payload_bytes
         self.raw_bytes += self._spec(arrival).nbytes
-        self._residence.loaded((self._shard, arrival.bucket))
+        self._kept.loaded((self._shard, arrival.bucket))
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: Memory) -> None:
@@ -163,7 +163,7 @@ class BucketSink:
         if self._arrivals.holding and not self._arrivals.await_release(HOLD_S):
             raise UnreachableError(f"shard {self._shard}: its published values were not read within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
-        stays = arrival.lasting and self._residence.take((self._shard, arrival.bucket), memoryview(octets(memory)))
+        stays = arrival.lasting and self._kept.take((self._shard, arrival.bucket), memoryview(octets(memory)))
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
         if self._host is not None:
             # The lane may reuse the memory when this returns.

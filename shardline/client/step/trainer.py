@@ -16,7 +16,7 @@ from shardline.client.exchange.pull_sink import PullSink
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import OpenStep, PushTools
-from shardline.client.step.sending import Expected, Sending
+from shardline.client.step.push_strategy import Expected, PushAtEnd
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
@@ -77,7 +77,7 @@ LONGEST_WAIT_S = 600.0
 class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
-    methods: outlives the trainer. route: where the lanes of the exchange lead. sending: how gradients leave. Pulls
+    methods: outlives the trainer. route: where the lanes of the exchange lead. strategy: how gradients leave. Pulls
     write the tensors of `weights`. See make_trainer().
     """
 
@@ -90,7 +90,7 @@ class Trainer:
         weights: Weights,
         tools: PushTools,
         exchange: Exchange,
-        sending: Sending,
+        strategy: PushAtEnd,
     ) -> None:
         self.job = view.job
         self.plan = view.plan
@@ -103,9 +103,9 @@ class Trainer:
         self._route = route
         self._staging = tools.staging
         self.encoders = tools.staging.encoders
-        self._sending = sending
+        self._strategy = strategy
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
-        self.open = OpenStep(methods, tools, sending)
+        self.open = OpenStep(methods, tools, strategy)
         self._start_s = self._computed_s = self._began_s = 0.0
         self._longest_s = 0.0
         """Longest computation of a step so far, in seconds."""
@@ -121,7 +121,7 @@ class Trainer:
         # It contains the unsent gradients of another replica of this worker.
         if self._staging.has_gradients:
             return None
-        return self.weights.residence.gradient(self.plan.index[name])
+        return self.weights.memory.gradient(self.plan.index[name])
 
     # Starting
 
@@ -215,19 +215,19 @@ class Trainer:
         self.check_stepped()
         self.disarm()
         if not _look(self):
-            self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
+            self._strategy.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
         """Raise JobError, after giving it up, if a backward pass sent gradients and no step followed."""
-        if self._sending.begun and not self.open.sent:
-            error = self._sending.not_stepped(self.step)
+        if self._strategy.begun and not self.open.sent:
+            error = self._strategy.not_stepped(self.step)
             self.give_up()
             raise error
 
     def disarm(self) -> None:
         """Stop expecting a backward pass; a push that has begun is not affected."""
         if not self.open.sent:
-            self._sending.disarm()
+            self._strategy.disarm()
 
     def begin_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
         """Start the exchange when the first bucket is ready. Called by a hook during the backward pass."""
@@ -277,9 +277,9 @@ class Trainer:
         values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
         buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER) if outgoing.buffers else {}
         bad = [*loss_names(outgoing.loss), *outgoing.nonfinite]
-        if self._sending.early:
+        if self._strategy.early:
             self._nonfinite.judge(self.step, replica, bad, early=True)
-            self._sending.close(values, buffers, outgoing.hyper)
+            self._strategy.close(values, buffers, outgoing.hyper)
             return
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and self.half.brings_buffers(replica):
@@ -329,14 +329,14 @@ class Trainer:
                 step=self.open.target,
                 ahead=self.half.ahead,
                 have_step=self.weights.have if self.methods.mode.pulls_by_step else self.weights.sinks[shard].base_step,
-                buckets=self._sending.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
+                buckets=self._strategy.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,
             )
             tasks[shard] = self.open.task(shard, want, patience_s=patience_s)
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
         weights, start = self.weights, self.exchange.start
-        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.residence.pulling, here=here)
+        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.memory.pulling, here=here)
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
@@ -351,7 +351,7 @@ class Trainer:
             self.open.running = None
         for shard, pushes in self.open.pushes.items():
             self.meter.pushed(shard, pushes, on_wire=not self.exchange.lanes[shard].by_reference)
-        self._sending.learn()
+        self._strategy.learn()
         dropped = any(push.skip for pushes in self.open.pushes.values() for push in pushes)
         self.methods.versions = base = self.weights.settle(self.open.target)
         skipped = self.half.closed(self.half.step + (not self.open.sent), outcomes, base, dropped=dropped)
@@ -364,10 +364,10 @@ class Trainer:
 
     def close(self) -> None:
         """End threads and calls, free the lanes, remove the hooks from the model."""
-        self._sending.detach()
+        self._strategy.detach()
         self.weights.arrivals.end()
         self.exchange.close()
-        self.weights.residence.release()
+        self.weights.memory.release()
         with contextlib.suppress(UnreachableError):
             self.open.close()
         self._staging.close()
@@ -380,7 +380,7 @@ def _fetch(trainer: Trainer) -> Mapping[int, ShardOutcome]:
     want = Want(step=step, have_step=weights.have, wait_s=exchange.timeouts.server_wait_s)
     tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in trainer.open.share.asks(want).items()}
     weights.begin_pull(hold=False)
-    running = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.residence.pulling)
+    running = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.memory.pulling)
     outcomes = running.wait()
     trainer.methods.versions = weights.settle(step)
     return outcomes

@@ -12,7 +12,7 @@ from shardline.client.exchange.device import ON_HOST, host_path
 from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.running import Running
 from shardline.client.layout import ModelLayout, homes, keys_of
-from shardline.client.step.residence import Residence
+from shardline.client.step.parameter_memory import ParameterMemory
 from shardline.client.step.sink import BucketSink
 from shardline.codecs.coding import JobCoding
 from shardline.core.plan import Plan
@@ -32,7 +32,7 @@ class Weights:
         plan: Plan,
         layout: ModelLayout,
         coding: JobCoding,
-        residence: Residence,
+        memory: ParameterMemory,
         gap: GapMeter,
         *,
         apart: bool = False,
@@ -42,13 +42,13 @@ class Weights:
         self.gap = gap
         self.layout = layout
         self.coding = coding
-        self.residence = residence
+        self.memory = memory
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
         self.gpu = host_path(layout.tensors)
         """Copies to and from the GPU of all tensors; None if they aren't all on one."""
         self._host = self.gpu or ON_HOST
         self.sinks = {
-            s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, residence=residence)
+            s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, memory=memory)
             for s in range(len(plan.shards))
         }
         self._homes = homes(plan)
@@ -75,7 +75,7 @@ class Weights:
         if not hold:
             self._host.fence()
         self.gap.begin()
-        self.residence.begin()
+        self.memory.begin()
         self.arrivals.begin(hold=hold)
 
     def release(self) -> None:
@@ -97,20 +97,20 @@ class Weights:
         numbers = list(tensors)
         wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
         with self._loads:
-            self._load(self.residence.with_neighbours(keys_of(self._homes, wanted)), running)
+            self._load(self.memory.with_neighbours(keys_of(self._homes, wanted)), running)
             with torch.no_grad():
                 self.layout.settle(numbers)
 
     @property
     def incomplete(self) -> bool:
         """Whether wait_for() may have to wait."""
-        return self.arrivals.waiting or self.residence.pending or self.layout.unsettled or self._host.unjoined
+        return self.arrivals.waiting or self.memory.pending or self.layout.unsettled or self._host.unjoined
 
     def _load(self, wanted: Iterable[Key], running: Running | None) -> None:
         keys = list(wanted)
         if self.arrivals.load(keys, running.look if running is not None else _nothing):
             self._host.join(keys)
-            self.residence.show()
+            self.memory.show()
             return
         if running is not None:
             running.wait()
@@ -127,7 +127,7 @@ class Weights:
                 with torch.no_grad():
                     self.layout.settle()
             if step is not None:
-                self.residence.settle()
+                self.memory.settle()
         self.have = step
         self.gap.end()
         return {shard: sink.base_version for shard, sink in self.sinks.items()}

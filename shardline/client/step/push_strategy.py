@@ -1,10 +1,9 @@
-"""How the gradients of a step are sent: all at the end of the step, or each as it is computed."""
+"""How the gradients of a step are sent: all at its end, or each as it is computed (overlap/as_computed.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -33,87 +32,53 @@ Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
 """(block, payloads by shard): called when the first bucket is ready, to start their exchange."""
 
 
-class Sending(Protocol):
-    """The sending of one worker's gradients. Used by the computing thread."""
+class PushAtEnd:
+    """Sends everything when the step ends. Used by the computing thread."""
 
-    uses: dict[int, None] | None
+    uses: dict[int, None] | None = None
     """Tensors in the order of their first use, filled in the first step by the gate; None if unused."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
 
     @property
     def early(self) -> bool:
         """Whether gradients of the open step are expected to leave, or have left, during the backward pass."""
-        ...
+        return False
 
     @property
     def begun(self) -> bool:
         """Whether gradients of the open step may have left during the backward pass."""
-        ...
+        return False
 
     def ranks(self, shard: int) -> Sequence[int]:
         """Rank of each bucket of a shard, 0 = most urgent."""
-        ...
-
-    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        """Buckets in the order in which to request them; [] = the plan's. hold: the backward pass is still running."""
-        ...
-
-    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
-        ...
-
-    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
-        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
-        ...
-
-    def not_stepped(self, step: int) -> Exception:
-        """End an early push that no step() followed; returns the error to raise."""
-        ...
-
-    def disarm(self) -> None:
-        """Stop expecting a backward pass."""
-        ...
-
-    def end_step(self) -> None:
-        """Free what the open step used; it is acknowledged or given up."""
-        ...
-
-    def learn(self) -> None:
-        """Learn from a finished step: order of use and of sending."""
-        ...
-
-    def detach(self) -> None:
-        """Remove all hooks from the model."""
-        ...
-
-
-class AtOnce:
-    """Sends everything when the step ends."""
-
-    uses: dict[int, None] | None = None
-    early = False
-    begun = False
-
-    def __init__(self, plan: Plan) -> None:
-        self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
-
-    def ranks(self, shard: int) -> Sequence[int]:
         return self._ranks[shard]
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        """Buckets in the order in which to request them; [] = the plan's. hold: the backward pass is still running."""
         return []
 
-    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None: ...
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
+        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
         raise AssertionError("nothing is sent early")
 
     def not_stepped(self, step: int) -> Exception:
+        """End an early push that no step() followed; returns the error to raise."""
         raise AssertionError("nothing is sent early")
 
-    def disarm(self) -> None: ...
+    def disarm(self) -> None:
+        """Stop expecting a backward pass."""
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> None:
+        """Free what the open step used; it is acknowledged or given up."""
 
-    def learn(self) -> None: ...
+    def learn(self) -> None:
+        """Learn from a finished step: order of use and of sending."""
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        """Remove all hooks from the model."""
