@@ -106,7 +106,7 @@ class Consistency(Resident):
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """A worker's half for a job of this mode, at the job's beginning."""
-        return OwnPushes(job) if self.whole_pushes else SharedSteps(job)
+        return OwnPushes(job) if self.whole_pushes else SharedSteps(job, by_bucket=not self.waits_for_verdict)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """The server half of this mode for one shard."""

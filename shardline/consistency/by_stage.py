@@ -30,6 +30,8 @@ class StageSteps(SharedSteps):
     `step` counts the worker's own steps, which are those of all its replicas.
     """
 
+    presums: ClassVar[bool] = False
+
     def __init__(self, job: JobSpec) -> None:
         super().__init__(job, steps_with_all=False)
         self._timeline = 0

@@ -32,6 +32,8 @@ from shardline.errors import JobError
 class SpareContributions(SharedSteps):
     """Replicas are not summed before they are sent, since the lead chooses among them."""
 
+    presums: ClassVar[bool] = False
+
     def brings_buffers(self, replica: int) -> bool:
         """See WorkerHalf.brings_buffers: the lowest replica of the choice brings them, whichever that will be."""
         return True
@@ -108,7 +110,7 @@ class Spares(Consistency):
         return needed(replicas, self.spares, self.quorum)
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
-        return SpareContributions(job)
+        return SpareContributions(job, by_bucket=False)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return SpareSteps(storage, terms, self.needed(terms.contributors))

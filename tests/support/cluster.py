@@ -155,7 +155,7 @@ class Worker:
             self.model, self.values, groups, script=False, divided=pipeline.divided(cluster.spec)
         )
         self.trainer.watch.meet(own_layout(self.trainer))
-        self.clips = self.trainer.methods.mode.clips_at_worker and self.job.clip_norm > 0.0
+        self.clips = not self.trainer.half.shares_steps and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:

@@ -34,7 +34,7 @@ class TrainingPosition:
 
 def position_of(methods: WorkerMethods, incarnation: int, *, lost: int) -> TrainingPosition:
     """A worker's current position. lost: steps that its loop has taken since the job ended."""
-    one_step = methods.mode.consistent_cuts
+    one_step = methods.half.shares_steps
     return TrainingPosition(
         step=methods.half.job_step,
         ahead=lost + (methods.ticks.tick if one_step else 0),

@@ -273,7 +273,7 @@ class Session:
     def _gradients(self) -> Mapping[str, torch.Tensor]:
         """The gradients in .grad, by name."""
         clip_norm = self.job.consistency.clip_norm
-        if clip_norm > 0.0 and self.trainer.methods.mode.clips_at_worker:
+        if clip_norm > 0.0 and not self.trainer.half.shares_steps:
             # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
         if self._loop.runner.lent is not None:

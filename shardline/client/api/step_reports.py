@@ -128,9 +128,8 @@ def meter_step(
             metrics.gauge("shardline_loss").set(item.loss)
         if item.drift:
             metrics.gauge("shardline_drift").set(item.drift)
-    if trainer.methods.mode.holds_back:
-        clock = trainer.half.clock
-        metrics.gauge("shardline_clock_pushes").set(trainer.step if clock is None else clock)
+    if trainer.half.clock is not None:
+        metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
     if figures.gap is not None:
         metrics.histogram("shardline_gap").observe(figures.gap)
     push = trainer.weights.coding.push

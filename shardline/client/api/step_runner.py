@@ -302,8 +302,7 @@ class StepRunner:
             return False
         trainer = self.trainer
         if retained.went_back(trainer.half):
-            common = trainer.methods.mode.consistent_cuts
-            raise rolled_back(link.task, trainer.step if common else link.orders.first_step)
+            raise rolled_back(link.task, trainer.step if trainer.half.shares_steps else link.orders.first_step)
         if retained.counted(trainer.half):
             self.closed_by = retained.accept(trainer.half)
         else:
@@ -332,7 +331,7 @@ def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
     No exchange may be running.
     """
     others = [replica for replica in range(trainer.job.replicas) if replica not in owned]
-    if not others or not trainer.methods.mode.assigns_replicas:
+    if not others or not trainer.half.shares_steps:
         return []
     try:
         standings = trainer.standings(others).values()

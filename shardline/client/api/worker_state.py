@@ -55,7 +55,7 @@ class WorkerState:
     @property
     def assigned(self) -> bool:
         """Whether the chief assigns logical replicas to this worker."""
-        return self.trainer.methods.mode.assigns_replicas
+        return self.trainer.half.shares_steps
 
     @property
     def number(self) -> int:
@@ -90,7 +90,7 @@ class WorkerState:
         trainer, link, timeline = self.place.current, self.joined, self.place.timeline
         if trainer is None or link is None or timeline is None:
             return
-        assigned = trainer.methods.mode.assigns_replicas
+        assigned = trainer.half.shares_steps
         if link.lost or self.stepper.interrupts(orders, timeline, assigned=assigned):
             self.place.interrupt()
 

@@ -292,7 +292,7 @@ class Workplace:
     def _say(self, replicas: Sequence[int]) -> Mapping[int, Standing] | None:
         """Ask for the standing of these replicas, see Lane.progress; None unless all servers were told."""
         trainer = self.current
-        if trainer is None or not trainer.methods.mode.holds_back:
+        if trainer is None or trainer.half.clock is None:
             return None
         try:
             return trainer.standings(replicas)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 
-from shardline import consistency
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.priority import bucket_ranks, pull_order
 from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_early
@@ -40,8 +39,6 @@ class AsComputed(PushAtEnd):
         self._hooks = hooks
         self._tools = tools
         self._nonfinite = NonFinite(job.consistency.nan_policy, tools.staging, observer)
-        mode = consistency.of(job.consistency)
-        self._applied_by_bucket = not (mode.whole_pushes or mode.waits_for_verdict)
         self.uses: dict[int, None] | None = {}
         self._count: FireCount | None = None
         self._once: set[int] = set()
@@ -60,7 +57,7 @@ class AsComputed(PushAtEnd):
         return self._push is not None and self._push.begun
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        at_once = not self._applied_by_bucket or not hold
+        at_once = not self._half.by_bucket or not hold
         return pull_order(self._ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
 
     def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
@@ -71,7 +68,7 @@ class AsComputed(PushAtEnd):
             self._count = FireCount()
             self._hooks.listen(self._count)
             return
-        reason = why_not_early(self._job, expected, first=first)
+        reason = why_not_early(self._job, self._half, expected, first=first)
         if reason:
             if reason not in self._told:
                 self._told.add(reason)

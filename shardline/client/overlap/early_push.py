@@ -8,38 +8,32 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardline import codecs, consistency
+from shardline import codecs
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.layout import homes
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.push_strategy import Expected
-from shardline.core.reduce import Block, cover
+from shardline.consistency.worker import WorkerHalf
+from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import JobError
 from shardline.waist import Payload
 
 
-def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
+def why_not_early(job: JobSpec, half: WorkerHalf, expected: Expected, *, first: bool) -> str:
     """Why a replica's gradients can't be sent before all of them are computed; "" if they can. Pure.
 
     first: this is the first step after a (re)start.
     """
-    terms, mode = job.consistency, consistency.of(job.consistency)
     if first:
         return "in the first step after a start, parts of it may already be counted"
-    if mode.clips_at_worker and terms.clip_norm > 0.0:
-        return "clipping in asynchronous mode needs all of them"
-    if mode.clips_at_worker and terms.nan_policy == "skip":
-        return "all shards must skip a gradient that is not finite, which the worker decides in asynchronous mode"
-    if terms.nan_policy == "skip" and expected.loss is None:
+    if reason := half.why_not_early(expected.replica, expected.owned):
+        return reason
+    if job.consistency.nan_policy == "skip" and expected.loss is None:
         return "a loss that is not finite must be detected before anything is sent"
-    if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
-        return "the replicas of this worker need more than one push"
-    if mode.drops_late and len(expected.owned) > 1:
-        return "with spares the replicas of this worker are pushed one by one"
     if len(expected.owned) > 1 and not all(codec.exact for codec in codecs.of(job).ups):
         return "gradients that the codec rounds are not summed before they are sent"
     return ""

@@ -107,7 +107,7 @@ def _area_bytes(plan: Plan, shard: int) -> int:
 def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
     """Why this job's tensors can't be read from and computed in shared memory; "" if they can."""
     codec = codecs.of(job)
-    if not (methods.mode.pulls_by_step and all(one.is_view for one in (*codec.ups, *codec.downs))):
+    if not (methods.half.exact is not None and all(one.is_view for one in (*codec.ups, *codec.downs))):
         # Its replies are made for a single worker.
         return (
             f"zero_copy needs a synchronous job with codec raw; this one is {job.consistency.mode} with codec {codec}"

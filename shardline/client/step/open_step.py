@@ -117,7 +117,7 @@ class OpenStep:
     def task(self, shard: int, want: Want, *, patience_s: float) -> ShardTask:
         pushes = self.pushes[shard]
         # Where nobody else contributes, only what is pushed changes.
-        alone = self._methods.mode.sums_in_tree and self._methods.held.replicas == 1
+        alone = self._methods.half.presums and self._methods.held.replicas == 1
         moves = sum([push.payloads.nbytes for push in pushes]) if alone else None
         return ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s, moves=moves)
 
@@ -131,7 +131,7 @@ class OpenStep:
     def presums(self) -> bool:
         """Whether gradients of the worker's replicas are added up before they are sent."""
         # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
-        exact = self._methods.mode.sums_in_tree and self._staging.encoders.coding.exact
+        exact = self._methods.half.presums and self._staging.encoders.coding.exact
         return exact and not self.first and not self.share.partial
 
     def make_pushes(self) -> None:
@@ -139,9 +139,9 @@ class OpenStep:
         share = self.share
         # Every block was added to all buckets, unless there are stages.
         blocks = self._staging.blocks(share.keys if share.partial else share.keys[:1])
-        mode = self._methods.mode
-        skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
-        if mode.whole_pushes and len(blocks) > 1:
+        alone = not self._methods.half.shares_steps
+        skip = bool(self._staging.extras.nonfinite) and alone
+        if alone and len(blocks) > 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
         for shard in share.shards:
             self.pushes[shard] = []

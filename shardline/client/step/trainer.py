@@ -328,7 +328,7 @@ class Trainer:
             want = Want(
                 step=self.open.target,
                 ahead=self.half.ahead,
-                have_step=self.weights.have if self.methods.mode.pulls_by_step else self.weights.sinks[shard].base_step,
+                have_step=self.weights.sinks[shard].base_step if self.open.target is None else self.weights.have,
                 buckets=self._strategy.pull_order(shard, hold=hold) or self.open.share.buckets(shard),
                 wait_s=wait_s,
             )

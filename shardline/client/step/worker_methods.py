@@ -43,7 +43,7 @@ class WorkerMethods:
         self.copies = self.cadence.sends is Sends.DELTAS or self.unbroken
         """Passes compute with other tensors than those that pulls fill."""
         codec = codecs.of(job)
-        self.fetches_again = self.mode.pulls_by_step and not applies and all(down.is_view for down in codec.downs)
+        self.fetches_again = self.half.exact is not None and not applies and all(down.is_view for down in codec.downs)
         """A step's parameters can be pulled a second time, with the same bits."""
         self.goes_on = self.cadence.rounds.overlap > 0 or self.unbroken
         """The next step begins while this one is exchanged."""
@@ -80,7 +80,7 @@ class WorkerMethods:
         made = PushEncoders(
             coding,
             seed=self._job.seed,
-            sender=index if self.mode.whole_pushes else None,
+            sender=None if self.half.shares_steps else index,
             keep_every=self._job.checkpoint_every,
             cut_after=self._cut_after,
         )

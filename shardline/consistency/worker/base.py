@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardline.core.fixed import fixed
 from shardline.core.orders import ACKNOWLEDGED, LOST, SINCE
@@ -42,12 +43,19 @@ class ComputedAt:
 class WorkerHalf(abc.ABC):
     """One worker's position in its job. Used by one thread; outlives servers and timelines."""
 
-    def __init__(self, job: JobSpec, *, steps_with_all: bool = True) -> None:
+    shares_steps: ClassVar[bool]
+    """A gradient is a part of a step that all replicas make together, whose numbers the chief and all shards know.
+    False: it is an update by itself, which the worker numbers, clips, or gives up alone."""
+    presums: ClassVar[bool] = False
+    """Gradients of a block of this worker's replicas may be added up before they are sent."""
+
+    def __init__(self, job: JobSpec, *, steps_with_all: bool = True, by_bucket: bool = True) -> None:
         """steps_with_all: in a pipeline all replicas have the same step, so that all are asked about; False: those that
-        are bound to the worker's own.
+        are bound to the worker's own. by_bucket: a shard can answer with one bucket before it has all of a push.
         """
         self.job = job
         self.steps_with_all = steps_with_all
+        self.by_bucket = by_bucket
         self.step = 0
         """The step of the parameters that the model has, or will have after the running exchange."""
         self.acknowledged: dict[int, int] = {}
@@ -129,6 +137,10 @@ class WorkerHalf(abc.ABC):
     @abc.abstractmethod
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
         """Blocks that these replicas' gradients make when all of them have contributed."""
+
+    @abc.abstractmethod
+    def why_not_early(self, replica: int, owned: Collection[int]) -> str:
+        """Why a replica's gradients can't leave before all of them are computed; "" if they can. owned: the worker's."""
 
     @abc.abstractmethod
     def stamp(self, shard: int) -> Stamp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from shardline.consistency.numbered_pushes import resume
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
@@ -17,8 +18,10 @@ class OwnPushes(WorkerHalf):
     `step` counts this worker's pushes, whatever their outcomes.
     """
 
+    shares_steps: ClassVar[bool] = False
+
     def __init__(self, job: JobSpec) -> None:
-        super().__init__(job)
+        super().__init__(job, by_bucket=False)
         self.known = 0, 0, {}
 
     @property
@@ -57,6 +60,13 @@ class OwnPushes(WorkerHalf):
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
         return (Block(0, 1),)
+
+    def why_not_early(self, replica: int, owned: Collection[int]) -> str:
+        if self.job.consistency.clip_norm > 0.0:
+            return "clipping in asynchronous mode needs all of them"
+        if self.job.consistency.nan_policy == "skip":
+            return "all shards must skip a gradient that is not finite, which the worker decides in asynchronous mode"
+        return ""
 
     def stamp(self, shard: int) -> Stamp:
         return Stamp(seq=self.acknowledged.get(shard, 0) + 1, base=self.base.get(shard, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.core.reduce import Block, cover
@@ -11,6 +12,9 @@ from shardline.waist import Standing
 
 class SharedSteps(WorkerHalf):
     """A contribution belongs to (step, replica): resending is harmless, and only that step is waited for."""
+
+    shares_steps: ClassVar[bool] = True
+    presums: ClassVar[bool] = True
 
     @property
     def job_step(self) -> int:
@@ -49,6 +53,11 @@ class SharedSteps(WorkerHalf):
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
         return cover(owned, self.job.replicas)
+
+    def why_not_early(self, replica: int, owned: Collection[int]) -> str:
+        if len(self.blocks(owned)) > 1 or max(owned) != replica:
+            return "the replicas of this worker need more than one push"
+        return ""
 
     def stamp(self, shard: int) -> Stamp:
         return Stamp(step=self.step)
