@@ -140,7 +140,7 @@ class WorkerHalf(abc.ABC):
 
     @abc.abstractmethod
     def why_not_early(self, replica: int, owned: Collection[int]) -> str:
-        """Why a replica's gradients can't leave before all of them are computed; "" if they can. owned: the worker's."""
+        """Why a replica's gradients can't leave before all are computed; "" if they can. owned: the worker's."""
 
     @abc.abstractmethod
     def stamp(self, shard: int) -> Stamp:
