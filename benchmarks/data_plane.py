@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.process import ContenderError
-from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Restart
+from shardline.client.exchange.retrying import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardline.cadence import Sends
 from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.gap import GapMeter
-from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.retrying import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
 from shardline.client.overlap.as_computed import AsComputed

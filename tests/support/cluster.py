@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardline import pipeline, topology
-from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.exchange.retrying import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import ModelWatch

@@ -239,7 +239,7 @@ FIGURES = {
     "services/shardline_ps/shard/storage.py",
     "shardline/client/api/step_reports.py",
     "shardline/client/exchange/live.py",
-    "shardline/client/exchange/running.py",
+    "shardline/client/exchange/retrying.py",
     "shardline/client/exchange/shard_exchange.py",
     "shardline/client/overlap/watching.py",
     "shardline/client/parcels/mailbox.py",

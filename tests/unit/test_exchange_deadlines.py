@@ -9,13 +9,11 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from shardline.client.exchange import arrivals
-from shardline.client.exchange import running as running_module
+from shardline.client.exchange import arrivals, shard_exchange
 from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.live import ReadyPayloads
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
-from shardline.client.exchange.running import Running
-from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.exchange.shard_exchange import Exchange, Running
 from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
@@ -37,7 +35,7 @@ TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_module, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(shard_exchange, "LOOK_S", LOOK_S)
     monkeypatch.setattr(arrivals, "LOOK_S", LOOK_S)
 
 

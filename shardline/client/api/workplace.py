@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardline import pipeline, topology
-from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.client.exchange.retrying import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.retrying import Observer
 from shardline.client.step.staging import GradientStaging
 from shardline.errors import NonFiniteError
 

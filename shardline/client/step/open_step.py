@@ -12,7 +12,7 @@ from shardline.client.exchange.device import HostPath
 from shardline.client.exchange.live import LivePayloads, ReadyPayloads, drop_all
 from shardline.client.exchange.outcomes import ShardTask
 from shardline.client.exchange.priority import SendQueue, default_credit
-from shardline.client.exchange.running import Running
+from shardline.client.exchange.shard_exchange import Running
 from shardline.client.step.push_strategy import PushAtEnd
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods

@@ -12,7 +12,7 @@ import torch
 from shardline.cadence import Outgoing
 from shardline.client.exchange.live import LivePayloads, ReadyPayloads
 from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
-from shardline.client.exchange.pull_sink import PullSink
+from shardline.client.exchange.retrying import PullSink
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import OpenStep, PushTools

@@ -10,7 +10,7 @@ import torch
 from shardline.client.exchange.arrivals import Arrivals, Key
 from shardline.client.exchange.device import ON_HOST, host_path
 from shardline.client.exchange.gap import GapMeter
-from shardline.client.exchange.running import Running
+from shardline.client.exchange.shard_exchange import Running
 from shardline.client.layout import ModelLayout, homes, keys_of
 from shardline.client.step.parameter_memory import ParameterMemory
 from shardline.client.step.sink import BucketSink
