@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from shardline.cadence import Sends
 from shardline.client.applied.ground import ServerStates
-from shardline.client.exchange.gap import GapMeter
 from shardline.client.exchange.retrying import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
@@ -15,11 +14,11 @@ from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.open_step import PushTools
-from shardline.client.step.parameter_memory import ParameterMemory
 from shardline.client.step.push_strategy import PushAtEnd
+from shardline.client.step.sink import ParameterMemory
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer
-from shardline.client.step.weights import Weights
+from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.codecs import coding_of
 from shardline.consistency import Clock

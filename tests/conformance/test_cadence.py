@@ -469,7 +469,7 @@ def test_the_mean_of_replicas_that_train_alone_for_a_while() -> None:
 
 
 def test_ticks_number_all_passes_of_a_job() -> None:
-    ticks = Ticks(toy_cadence.Every(steps=3))
+    ticks = Ticks(toy_cadence.Every(steps=3).rounds)
     numbers, step = [], 0
     for _ in range(5):
         numbers.append(ticks.number(step))

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardline import schedule
 from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.live import LivePayloads, Unready
+from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.client.layout import copy_each
 from shardline.client.step.push_strategy import Expected
 from shardline.errors import JobError, NonFiniteError

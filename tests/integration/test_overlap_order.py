@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from shardline.client.exchange.priority import pull_order
+from shardline.client.exchange.streaming_payloads import pull_order
 from shardline.client.layout import homes
 from shardline.client.overlap import as_computed
 from shardline.core.tensor_bytes import Buffer

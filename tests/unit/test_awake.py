@@ -238,7 +238,7 @@ FIGURES = {
     "evaluator/shardline_evaluator/scoring.py",
     "services/shardline_ps/shard/storage.py",
     "shardline/client/api/step_reports.py",
-    "shardline/client/exchange/live.py",
+    "shardline/client/exchange/streaming_payloads.py",
     "shardline/client/exchange/retrying.py",
     "shardline/client/exchange/shard_exchange.py",
     "shardline/client/overlap/watching.py",

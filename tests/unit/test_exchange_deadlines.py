@@ -11,9 +11,9 @@ import torch
 
 from shardline.client.exchange import arrivals, shard_exchange
 from shardline.client.exchange.arrivals import Arrivals
-from shardline.client.exchange.live import ReadyPayloads
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
 from shardline.client.exchange.shard_exchange import Exchange, Running
+from shardline.client.exchange.streaming_payloads import ReadyPayloads
 from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of

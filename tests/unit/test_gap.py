@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.client.exchange.gap import EVERY, SAMPLE, GapMeter
+from shardline.client.step.weights import EVERY, SAMPLE, GapMeter
 from tests.support.cluster import Cluster
 from tests.support.jobs import make_job
 

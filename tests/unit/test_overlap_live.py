@@ -8,8 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardline.client.exchange.live import LivePayloads, Unready
-from shardline.client.exchange.priority import SendQueue
+from shardline.client.exchange.streaming_payloads import LivePayloads, SendQueue, Unready
 from shardline.errors import UnreachableError
 from shardline.waist import Payload
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardline.client.exchange.priority import CREDIT_FLOOR_BYTES, SendQueue, bucket_ranks, default_credit, pull_order
+from shardline.client.exchange.streaming_payloads import (
+    CREDIT_FLOOR_BYTES,
+    SendQueue,
+    bucket_ranks,
+    default_credit,
+    pull_order,
+)
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind, TensorSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardline.client.step.parallel_map import WORTH_BYTES, ParallelMap
+from shardline.client.step.staging import WORTH_BYTES, ParallelMap
 
 DEADLINE_S = 10.0
 

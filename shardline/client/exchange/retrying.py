@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from shardline.client.exchange.live import LivePayloads, Unready
 from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts

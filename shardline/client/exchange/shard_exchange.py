@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardline.client.exchange.arrivals import LOOK_S
-from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask, check_ack, check_end, rank
 from shardline.client.exchange.retrying import SLOWEST_BYTES_PER_S, Observer, PullSink, Retrying, SilentShards
+from shardline.client.exchange.streaming_payloads import LivePayloads
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from shardline.client.exchange.priority import bucket_ranks, pull_order
 from shardline.client.exchange.retrying import Observer
+from shardline.client.exchange.streaming_payloads import bucket_ranks, pull_order
 from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_early
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.step.finite import NonFinite, loss_names

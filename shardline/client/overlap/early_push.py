@@ -10,8 +10,7 @@ import torch
 
 from shardline import codecs
 from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.live import LivePayloads
-from shardline.client.exchange.priority import SendQueue, default_credit
+from shardline.client.exchange.streaming_payloads import LivePayloads, SendQueue, default_credit
 from shardline.client.layout import homes
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.push_strategy import Expected

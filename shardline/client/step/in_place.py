@@ -24,7 +24,7 @@ from torch import nn
 from shardline import codecs, pipeline
 from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
-from shardline.client.step.parameter_memory import ParameterMemory
+from shardline.client.step.sink import ParameterMemory
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from shardline.client.exchange.device import HostPath
-from shardline.client.exchange.live import LivePayloads, ReadyPayloads, drop_all
 from shardline.client.exchange.outcomes import ShardTask
-from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.exchange.shard_exchange import Running
+from shardline.client.exchange.streaming_payloads import (
+    LivePayloads,
+    ReadyPayloads,
+    SendQueue,
+    default_credit,
+    drop_all,
+)
 from shardline.client.step.push_strategy import PushAtEnd
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.worker_methods import WorkerMethods

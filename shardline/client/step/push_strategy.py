@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardline.client.exchange.live import LivePayloads
-from shardline.client.exchange.priority import bucket_ranks
+from shardline.client.exchange.streaming_payloads import LivePayloads, bucket_ranks
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 

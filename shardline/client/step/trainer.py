@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from shardline.cadence import Outgoing
-from shardline.client.exchange.live import LivePayloads, ReadyPayloads
 from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
 from shardline.client.exchange.retrying import PullSink
 from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.exchange.streaming_payloads import LivePayloads, ReadyPayloads
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import OpenStep, PushTools
 from shardline.client.step.push_strategy import Expected, PushAtEnd
