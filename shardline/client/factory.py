@@ -13,8 +13,7 @@ from shardline.client.layout import ModelLayout
 from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
-from shardline.client.step.open_step import PushTools
-from shardline.client.step.push_strategy import PushAtEnd
+from shardline.client.step.open_step import PushAtEnd, PushTools
 from shardline.client.step.sink import ParameterMemory
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.api.worker_state import WorkerState
+from shardline.client.api.step_runner import WorkerState
 from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job

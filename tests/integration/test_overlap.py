@@ -17,7 +17,7 @@ from shardline import schedule
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.client.layout import copy_each
-from shardline.client.step.push_strategy import Expected
+from shardline.client.step.open_step import Expected
 from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import Lane
 from shardline.model import named_values

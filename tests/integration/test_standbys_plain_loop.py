@@ -17,7 +17,7 @@ from torch import nn
 
 from shardline.client.api import joining, workplace
 from shardline.client.api.session import Session
-from shardline.client.step.retained_contribution import RetainedContribution
+from shardline.client.step.trainer import RetainedContribution
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.consistency import of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline.client.api import step_runner
-from shardline.client.api.loop_mistakes import MissingSteps
+from shardline.client.api.stepper import MissingSteps
 from shardline.errors import JobError
 from tests.support.services import Services, backward, make_model
 

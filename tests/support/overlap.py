@@ -15,7 +15,7 @@ from shardline.client.factory import Wishes
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
 from shardline.client.overlap.watching import StepWatch
-from shardline.client.step.push_strategy import Expected
+from shardline.client.step.open_step import Expected
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane

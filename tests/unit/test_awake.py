@@ -243,7 +243,6 @@ FIGURES = {
     "shardline/client/exchange/shard_exchange.py",
     "shardline/client/overlap/watching.py",
     "shardline/client/parcels/mailbox.py",
-    "shardline/client/step/retained_contribution.py",
     "shardline/client/step/sink.py",
     "shardline/client/step/trainer.py",
     "shardline/rpc/beat_facts.py",

@@ -90,11 +90,11 @@ def pulls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(window, "COPIED_BYTES", 0)
     made = Pulls(moves=moves)
     yield made
-    made.residence.release()
+    made.memory.release()
 
 
 def test_the_plan_here_has_buckets_that_share_pages(pulls: Pulls) -> None:
-    near = {key: set(pulls.residence.with_neighbours([key])) for key in KEYS}
+    near = {key: set(pulls.memory.with_neighbours([key])) for key in KEYS}
     assert len(KEYS) > 5 and all(key in found for key, found in near.items())
     assert all(other in near[key] for key in KEYS for other in KEYS if key in near[other])
     assert {(0, 1)} < near[0, 1] < set(KEYS)
@@ -105,25 +105,25 @@ def test_a_bucket_is_there_as_soon_as_its_neighbours_are_whatever_the_order(pull
     order = random.Random(seed)
     places = [tensor.data_ptr() for tensor in pulls.layout.tensors]
     for step in range(1, 6):
-        pulls.residence.begin()
-        pulls.residence.pulling()
+        pulls.memory.begin()
+        pulls.memory.pulling()
         came: set[Key] = set()
         for key in order.sample(KEYS, len(KEYS)):
-            assert pulls.residence.take(key, pulls.lane.publish(step, key)) and pulls.residence.pending
+            assert pulls.memory.take(key, pulls.lane.publish(step, key)) and pulls.memory.pending
             came.add(key)
             if order.random() < 0.5:
-                pulls.residence.show()
-                assert not pulls.residence.pending
+                pulls.memory.show()
+                assert not pulls.memory.pending
                 for other in KEYS:
-                    if came.issuperset(pulls.residence.with_neighbours([other])):
+                    if came.issuperset(pulls.memory.with_neighbours([other])):
                         assert pulls.values(other[1]) == {step}
                     elif other not in came:
                         assert step not in pulls.values(other[1])
-        pulls.residence.settle()
+        pulls.memory.settle()
         assert all(pulls.values(bucket) == {step} for _, bucket in KEYS)
         pulls.layout.tensors[seed % 9].fill_(77.0)
     assert places == [tensor.data_ptr() for tensor in pulls.layout.tensors]
-    assert len(pulls.residence.shared) == len(SIZES) * pulls.moves
+    assert len(pulls.memory.shared) == len(SIZES) * pulls.moves
 
 
 def test_values_are_pending_until_they_are_shown(pulls: Pulls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,27 +132,27 @@ def test_values_are_pending_until_they_are_shown(pulls: Pulls, monkeypatch: pyte
     show = window.Window.show
 
     def watched(*args: Any) -> None:
-        seen.append(pulls.residence.pending)
+        seen.append(pulls.memory.pending)
         show(*args)
 
     monkeypatch.setattr(window.Window, "show", watched)
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS:
-        pulls.residence.take(key, pulls.lane.publish(1, key))
-    pulls.residence.show()
+        pulls.memory.take(key, pulls.lane.publish(1, key))
+    pulls.memory.show()
     assert seen == [True]
-    assert not pulls.residence.pending
+    assert not pulls.memory.pending
 
 
 def test_what_read_a_tensor_before_its_values_were_shown_fails_in_backward(pulls: Pulls) -> None:
     tensor = pulls.layout.tensors[0].requires_grad_()
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS:
-        pulls.residence.take(key, pulls.lane.publish(1, key))
+        pulls.memory.take(key, pulls.lane.publish(1, key))
     early = tensor.square().sum()
-    pulls.residence.show()
+    pulls.memory.show()
     late = tensor.square().sum()
-    pulls.residence.settle()
+    pulls.memory.settle()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         early.backward()
     late.backward()
@@ -164,19 +164,19 @@ def test_a_pull_that_comes_in_part_by_another_lane_is_complete_and_private(pulls
     order = random.Random(seed)
     for step in range(1, 9):
         pulls.lane.open = True
-        pulls.residence.begin()
+        pulls.memory.begin()
         for count, key in enumerate(order.sample(KEYS, len(KEYS))):
             if step % 2 and count >= len(KEYS) // 2:
                 # The lane is lost in mid-pull; what its segments have is what came by it.
                 pulls.lane.open = False
                 pulls.copy(step, key)
             else:
-                assert pulls.residence.take(key, pulls.lane.publish(step, key))
+                assert pulls.memory.take(key, pulls.lane.publish(step, key))
             if order.random() < 0.3:
-                pulls.residence.show()
-        pulls.residence.settle()
+                pulls.memory.show()
+        pulls.memory.settle()
         assert all(pulls.values(bucket) == {step} for _, bucket in KEYS)
-        assert bool(pulls.residence.shared) == (pulls.moves and step % 2 == 0)
+        assert bool(pulls.memory.shared) == (pulls.moves and step % 2 == 0)
         # Nothing that the server does now is seen: the next values come with a pull.
         for key in KEYS:
             pulls.lane.publish(step + 1, key)
@@ -185,32 +185,32 @@ def test_a_pull_that_comes_in_part_by_another_lane_is_complete_and_private(pulls
 
 def test_a_pull_from_two_generations_of_segments_has_what_each_of_them_had(pulls: Pulls) -> None:
     later = Shared()
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS[:4]:
-        pulls.residence.take(key, pulls.lane.publish(1, key))
-    pulls.residence.show()
+        pulls.memory.take(key, pulls.lane.publish(1, key))
+    pulls.memory.show()
     for key in KEYS[4:]:
-        pulls.residence.take(key, later.publish(1, key))
-    pulls.residence.settle()
+        pulls.memory.take(key, later.publish(1, key))
+    pulls.memory.settle()
     assert all(pulls.values(bucket) == {1} for _, bucket in KEYS)
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS:
-        pulls.residence.take(key, later.publish(2, key))
-    pulls.residence.settle()
-    assert all(pulls.values(bucket) == {2} for _, bucket in KEYS) and bool(pulls.residence.shared) == pulls.moves
+        pulls.memory.take(key, later.publish(2, key))
+    pulls.memory.settle()
+    assert all(pulls.values(bucket) == {2} for _, bucket in KEYS) and bool(pulls.memory.shared) == pulls.moves
 
 
 def test_what_is_unchanged_is_shown_where_it_will_not_be_overwritten(pulls: Pulls) -> None:
     for step in range(1, 7):
-        pulls.residence.begin()
+        pulls.memory.begin()
         for key in KEYS:
             if key[1] % 2 and step > 1:
                 # As a shard does that skips the bucket: both areas have its values.
                 pulls.lane.publish(step, key, value=1)
-                pulls.residence.stands(key, step)
+                pulls.memory.stands(key, step)
             else:
-                pulls.residence.take(key, pulls.lane.publish(step, key))
-        pulls.residence.settle()
+                pulls.memory.take(key, pulls.lane.publish(step, key))
+        pulls.memory.settle()
         # The area of the step before is the one that the server writes to next.
         for key in KEYS:
             pulls.lane.publish(step + 1, key, value=55)
@@ -221,17 +221,17 @@ def test_what_is_unchanged_is_shown_where_it_will_not_be_overwritten(pulls: Pull
 
 
 def test_what_is_unchanged_while_the_lane_is_lost_is_kept(pulls: Pulls) -> None:
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS:
-        pulls.residence.take(key, pulls.lane.publish(1, key))
-    pulls.residence.settle()
-    pulls.residence.begin()
+        pulls.memory.take(key, pulls.lane.publish(1, key))
+    pulls.memory.settle()
+    pulls.memory.begin()
     for key in KEYS[:3]:
-        pulls.residence.take(key, pulls.lane.publish(2, key))
+        pulls.memory.take(key, pulls.lane.publish(2, key))
     pulls.lane.open = False
     for key in KEYS[3:]:
-        pulls.residence.stands(key, 2)
-    pulls.residence.settle()
+        pulls.memory.stands(key, 2)
+    pulls.memory.settle()
     for key in KEYS:
         pulls.lane.publish(3, key)
         pulls.lane.publish(4, key)
@@ -239,24 +239,24 @@ def test_what_is_unchanged_while_the_lane_is_lost_is_kept(pulls: Pulls) -> None:
 
 
 def test_after_a_release_nothing_stays_in_shared_memory(pulls: Pulls) -> None:
-    pulls.residence.begin()
+    pulls.memory.begin()
     for key in KEYS[:-1]:
-        pulls.residence.take(key, pulls.lane.publish(1, key))
-    pulls.residence.show()
-    pulls.residence.release()
-    assert not pulls.residence.take(KEYS[-1], pulls.lane.publish(1, KEYS[-1]))
+        pulls.memory.take(key, pulls.lane.publish(1, key))
+    pulls.memory.show()
+    pulls.memory.release()
+    assert not pulls.memory.take(KEYS[-1], pulls.lane.publish(1, KEYS[-1]))
     pulls.copy(1, KEYS[-1])
-    pulls.residence.settle()
+    pulls.memory.settle()
     for key in KEYS:
         pulls.lane.publish(3, key)
-    assert all(pulls.values(bucket) == {1} for _, bucket in KEYS) and not pulls.residence.shared
+    assert all(pulls.values(bucket) == {1} for _, bucket in KEYS) and not pulls.memory.shared
 
 
 def test_memory_that_does_not_lie_as_the_window_does_is_left_to_be_copied(pulls: Pulls) -> None:
     other = pulls.lane.publish(1, KEYS[0])
-    assert not pulls.residence.take(KEYS[1], other)
-    assert not pulls.residence.take(KEYS[0], memoryview(bytearray(other)))
-    assert not pulls.residence.take((1, 0), other)
+    assert not pulls.memory.take(KEYS[1], other)
+    assert not pulls.memory.take(KEYS[0], memoryview(bytearray(other)))
+    assert not pulls.memory.take((1, 0), other)
 
 
 def test_the_next_trainer_of_a_plan_finds_the_tensors_where_they_are(pulls: Pulls) -> None:

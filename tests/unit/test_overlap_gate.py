@@ -29,7 +29,7 @@ from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.overlap.reach import Reach, tables_of
 from shardline.client.overlap.watching import StepAgain
-from shardline.client.step.push_strategy import Expected as Expectation
+from shardline.client.step.open_step import Expected as Expectation
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors, named_values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.client.api.loop_mistakes import MissingSteps
+from shardline.client.api.stepper import MissingSteps
 from shardline.errors import JobError
 
 

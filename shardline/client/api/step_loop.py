@@ -10,25 +10,80 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from shardline.client.api.barrier import Barrier
-from shardline.client.api.loop_mistakes import LoopMistakes
 from shardline.client.api.step_runner import StepRunner
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.overlap.watching import StepAgain, StepWatch
-from shardline.client.step.push_strategy import Expected
-from shardline.client.step.retained_contribution import RetainedContribution
+from shardline.client.step.open_step import Expected
 from shardline.client.step.shared_gradients import SharedGradients
-from shardline.client.step.trainer import Trainer
+from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import Phase, StepReport
 from shardline.data import UNWATCHED, Watch
-from shardline.errors import JobError
+from shardline.errors import JobError, JobStopped
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 
 Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that differ from the job's, by parameter group."""
+
+
+class LoopMistakes:
+    """Logs, once, mistakes of a script's own loop that it would not notice. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._goes_on = 0
+        """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
+        self._refused = 0
+
+    @property
+    def lost(self) -> int:
+        """Steps that the loop has taken although the job had ended: those after the first JobStopped."""
+        return max(0, self._refused - 1)
+
+    def stopped(self, link: ChiefLink, step: int) -> None:
+        """Raise JobStopped: nothing but this tells the loop that its step was not made, because the job has ended.
+
+        step: that of the parameters in the model.
+        """
+        link.wait(lambda o: o.stop_step > 0 or o.fenced or o.phase is Phase.ENDED, timeout_s=link.timeouts.rpc_s)
+        orders = link.orders
+        self._refused += 1
+        # If it isn't known in time, this worker's own step is the best guess.
+        step = orders.stop_step or step
+        what = "this worker left the job" if orders.fenced else "the job ended"
+        what += f" with exit code {orders.exit_code}" if orders.exit_code else ""
+        why = f" ({orders.reason})" if orders.reason else ""
+        error = JobStopped(
+            f"{link.task}: {what} at step {step}{why}; optimizer.step() changed nothing. Leave the loop; "
+            "--resume continues the job",
+            step,
+        )
+        if not self.lost:
+            # Python says nothing when a SystemExit ends the process.
+            log.warning("%s", error)
+        raise error
+
+    def attached(self, step: int) -> None:
+        self._goes_on = step
+
+    def knows_the_step(self) -> None:
+        """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
+        self._goes_on = 0
+
+    def about_to_step(self) -> None:
+        """Warn of steps that will be done twice."""
+        if self._goes_on:
+            log.warning(
+                "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
+                "nor loaded an optimizer state of that step: a loop that counts from 0 repeats %d steps. Loop over "
+                "session.steps(), or let the Trainer resume from its own checkpoint of step %d "
+                "(resume_from_checkpoint=, ckpt_path=)",
+                *(self._goes_on,) * 3,
+            )
+            self._goes_on = 0
 
 
 class StepLoop:

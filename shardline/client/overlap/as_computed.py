@@ -12,9 +12,8 @@ from shardline.client.exchange.retrying import Observer
 from shardline.client.exchange.streaming_payloads import bucket_ranks, pull_order
 from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_early
 from shardline.client.overlap.hooks import FireCount, GradientHooks
-from shardline.client.step.finite import NonFinite, loss_names
-from shardline.client.step.open_step import PushTools
-from shardline.client.step.push_strategy import Begin, Expected, PushAtEnd, Values
+from shardline.client.step.open_step import Begin, Expected, PushAtEnd, PushTools, Values
+from shardline.client.step.staging import NonFinite, loss_names
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError

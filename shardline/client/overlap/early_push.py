@@ -12,8 +12,7 @@ from shardline import codecs
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.streaming_payloads import LivePayloads, SendQueue, default_credit
 from shardline.client.layout import homes
-from shardline.client.step.open_step import PushTools
-from shardline.client.step.push_strategy import Expected
+from shardline.client.step.open_step import Expected, PushTools
 from shardline.consistency.worker import WorkerHalf
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind

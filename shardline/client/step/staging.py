@@ -14,6 +14,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
+from shardline.client.exchange.retrying import Observer
 from shardline.client.layout import copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -24,7 +25,7 @@ from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
-from shardline.errors import JobError
+from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import usable_cores
 from shardline.host.segments import Segment
 from shardline.native.kernels import Copies, outgrows_cache
@@ -477,3 +478,47 @@ class ParallelMap:
         """End the threads; may be called twice. each() must not be called afterwards."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+class NonFinite:
+    """A worker's handling of NaN and infinity. policy: the job's nan_policy."""
+
+    def __init__(self, policy: str, staging: GradientStaging, observer: Observer) -> None:
+        self._policy = policy
+        self._staging = staging
+        self._observer = observer
+
+    def judge(self, step: int, replica: int, bad: Sequence[str], *, early: bool = False) -> None:
+        """Handle a loss ("loss") or gradients (by name) that are not finite. Raises NonFiniteError under "stop".
+
+        early: found on a lane's thread, while other gradients of the step are being sent.
+        """
+        if not bad:
+            return
+        for name in bad:
+            self._observer.not_finite(name)
+        if self._policy == "stop":
+            if not early:
+                self._staging.clear()
+            raise stop_error(step, replica, bad, early=early)
+        if not early:
+            named = self._staging.extras.nonfinite
+            named.extend(name for name in bad if name not in named)
+
+
+def loss_names(loss: float | None) -> list[str]:
+    """["loss"] if it is NaN or infinite, else []."""
+    return [] if loss is None or -float("inf") < loss < float("inf") else ["loss"]
+
+
+def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> NonFiniteError:
+    """The error of the policy "stop". bad: "loss" and names of tensors. early: found while gradients were leaving."""
+    sent = "other gradients of this step may already have been sent and applied" if early else "nothing was sent"
+    return NonFiniteError(
+        f"step {step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
+        "Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
+    )
+
+
+def _names(bad: Iterable[str]) -> str:
+    return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)

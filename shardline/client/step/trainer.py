@@ -14,13 +14,13 @@ from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask,
 from shardline.client.exchange.retrying import PullSink
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.exchange.streaming_payloads import LivePayloads, ReadyPayloads
-from shardline.client.step.finite import NonFinite, loss_names
-from shardline.client.step.open_step import OpenStep, PushTools
-from shardline.client.step.push_strategy import Expected, PushAtEnd
-from shardline.client.step.staging import initial_contribution
+from shardline.client.step.open_step import Expected, OpenStep, PushAtEnd, PushTools
+from shardline.client.step.staging import NonFinite, initial_contribution, loss_names
 from shardline.client.step.weights import Weights
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED
+from shardline.consistency.worker import ComputedAt
+from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Post
@@ -406,3 +406,55 @@ def _judge(trainer: Trainer) -> None:
 def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
     numbers = plan.kinds[kind]
     return {number: tensor for name, tensor in values.items() if (number := numbers[name]) is not None}
+
+
+class RetainedContribution:
+    """A contribution to one step, and the worker's position at that time. Used by one thread.
+
+    parts: by replica.
+    """
+
+    def __init__(self, mark: ComputedAt, parts: Mapping[int, Outgoing]) -> None:
+        self._mark = mark
+        self._parts = {replica: part if part.keep else _copied(part) for replica, part in parts.items()}
+        self._kept = False
+        self._began_s = time.monotonic()
+
+    def keep(self, trainer: Trainer, *, shared: bool) -> None:
+        """Make the contribution independent of the trainer that took it; call before that trainer gives it up.
+
+        Since the push began, the model's buffers are those of theta_t again, or already those being pulled; the
+        contribution's own are only in the trainer's staging. shared: gradients may be in segments of its lanes.
+        """
+        if self._kept:
+            return
+        self._kept = True
+        buffers = trainer.open.kept_buffers()
+        for replica, part in self._parts.items():
+            own = {name: buffers[name] for name in part.buffers if name in buffers}
+            self._parts[replica] = replace(_copied(part) if shared else part, buffers=own, keep=True)
+
+    def went_back(self, half: WorkerHalf) -> bool:
+        """Whether the job, as just located, is behind the step of the contribution."""
+        return half.went_back(self._mark)
+
+    def counted(self, half: WorkerHalf) -> bool:
+        """Whether all shards have counted the contribution, so that only the answer is missing."""
+        return half.counted(self._mark)
+
+    def contribute(self, trainer: Trainer) -> None:
+        """Contribute the same bits again to the step that a trainer has located. Raises like Trainer.contribute."""
+        trainer.half.resume(self._mark)
+        for replica, part in self._parts.items():
+            trainer.hand_over(replica, part)
+
+    def accept(self, half: WorkerHalf) -> StepFigures:
+        """Close the step of a contribution that is counted; the model already contains the result."""
+        skipped = half.accept(self._mark)
+        return StepFigures(
+            seconds=time.monotonic() - self._began_s, computed_s=self._began_s, outcomes={}, skipped=skipped
+        )
+
+
+def _copied(part: Outgoing) -> Outgoing:
+    return replace(part, values={name: gradient.detach().clone() for name, gradient in part.values.items()}, keep=True)
