@@ -122,9 +122,6 @@ class WorkerState:
         return min(step for standing in found for step in standing.replicas.values()) <= key.step
 
 
-log = logging.getLogger("shardline.client")
-
-
 class StepRunner:
     """One worker's steps, between the passes of its loop. Used by the session's thread, except ordered().
 
