@@ -17,7 +17,7 @@ from shardline.cli.progress import duration
 from shardline.core.status import EventStatus
 from shardline.host.printable import printable
 from shardline.observability.counting import position, speed
-from shardline.observability.view import ClusterView, EventView, ShardView, TaskView, codec_text
+from shardline.observability.view import ClusterView, ShardView, TaskView, codec_text
 
 T = TypeVar("T")
 EVENTS = 5
@@ -39,7 +39,7 @@ def clock(unix: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix))
 
 
-def event_line(event: EventView | EventStatus) -> str:
+def event_line(event: EventStatus) -> str:
     mark = "" if event.level == "info" else f" {event.level.upper()}"
     return f"{clock(event.time)}{mark} {event.sentence}"
 

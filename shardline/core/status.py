@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from shardline.core.choices import Choices
 
@@ -99,7 +99,37 @@ class PsStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskStatus:
+class StepMeans:
+    """Means over a task's last steps of the figures that it reports for each. None = not known, or of no meaning.
+
+    A field here, in core.orders.StepReport and in the messages is one more figure of the status, the page and the
+    summary.
+    """
+
+    staleness: float | None = 0.0
+    """In versions."""
+    compute_s: float | None = 0.0
+    """Seconds of computing."""
+    data_s: float | None = 0.0
+    """Seconds of waiting for batches."""
+    exchange_s: float | None = 0.0
+    """Seconds of push, barrier wait and pull."""
+    blocked_s: float | None = 0.0
+    """The part of it in which the servers waited for other workers."""
+    drift: float | None = 0.0
+    """L2 norm of how far its replicas moved in a step, in a cadence that trains locally."""
+    gap: float | None = 0.0
+    """RMS distance between the parameters before and after a push, where workers push for themselves; of the steps
+    that measured it."""
+
+
+STEP_MEANS = tuple(item.name for item in fields(StepMeans))
+MEASURED_RARELY = ("drift", "gap")
+"""Those that are 0 where nothing was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskStatus(StepMeans):
     task: str
     state: str
     incarnation: int = 0
@@ -117,20 +147,6 @@ class TaskStatus:
     pull_bytes_per_s: float = 0.0
     shards: tuple[ShardStatus, ...] = ()
     steps_per_s: float = 0.0
-    staleness: float = 0.0
-    """Mean staleness of its last steps, in versions."""
-    compute_s: float = 0.0
-    """Mean seconds of computing per step, over its last steps."""
-    data_s: float = 0.0
-    """Mean seconds of waiting for batches per step, over its last steps."""
-    exchange_s: float = 0.0
-    """Mean seconds of push, barrier wait and pull per step, over its last steps."""
-    blocked_s: float = 0.0
-    """The part of it in which the servers waited for other workers."""
-    drift: float = 0.0
-    """Mean L2 norm of how far its replicas moved in a step, in a cadence that trains locally."""
-    gap: float = 0.0
-    """Mean RMS distance between the parameters before and after a push, where workers push for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

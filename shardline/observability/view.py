@@ -12,12 +12,24 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shardline.cluster import parse_task
-from shardline.core.status import ChiefStatus, Counting, StageStatus, TaskStatus, Traffic
+from shardline.core.status import (
+    MEASURED_RARELY,
+    STEP_MEANS,
+    CheckpointStatus,
+    ChiefStatus,
+    Counting,
+    EventStatus,
+    StageStatus,
+    StepMeans,
+    TaskStatus,
+    Traffic,
+)
 from shardline.roles import ROLES
 
+V = TypeVar("V")
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
 dead, left."""
@@ -75,7 +87,9 @@ class ShardView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskView:
+class TaskView(StepMeans):
+    """Its means are None for tasks that don't train."""
+
     name: str
     role: str
     index: int
@@ -97,20 +111,6 @@ class TaskView:
     """Bytes per second towards the parameters: sent by a worker, received by a ps."""
     pull_bytes_per_s: float
     steps_per_s: float
-    staleness: float | None
-    """Mean of its recent steps, in versions; None for tasks that don't train."""
-    data_s: float | None
-    """Mean seconds of waiting for batches per recent step."""
-    compute_s: float | None
-    """Mean seconds of computation per recent step."""
-    exchange_s: float | None
-    """Mean seconds of push, barrier wait and pull per recent step."""
-    blocked_s: float | None
-    """The part of it in which the servers waited for other workers."""
-    drift: float | None
-    """Mean L2 norm of how far its replicas moved in a recent step; None without local training."""
-    gap: float | None
-    """Mean RMS distance between the parameters before and after a recent push; None where workers have common steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,24 +137,9 @@ class ScoreView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointView:
-    step: int
-    path: str
-    bytes: int
-    age_s: float
+class CheckpointView(CheckpointStatus):
     best: bool
     """Whether it has the best evaluation so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EventView:
-    """One line of the chief's event log."""
-
-    time: float
-    """Unix time in seconds."""
-    level: str
-    """info, warning or error."""
-    sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +206,7 @@ class ClusterView:
     shards: tuple[ShardView, ...]
     checkpoints: tuple[CheckpointView, ...]
     """Newest first."""
-    events: tuple[EventView, ...]
+    events: tuple[EventStatus, ...]
     """Newest last."""
     faults: tuple[str, ...]
     """Current faults that do not stop the job, one sentence each."""
@@ -243,24 +228,15 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
     found = [_task(task, status.phase) for task in rows]
     order = tuple(ROLES)
     tasks = tuple(sorted(found, key=lambda task: (order.index(task.role), task.index)))
-    return ClusterView(
-        time=status.time,
-        job=status.job,
+    return _made(
+        ClusterView,
+        status,
         mode=status.consistency,
-        rule=status.rule,
         codecs=_codecs(status),
-        replicas=status.replicas,
-        phase=status.phase,
         doing=doing(status),
-        reason=status.reason,
-        exit_code=status.exit_code,
-        step=status.step,
         steps=status.steps or None,
-        first_step=status.first_step,
         done=done(status),
-        counting=status.counting,
         progress=min(1.0, done(status) / status.steps) if status.steps else None,
-        seconds=status.seconds,
         left_s=left_s(status),
         # After the end nothing moves any more; the average speed of the run is more informative.
         steps_per_s=_whole_rate(status) if ended else status.steps_per_s,
@@ -268,21 +244,16 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
         pull_bytes_per_s=0.0 if ended else status.pull_bytes_per_s,
         loss=_finite(status.loss),
         staleness=_finite(status.staleness) if started else None,
-        staleness_max=status.staleness_max,
         evaluation=_score(status.last_metrics_step, status.last_metrics),
         best=_score(status.best_step, status.best_metrics),
         tasks=tasks,
         shards=_shards(status),
         checkpoints=tuple(
-            CheckpointView(step=c.step, path=c.path, bytes=c.bytes, age_s=c.age_s, best=c.step == status.best_step)
+            CheckpointView(**vars(c), best=c.step == status.best_step)
             for c in sorted(status.checkpoints, key=lambda c: -c.step)
         ),
-        events=tuple(EventView(time=e.time, level=e.level, sentence=e.sentence) for e in status.said),
-        faults=status.faults,
-        stages=status.stages,
+        events=status.said,
         standstill=_standstill(status),
-        out_dir=status.out_dir,
-        dead_s=status.dead_s,
         written=written,
     )
 
@@ -403,51 +374,43 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
     role, index = parse_task(task.task)
     moving = task.state not in (MISSING, *GONE) and phase != "ended"
     trains = ROLES[role].trains and task.state != MISSING
-    stepped = trains and task.compute_s > 0
-    return TaskView(
+    stepped = trains and bool(task.compute_s)
+    return _made(
+        TaskView,
+        task,
         name=task.task,
         role=role,
         index=index,
-        state=task.state,
         incarnation=incarnation_text(task.incarnation) if task.incarnation else "",
-        address=task.address,
-        metrics_address=task.metrics_address,
-        device=task.device,
         heard_s=None if task.state == MISSING else _finite(task.last_heard_s),
         step=_step(task),
-        replicas=task.replicas,
         shards=tuple(shard.shard for shard in task.shards),
         # The last seconds of a dead task are not its current rate.
         push_bytes_per_s=task.push_bytes_per_s if moving else 0.0,
         pull_bytes_per_s=task.pull_bytes_per_s if moving else 0.0,
         steps_per_s=task.steps_per_s if moving else 0.0,
-        staleness=_finite(task.staleness) if stepped else None,
-        data_s=_finite(task.data_s) if stepped else None,
-        compute_s=_finite(task.compute_s) if stepped else None,
-        exchange_s=_finite(task.exchange_s) if stepped else None,
-        blocked_s=_finite(task.blocked_s) if stepped else None,
-        drift=_finite(task.drift) if task.drift > 0 else None,
-        gap=_finite(task.gap) if task.gap > 0 else None,
+        **{name: _mean(name, getattr(task, name), stepped=stepped) for name in STEP_MEANS},
     )
+
+
+def _mean(name: str, value: float | None, *, stepped: bool) -> float | None:
+    there = bool(value) if name in MEASURED_RARELY else stepped
+    return _finite(value) if there and value is not None else None
 
 
 def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
     sizes = dict(enumerate(status.shard_bytes))
     largest = max(sizes.values(), default=0)
     found = [
-        ShardView(
-            shard=shard.shard,
+        _made(
+            ShardView,
+            shard,
             ps=task.task,
             state=task.state,
             bytes=sizes.get(shard.shard, 0),
             held_bytes=shard.bytes or None,
             share=sizes.get(shard.shard, 0) / largest if largest else 0.0,
-            version=shard.version,
-            step_min=shard.step_min,
-            step_max=shard.step_max,
-            pushes=shard.pushes,
             staleness=shard.staleness_sum / shard.pushes if shard.pushes else None,
-            staleness_max=shard.staleness_max,
             waiting_for=shard.waiting_for if status.phase in ("running", "stopping") else (),
             standby=shard.standby_task if shard.standby else "",
             standby_state=STANDBY_WORDS[shard.standby],
@@ -457,6 +420,12 @@ def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
         for shard in task.shards
     ]
     return tuple(sorted(found, key=lambda shard: shard.shard))
+
+
+def _made(kind: type[V], value: object, **differing: Any) -> V:
+    """A view with the fields of the same names of a status."""
+    names = (item.name for item in dataclasses.fields(kind) if item.name not in differing)  # type: ignore[arg-type]
+    return kind(**{name: getattr(value, name) for name in names}, **differing)
 
 
 def _score(step: int, metrics: Mapping[str, float]) -> ScoreView | None:

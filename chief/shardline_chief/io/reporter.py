@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
 from shardline.core.orders import StepReport
-from shardline.core.status import CheckpointStatus, EventStatus
+from shardline.core.status import MEASURED_RARELY, STEP_MEANS, CheckpointStatus, EventStatus
 from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
@@ -40,6 +40,8 @@ WINDOW_S = 5.0
 RATES_EVERY_S = 2.0
 """Seconds between two lines of rates.jsonl: 6 MB a day."""
 TRACE = "pipeline-trace.json"
+SECONDS = ("data_s", "compute_s", "exchange_s", "blocked_s")
+"""Durations in steps.jsonl: of the slowest of a step's replicas."""
 LAST_STEPS = 50
 """Steps that a task's current means are taken over."""
 STALENESSES = 1024
@@ -127,44 +129,17 @@ class TaskSpeed:
             "steps": self.steps,
             "blocked_seconds": round(self._blocked_s, 6),
             "staleness": {str(versions): count for versions, count in sorted(self._stale.items())},
-            "drift": self.drift,
-            "gap": self.gap,
+            **{name: _mean_of(name, self._last) for name in MEASURED_RARELY},
         }
 
-    @property
-    def staleness(self) -> float:
-        """Mean staleness of the recent steps, in versions; 0 before the first."""
-        return mean([report.staleness for report in self._last])
+    def means(self) -> dict[str, Any]:
+        """Figures of the recent steps; see StepMeans. 0 before the first."""
+        return {name: _mean_of(name, self._last) for name in STEP_MEANS}
 
-    @property
-    def data_s(self) -> float:
-        """Mean seconds of waiting for batches per recent step."""
-        return mean([report.data_s for report in self._last])
 
-    @property
-    def compute_s(self) -> float:
-        """Mean seconds of computation per recent step."""
-        return mean([report.compute_s for report in self._last])
-
-    @property
-    def exchange_s(self) -> float:
-        """Mean seconds of push, barrier wait and pull per recent step."""
-        return mean([report.exchange_s for report in self._last])
-
-    @property
-    def blocked_s(self) -> float:
-        """The part of exchange_s in which the servers waited for other workers."""
-        return mean([report.blocked_s for report in self._last])
-
-    @property
-    def drift(self) -> float:
-        """Mean L2 norm of how far its replicas moved in the recent steps; 0 without local training."""
-        return mean([report.drift for report in self._last])
-
-    @property
-    def gap(self) -> float:
-        """Mean gap of the recent steps in which it was measured; 0 where workers have common steps."""
-        return mean([report.gap for report in self._last if report.gap])
+def _mean_of(name: str, reports: Collection[StepReport]) -> float:
+    found = [getattr(report, name) for report in reports]
+    return mean([value for value in found if value] if name == "gap" else found)
 
 
 def mean(values: Collection[float]) -> float:
@@ -345,17 +320,12 @@ class Reporter:
             "loss": self.loss,
             "samples": sum(report.samples for report in group),
             "replicas": len(group),
-            "data_s": max(report.data_s for report in group),
-            "compute_s": max(report.compute_s for report in group),
-            "exchange_s": max(report.exchange_s for report in group),
-            "blocked_s": max(report.blocked_s for report in group),
+            **{name: max(getattr(report, name) for report in group) for name in SECONDS},
             "staleness": staleness,
             "time": time.time(),
         }
-        if any(report.drift for report in group):
-            line["drift"] = mean([report.drift for report in group])
-        if any(report.gap for report in group):
-            line["gap"] = mean([report.gap for report in group if report.gap])
+        rare = {name: _mean_of(name, group) for name in MEASURED_RARELY}
+        line |= {name: value for name, value in rare.items() if value}
         if len(group) == 1:
             line["task"] = task
         self._write("steps", line)

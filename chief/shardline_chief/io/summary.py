@@ -208,13 +208,7 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
         push_bytes_per_s=push.per_second if push is not None else 0.0,
         pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
         steps_per_s=pace.rate.per_second if pace is not None else 0.0,
-        staleness=pace.staleness if pace is not None else 0.0,
-        data_s=pace.data_s if pace is not None else 0.0,
-        compute_s=pace.compute_s if pace is not None else 0.0,
-        exchange_s=pace.exchange_s if pace is not None else 0.0,
-        blocked_s=pace.blocked_s if pace is not None else 0.0,
-        drift=pace.drift if pace is not None else 0.0,
-        gap=pace.gap if pace is not None else 0.0,
+        **(pace.means() if pace is not None else {}),
     )
 
 
