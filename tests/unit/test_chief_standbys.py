@@ -325,3 +325,21 @@ def test_a_server_with_standbys_alone_that_dies_while_all_are_prepared_is_done_w
     assert phase(cluster) is Phase.RUNNING
     assert holders(cluster) == [("ps/0", "ps/2")]
     assert cluster.text().count("it held nothing") == 1
+
+
+def test_a_standby_that_is_placed_elsewhere_while_its_server_is_led_is_led_there_too() -> None:
+    job = make_job(tensors=(TensorSpec(name="weight", shape=(8,), dtype="float32"),))
+    cluster = Cluster(job=job, ps=4, standbys=1)
+    cluster.start()
+    cluster.advance(17)
+    cluster.ps[0].standby_state = "silent"
+    cluster.tick()
+    cluster.hold_commands = True
+    cluster.tick(T / 3 + 1)
+    assert [type(command.order) for command in cluster.held] == [Lead]
+    assert holders(cluster) == [("ps/0", "ps/2")]
+    cluster.tick(T / 3 + 1, silent=("ps/2",))
+    assert holders(cluster) == [("ps/0", "ps/3")]
+    cluster.release_commands()
+    assert cluster.led == {"ps/0", "ps/3"}
+    assert cluster.ps[3].held == (0,)

@@ -48,8 +48,8 @@ def next_order(state: State) -> Order | Stage | None:
     layout, have = state.layout, state.layout.have
     if state.stage is Stage.ASKING:
         # Nothing is changed before it is known what the servers hold.
-        return Lead(addresses=layout.reachable) if have.led is None else AskStatus()
-    if have.led is None:
+        return Lead(addresses=layout.reachable) if not have.led else AskStatus()
+    if not have.led:
         return Lead(addresses=addresses(layout.placement))
     if layout.promoted and not have.promoted:
         return Promote(timeline=layout.timeline, shards=layout.promoted)
@@ -105,6 +105,8 @@ class Reconcile:
         self.ending = ending
         self._sent = 0
         """Number of events that follow once the table that is under way is known."""
+        self._changes = 0
+        """State of JobLayout.changes when the last order was given."""
         self._cut_asked_s = 0.0
 
     # What is wanted
@@ -159,7 +161,7 @@ class Reconcile:
                 self._choose_initializer()
         else:
             self._note(order, now_s)
-            layout.in_flight = state.command(order)
+            layout.in_flight, self._changes = state.command(order), layout.changes
 
     def retry(self, event: Tick, now_s: float) -> None:
         """An order has failed, and no rule changed what is wanted: give it again."""
@@ -191,9 +193,9 @@ class Reconcile:
     def _begin_timeline(self) -> None:
         """What has been said of the shards is of the past."""
         state, layout, resume = self.state, self.state.layout, self.state.saves.resume
-        led = layout.have.led
         layout.new_timeline()
-        layout.have.led, layout.have.promoted, layout.have.filled = led, True, layout.stays
+        layout.have.led = layout.have.promoted = True
+        layout.have.filled = layout.stays
         layout.stop = state.last_step
         self._forget_shards()
         state.saves.ledger = CutLedger(layout.filled)
@@ -230,7 +232,7 @@ class Reconcile:
             return
         match order:
             case Lead():
-                layout.have.led = order.addresses
+                layout.have.led = self._changes == layout.changes
             case Promote():
                 layout.have.promoted = True
             case Configure():

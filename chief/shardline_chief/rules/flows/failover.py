@@ -167,7 +167,7 @@ class Failover:
         there = [place for place in placement if place.standby_task in errors]
         if not there:
             # It refused something other than a standby; its next status will show what is wrong.
-            state.layout.have = replace(state.layout.have, led={}, placement=placement, active=True)
+            state.layout.give_up()
             return
         followed = self.protection.followed(placement)
         # A standby that it already held has its memory. If even that was refused, drop all standbys there.

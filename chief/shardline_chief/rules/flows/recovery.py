@@ -84,6 +84,7 @@ class Recovery:
             state.say("life", f"{why}; it held nothing, so the job continues without it", "warning", task=task)
             return
         if over:
+            state.layout.give_up()
             state.say("life", f"{why}; its work is done", "warning", task=task)
             return
         at = f" at {member.address}" if member is not None else ""

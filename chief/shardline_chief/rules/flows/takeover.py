@@ -176,7 +176,7 @@ class Takeover:
                 if isinstance(event.order, AskStatus):
                     self._is_gone(task, f"{task} did not answer: {error}")
         elif isinstance(event.order, Lead):
-            layout.have.led = event.order.addresses
+            layout.have.led = True
         else:
             self._told({task: value for task, value in event.result.values.items() if task not in self._gone}, now_s)
         return True
@@ -198,7 +198,7 @@ class Takeover:
             # Nothing is lacking but the table of members, and maybe what the last chief did not come to.
             state.stage = Stage.ADOPTING
             layout.placement = found.placement if state.settings.standbys else known.placement
-            layout.have.led, layout.have.placement, layout.have.filled = {}, layout.placement, True
+            layout.have.placement, layout.have.filled = layout.placement, True
             layout.stop = state.progress.stop_step if state.mode.consistent_cuts else 0
             return
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]

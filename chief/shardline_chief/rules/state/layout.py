@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
@@ -14,8 +14,8 @@ from shardline_chief.rules.actions import Promotion
 class Confirmed:
     """What every server has said that it has, of what the layout wants; nothing yet where a history begins."""
 
-    led: Mapping[str, str] | None = None
-    """The servers that obey this chief: address by task."""
+    led: bool = False
+    """They obey this chief."""
     promoted: bool = False
     placement: tuple[Placement, ...] | None = None
     """The placement that they were configured with in this timeline. An empty one: they hold their shards, but what
@@ -53,6 +53,8 @@ class JobLayout:
         self.have = Confirmed()
         self.in_flight = 0
         """Number of the order that removes the first difference, until all have answered it; 0 = none."""
+        self.changes = 0
+        """How often it changed what the servers are to have: an earlier Lead may have gone to other ones."""
         self.waits = False
         """It failed on some of them: until something else is wanted, it is given again with the next tick only."""
         self.table_sent = False
@@ -70,14 +72,19 @@ class JobLayout:
         followed: frozenset[int] = frozenset(),
     ) -> None:
         """Set what the servers are to hold. All of them are led before anything else: some may be other processes."""
-        self.placement, self.keep, self.stays = placement, keep, stays
-        self.promoted, self.followed = promoted or {}, followed
-        self.have.led, self.waits = None, False
+        self.keep, self.stays = keep, stays
+        self.promoted = promoted or {}
+        self.have_standbys(placement, followed)
 
     def have_standbys(self, placement: tuple[Placement, ...], followed: frozenset[int]) -> None:
         """Set who holds standbys; all else stays as it is wanted. followed: shards whose standbys are kept."""
         self.placement, self.followed = placement, followed
-        self.have.led, self.waits = None, False
+        self.have.led, self.waits = False, False
+        self.changes += 1
+
+    def give_up(self) -> None:
+        """The servers keep what they have: they lack nothing until something else is wanted."""
+        self.have = replace(self.have, led=True, placement=self.placement, table=True, filled=True, active=True)
 
     def forget(self) -> None:
         """The servers have nothing, as far as is known."""
