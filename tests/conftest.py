@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 
 import hypothesis
+import pytest
 import torch
 
 # As in the roles' processes. pytest runs in as many processes as there are cores; more threads would only wait there.
@@ -14,6 +16,20 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("short", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("short")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but each `of`-th case of a test with the mark `part` to make test-long."""
+    seen: collections.Counter[str] = collections.Counter()
+    for item in items:
+        part = item.get_closest_marker("part")
+        if part is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        if seen[name] % part.kwargs["of"]:
+            item.add_marker(pytest.mark.long)
+        seen[name] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -438,6 +438,7 @@ def alone(job: Job, whole: nn.Module, step: int, replica: int = 0) -> float:
     return replica_gradients(whole, computed, BatchSource(job), step, replica)[0]
 
 
+@pytest.mark.part(of=5)
 @pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(

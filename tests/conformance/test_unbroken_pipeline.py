@@ -203,6 +203,7 @@ def undelayed(layers: Callable[[], list[nn.Module]], cuts: list[int], fields: di
     return UNDELAYED[key]
 
 
+@pytest.mark.part(of=7)
 @pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(
@@ -326,6 +327,7 @@ def test_too_few_microbatches_for_two_versions_are_refused() -> None:
 # Several workers
 
 
+@pytest.mark.part(of=5)
 @EACH_RUN
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
@@ -341,6 +343,7 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
     assert_bits_of_one_process(schedule, job_on(hosts, layers, cuts, **fields), hosts)
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(

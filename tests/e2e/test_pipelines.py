@@ -130,6 +130,7 @@ def assert_counted(out: Path, pipeline: str, layout: StageLayout) -> None:
         assert one["held"] <= held
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize("pipeline", ["gpipe:recompute=true", "flush"])
 def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
@@ -176,6 +177,7 @@ def test_an_exchange_that_fails_is_made_again_and_no_stage_computes_anything_twi
     assert_seen(out, "flush", stages=3, replicas=1)
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("pipeline", ["flush", "stash:gap_aware=true", "ftpipe"])
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
     job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
@@ -190,6 +192,7 @@ def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path
     assert_refused(train(job, tmp_path / "few", "--workers", "3"), 2, "stage 2 of the pipeline is for worker/3")
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize("model", [pytest.param(LAYERS, id="layers"), pytest.param(SPLIT, id="traced")])
 def test_automatic_stages_are_found_by_every_process_again(tmp_path: Path, model: str) -> None:
     job, out = write_job(tmp_path, stages='"auto"', steps=12, model=model), tmp_path / "run"
@@ -219,6 +222,7 @@ def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["evaluation"]["last"]["metrics"]["accuracy"] >= 0.9
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline"),
     [
@@ -259,6 +263,7 @@ room.free_memory = free_memory
 """
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_stage_that_fits_nowhere_else_waits_for_its_worker(tmp_path: Path, returns: bool) -> None:
     job, out = write_job(tmp_path), tmp_path / "run"
@@ -284,6 +289,7 @@ def test_a_stage_that_fits_nowhere_else_waits_for_its_worker(tmp_path: Path, ret
         assert any(re.search(f"{to}: {told}.* has not returned within 20 s", one) for one in events(out, "failure"))
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "ftpipe", "no-stash"])
 def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
@@ -301,6 +307,7 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
     assert summary_of(out)["sha256"] == reference(load_job(job), start=first).sha256
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline"),
     [
@@ -330,6 +337,7 @@ def test_without_a_flush_a_death_takes_the_job_back_to_a_checkpoint(
     assert summary_of(out)["sha256"] == reference(load_job(job), start=result).sha256, events(out)
 
 
+@pytest.mark.part(of=5)
 @pytest.mark.parametrize("pipeline", ["gpipe", "flush", "stash", "vertical-sync", "double-buffer", "ftpipe"])
 def test_with_one_replica_asynchronous_stages_have_the_bits_of_synchronous_ones(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, consistency="async"), tmp_path / "run"
@@ -354,6 +362,7 @@ def test_an_asynchronous_job_goes_on_without_its_pipeline_and_with_it_again(tmp_
     assert (found["first_step"], found["steps"], found["versions"], found["consistency"]) == (24, 36, [36], "async")
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline", "replicas", "mode"),
     [
@@ -387,6 +396,7 @@ def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoi
     assert replicas > 1 or same_bits(out, write_job(tmp_path, **fields))
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "mode"),
     [("flush", 1, "async"), ("stash", 2, "ssp:slack=2"), ("double-buffer", 2, "async")],
@@ -408,6 +418,7 @@ def test_with_standbys_replicas_that_dont_wait_for_each_other_go_on_although_a_s
     assert set(summary_of(out)["versions"]) == {100}
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -422,6 +433,7 @@ def test_what_needs_all_stages_at_one_step_is_refused_without_a_flush(
     assert_refused(train(job, out, "--workers", "2", "--ps", "2", *options), 2, re.escape(told))
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(("pipeline", "replicas"), [("flush", 1), ("flush", 2), ("stash:predict=true", 1)])
 def test_where_workers_apply_a_death_takes_a_stage_back_to_a_checkpoint(
     tmp_path: Path, pipeline: str, replicas: int

@@ -65,6 +65,7 @@ def make_job(pipeline: str, made: list[nn.Module], cuts: list[int]) -> Job:
     )  # fmt: skip
 
 
+@pytest.mark.part(of=5)
 @pytest.mark.parametrize(
     ("pipeline", "made", "cuts", "within"),
     [(name, layers(), CUTS, 0.03) for name in PIPELINES_MEASURED]

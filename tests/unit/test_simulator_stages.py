@@ -112,6 +112,7 @@ def test_parameters_are_on_their_way_while_passes_go_on(pipeline: str, seconds: 
     assert found.seconds / 200 == pytest.approx(seconds, rel=0.02)
 
 
+@pytest.mark.part(of=5)
 @pytest.mark.parametrize("pipeline", [*FLUSHING, *UNBROKEN])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
