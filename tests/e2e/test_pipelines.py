@@ -149,21 +149,21 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
 
 
 FAILS_ONCE = """
-from shardline.client.exchange.shard_exchange import Conversation
+from shardline.client.exchange.retrying import Retrying
 from shardline.client.exchange.outcomes import Restart
 
-whole, failed = Conversation.hold, []
+whole, failed = Retrying.exchange, []
 
 
-def hold(self, sender, task, promise):
-    own = [one for one in task.contributions if one.step == 3 and sender.who.task == "worker/1"]
+def exchange(self, sender, pushes, want, sink, **limits):
+    own = [one for one in pushes if one.step == 3 and sender.who.task == "worker/1"]
     if own and not failed:
         failed.extend(own)
         raise Restart("shard 0: lost: the push did not arrive")
-    return whole(self, sender, task, promise)
+    return whole(self, sender, pushes, want, sink, **limits)
 
 
-Conversation.hold = hold
+Retrying.exchange = exchange
 """
 
 

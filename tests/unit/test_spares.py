@@ -123,7 +123,8 @@ def test_a_dropped_replica_goes_on_with_the_next_step(counted: bool, choice: int
 @pytest.mark.parametrize(("owned", "early"), [([1], True), ([0, 1], False)])
 def test_gradients_leave_early_only_if_a_worker_has_one_replica(owned: list[int], early: bool) -> None:
     job = make_job_spec(replicas=3, consistency=ConsistencySpec(mode="sync:spares=1"))
-    assert (why_not_early(job, Expected(replica=1, owned=owned), first=False) == "") is early
+    half = consistency.of(job.consistency).worker_half(job)
+    assert (why_not_early(job, half, Expected(replica=1, owned=owned), first=False) == "") is early
 
 
 def test_the_first_that_arrive_are_chosen() -> None:
