@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from shardline.core.status import Traffic
 from shardline.rpc.messages.fields import to_message
-from shardline.rpc.messages.status import traffic_to_proto
 from shardline.rpc.report_queue import PassQueue
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 
@@ -31,7 +30,7 @@ class BeatFacts:
         if self.ps is not None:
             beat.ps.CopyFrom(self.ps())
         if self.traffic is not None:
-            beat.traffic.CopyFrom(traffic_to_proto(self.traffic()))
+            beat.traffic.CopyFrom(to_message(parameter_server_pb2.Traffic, self.traffic()))
         if self.figures is not None:
             beat.figures.update(self.figures())
         if self.passes is not None:

@@ -17,6 +17,7 @@ from shardline.cluster import MAX_TASKS
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
+from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc import errors as rpc_errors
@@ -38,7 +39,7 @@ from shardline.rpc.messages.barrier import barrier_place_from_proto, barrier_sta
 from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
 from shardline.rpc.messages.fields import from_message
-from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
+from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto
 from shardline.rpc.report_queue import MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
 from shardline_chief.io.control import Control
@@ -380,7 +381,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         failure_code=message.failure_code,
         steps=steps,
         ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
-        traffic=traffic_from_proto(message.traffic),
+        traffic=from_message(Traffic, message.traffic),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
         barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,

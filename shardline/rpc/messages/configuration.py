@@ -17,17 +17,16 @@ from shardline.rpc.limits import MAX_TENSORS, at_most, short
 from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.convert import (
     consistency_from_proto,
-    consistency_to_proto,
     plan_from_proto,
     plan_to_proto,
     rule_from_proto,
     rule_to_proto,
     schedule_from_proto,
-    schedule_to_proto,
     settings_from_proto,
     settings_to_proto,
 )
-from shardline.rpc.v1 import parameter_server_pb2
+from shardline.rpc.messages.fields import to_message
+from shardline.rpc.v1 import parameter_server_pb2, plan_pb2
 from shardline.update import completed
 
 
@@ -110,8 +109,8 @@ def configuration_to_proto(
         plan=plan_to_proto(configuration.plan),
         shards=configuration.shards,
         rule=rule_to_proto(configuration.rule),
-        schedule=schedule_to_proto(configuration.schedule),
-        consistency=consistency_to_proto(configuration.consistency),
+        schedule=to_message(plan_pb2.ScheduleSpec, configuration.schedule),
+        consistency=to_message(plan_pb2.ConsistencySpec, configuration.consistency),
         settings=settings_to_proto(configuration),
         cut_every=configuration.cut_every,
         placement=placement_to_proto(configuration.placement),

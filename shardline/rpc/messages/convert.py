@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
-from shardline.rpc.messages.fields import from_message, to_message
+from shardline.rpc.messages.fields import converts, from_message, to_message
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
 
 DTYPE_TO_PROTO: Mapping[str, common_pb2.DType.ValueType] = {
@@ -112,10 +113,6 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
     return RuleSpec(name=short(message.name, "name of a rule"), groups=groups, method=method)
 
 
-def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
-    return to_message(plan_pb2.ScheduleSpec, schedule)
-
-
 def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
     if not (math.isfinite(message.gamma) and math.isfinite(message.final_factor)):
         raise ProtocolError(
@@ -124,28 +121,14 @@ def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
     return from_message(ScheduleSpec, message, kind=message.kind or "constant")
 
 
-def consistency_to_proto(spec: ConsistencySpec) -> plan_pb2.ConsistencySpec:
-    return plan_pb2.ConsistencySpec(mode=spec.mode, clip_norm=spec.clip_norm, nan_policy=spec.nan_policy)
-
-
 def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec:
     return ConsistencySpec(
         mode=message.mode or "sync", clip_norm=message.clip_norm, nan_policy=message.nan_policy or "stop"
     )
 
 
-def inner_to_proto(inner: InnerSpec) -> plan_pb2.InnerSpec:
-    return plan_pb2.InnerSpec(
-        rule=rule_to_proto(inner.rule), schedule=schedule_to_proto(inner.schedule), clip_norm=inner.clip_norm
-    )
-
-
-def inner_from_proto(message: plan_pb2.InnerSpec) -> InnerSpec:
-    return InnerSpec(
-        rule=rule_from_proto(message.rule),
-        schedule=schedule_from_proto(message.schedule),
-        clip_norm=message.clip_norm,
-    )
+converts(RuleSpec, rule_to_proto, rule_from_proto)
+converts(ScheduleSpec, functools.partial(to_message, plan_pb2.ScheduleSpec), schedule_from_proto)
 
 
 def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
@@ -268,9 +251,9 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         name=job.name,
         tensors=[tensor_to_proto(tensor) for tensor in job.tensors],
         rule=rule_to_proto(job.rule),
-        schedule=schedule_to_proto(job.schedule),
-        consistency=consistency_to_proto(job.consistency),
-        inner=inner_to_proto(job.inner) if job.inner is not None else None,
+        schedule=to_message(plan_pb2.ScheduleSpec, job.schedule),
+        consistency=to_message(plan_pb2.ConsistencySpec, job.consistency),
+        inner=to_message(plan_pb2.InnerSpec, job.inner) if job.inner is not None else None,
         settings=settings_to_proto(job),
         best_metric=job.best_metric,
         best_is_lowest=job.best_is_lowest,
@@ -288,7 +271,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        inner=inner_from_proto(message.inner) if message.HasField("inner") else None,
+        inner=from_message(InnerSpec, message.inner) if message.HasField("inner") else None,
         **settings_from_proto(message.settings, "job"),
         best_metric=short(message.best_metric, "name of the best metric"),
         best_is_lowest=message.best_is_lowest,
