@@ -14,7 +14,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
 from shardline.core.timeouts import Timeouts
-from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import CheckpointError, FencedError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline_chief.rules.actions import (
     Action,
     Activate,
@@ -118,6 +118,7 @@ class FakePs:
     copies: dict[int, int] = field(default_factory=dict)
     """Appointment of each standby copied here, by shard, until this server is ordered to drop it."""
     took_over: bool = False
+    led: bool = False
     choices: Choices = field(default_factory=Choices)
     """With spares: what it reports as the lead; Release shortens it."""
 
@@ -168,8 +169,11 @@ class FakePs:
     def obey(self, order: Order) -> Any:
         if self.dead:
             raise UnreachableError(f"{self.task} did not answer")
+        if not self.led and not isinstance(order, Lead):
+            raise FencedError(f"{self.task}: this ps obeys the chief of term 0")
         match order:
             case Lead():
+                self.led = True
                 return self.timeline
             case Configure():
                 shards = tuple(place.shard for place in order.placement if place.task == self.task)
@@ -199,7 +203,7 @@ class FakePs:
                     self.timeline, self.active = order.timeline, False
                     self.shards = tuple(sorted({*self.shards, *mine}))
                     self.held = tuple(shard for shard in self.held if shard not in mine)
-                    self.took_over = True
+                    self.took_over = self.initialized = True
             case Restore():
                 if not self.kept:
                     self.initialized = True

@@ -102,5 +102,6 @@ def mortal(**fields: Any) -> Mortal:
 
 def cut(cluster: Mortal, step: int) -> None:
     for ps in cluster.ps:
-        ps.obey(Cut(timeline=ps.timeline, step=step))
+        if ps.led:
+            ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)

@@ -17,11 +17,12 @@ from shardline_chief.rules.actions import (
     Lead,
     Members,
     Release,
+    Restore,
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.replay import Remembered, obstacle, replay
 from tests.support.chief_cluster import JOIN, FakePs, T, make_job, phase
-from tests.support.mortal_chief import Killed, Mortal, cut, mortal
+from tests.support.mortal_chief import Killed, Mortal, cut, hear_twice, mortal
 
 # Synchronous
 
@@ -142,6 +143,19 @@ def test_server_lost_with_its_chief_goes_back_to_the_checkpoint() -> None:
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
+
+
+def test_server_that_came_back_empty_just_before_the_chief_died_keeps_nothing() -> None:
+    cluster = mortal(mode="async")
+    cluster.hold_commands = True
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.hold_commands = False
+    cluster.next_chief()
+    hear_twice(cluster)
+    (restore,) = cluster.kinds(Restore)
+    assert restore.keep == {0}
+    assert phase(cluster) is Phase.RUNNING
 
 
 def test_steps_that_are_made_again_are_counted_by_a_chief_that_has_not_seen_them() -> None:

@@ -74,7 +74,10 @@ class Recovery:
             state.tasks.members.declare_dead(task)
         if state.ended:
             return
-        shards = [str(place.shard) for place in state.layout.placement if place.task == task]
+        held = [place.shard for place in state.layout.placement if place.task == task]
+        shards = [str(shard) for shard in held]
+        if back:
+            self._whole = {shard: life for shard, life in self._whole.items() if shard not in held}
         # Once the last checkpoint is written, the servers are only expected to exit.
         over = state.stage in (Stage.SCORING, Stage.COUNTING)
         if state.begun and not over and self.failover.stand_in(task, why, now_s):
@@ -245,8 +248,6 @@ class Recovery:
         empty = {task: error for task, error in event.errors.items() if isinstance(error, ProtocolError) and keep}
         if empty:
             # Servers that were to keep shards don't hold them: they were restarted before anyone noticed.
-            gone = {place.shard for place in loss.home if place.task in empty}
-            self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
             for task, error in sorted(empty.items()):
                 why = f"{task} does not have the expected shards: {error}"
                 self.lost(ServerLost(task, why, back=True), now_s)
