@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.reproductions.base import Curve, Found, Reproduction, Row, accuracy, digits_job, mean, spread, train
 from shardline.core.contributions import Partial
-from shardline_lab.simulator.servers import VirtualBucket
+from shardline.storage.bucket import Bucket
 from shardline_lab.simulator.simulation import Simulation
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -65,26 +65,24 @@ class Gaps:
         """Measure at every push of a run."""
         for server in simulation.servers:
             for bucket in server.buckets:
-                if bucket.values is not None:
-                    self._watch(bucket)
+                self._watch(bucket)
 
-    def _watch(self, bucket: VirtualBucket) -> None:
+    def _watch(self, bucket: Bucket) -> None:
         sent: dict[str, torch.Tensor] = {}
-        answer, apply = bucket.answer, bucket.apply
+        answer, compute = bucket.answer, bucket.compute
 
-        def answering(step: int | None, task: str) -> torch.Tensor | None:
+        def answering(step: int, task: str) -> torch.Tensor:
             found = answer(step, task)
-            if found is not None:
-                sent[task] = found.clone()
+            sent[task] = found.clone()
             return found
 
-        def applying(total: Partial, **named: Any) -> None:
+        def computing(total: Partial, **named: Any) -> bool:
             task = named["context"].task
-            if task in sent and bucket.values is not None:
+            if task in sent:
                 self.found.append(float((bucket.values - sent[task]).double().square().mean().sqrt()))
-            apply(total, **named)
+            return compute(total, **named)
 
-        bucket.answer, bucket.apply = answering, applying  # type: ignore[method-assign]
+        bucket.answer, bucket.compute = answering, computing  # type: ignore[method-assign]
 
 
 def gaps(seeds: Sequence[int]) -> Found:

@@ -15,7 +15,6 @@ import torch
 
 from shardline import codecs, consistency
 from shardline.codecs.coding import JobCoding
-from shardline.consistency.server import Observers
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision
 from shardline.core.placement import Placement
@@ -29,6 +28,7 @@ from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Ledger, Staging
 from shardline.storage.publication import PlainPublication, Publication
+from shardline.storage.shard import Observers
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
 from shardline_ps.control.configuration import (

@@ -8,10 +8,11 @@ from typing import ClassVar
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.by_stage import ByStage
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
-from shardline.consistency.server import ServerHalf, Storage, Terms
+from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.outcome import Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.spec import ConsistencySpec
+from shardline.storage.shard import Storage
 
 
 @dataclass(frozen=True)

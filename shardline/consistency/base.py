@@ -12,12 +12,13 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.server import ServerHalf, Storage, Terms
+from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.seams import Resident
+from shardline.storage.shard import Storage
 
 
 class Clock(enum.Enum):

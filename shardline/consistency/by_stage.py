@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.replica_steps import ReplicaSteps
-from shardline.consistency.server import BucketView, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.image import WorkerSequence, origin, replica_of
@@ -21,6 +21,8 @@ from shardline.core.push_context import PushContext
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Storage
 from shardline.waist import Standing
 
 
@@ -135,7 +137,7 @@ class StageUpdates(ReplicaSteps):
         """The most steps that any bucket had counted of a replica then."""
         self._begin(0)
 
-    def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
+    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
         """See ReplicaSteps. What is dropped because the job stops is used up as well."""
         if block.first >= self.terms.contributors:
             return Decision(Outcome.REFUSED, f"block {block} is outside the job's {self.terms.contributors} replicas")
@@ -152,14 +154,14 @@ class StageUpdates(ReplicaSteps):
             bucket.counted[block.first] = step + 1
         return found
 
-    def ready(self, bucket: BucketView) -> bool:
+    def ready(self, bucket: Bucket) -> bool:
         return True
 
     @property
     def divisor(self) -> int:
         return 1
 
-    def complete(self, bucket: BucketView) -> None:
+    def complete(self, bucket: Bucket) -> None:
         (replica,) = bucket.contributions.counted
         try:
             # Before the update, which may copy the bucket for a cut.
@@ -173,7 +175,7 @@ class StageUpdates(ReplicaSteps):
             bucket.hyper = None
             raise
 
-    def completed(self, bucket: BucketView, step: int) -> None:
+    def completed(self, bucket: Bucket, step: int) -> None:
         self.storage.observers.on_publish(bucket.number)
 
     def origins(self, workers: Collection[str]) -> Collection[str]:
@@ -182,7 +184,7 @@ class StageUpdates(ReplicaSteps):
 
     # Queries
 
-    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+    def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """See ServerHalf. Values of earlier versions are not kept."""
         if want.step is None:
             return Outcome.SERVED
@@ -192,7 +194,7 @@ class StageUpdates(ReplicaSteps):
             return Outcome.WAITING
         return Outcome.SERVED if want.step == bucket.step else Outcome.OVERTAKEN
 
-    def _is_ahead(self, bucket: BucketView, step: int) -> bool:
+    def _is_ahead(self, bucket: Bucket, step: int) -> bool:
         """Whether who has done so many steps has to wait for other replicas. At the bucket's end nobody does."""
         stop = self.storage.stop_step
         open_ = stop is None or bucket.step < stop

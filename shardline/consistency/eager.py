@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.replica_steps import ReplicaSteps
-from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
+from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.spares import Spares, check_spares
 from shardline.consistency.voted import Voted
 from shardline.core.contributions import Partial, mean
@@ -15,6 +15,8 @@ from shardline.core.gradients import nonfinite_names
 from shardline.core.reduce import is_finite, stays_finite
 from shardline.core.spec import ConsistencySpec, TensorKind
 from shardline.errors import NonFiniteError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Storage
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Eager(Consistency):
 class EagerSteps(ReplicaSteps):
     """The last contribution to a bucket applies its step; buckets do not wait for each other."""
 
-    def complete(self, bucket: BucketView) -> None:
+    def complete(self, bucket: Bucket) -> None:
         try:
             total = bucket.contributions.take()
             if bucket.spec.kind is TensorKind.PARAM:
@@ -64,10 +66,10 @@ class EagerSteps(ReplicaSteps):
             bucket.hyper = None
             raise
 
-    def completed(self, bucket: BucketView, step: int) -> None:
+    def completed(self, bucket: Bucket, step: int) -> None:
         self.storage.observers.on_publish(bucket.number)
 
-    def _check_sum(self, bucket: BucketView, total: Partial) -> None:
+    def _check_sum(self, bucket: Bucket, total: Partial) -> None:
         """Check that the sum is finite, even though all contributions are; a sum that is not is never applied."""
         values, count = total.values, self.terms.contributors
         if count == 1 or values is None or stays_finite(total.bound, values.dtype) or is_finite(values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shardline.consistency.server import BucketView, Guard, Hyper, NumberedPush, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import Guard, NumberedPush, ServerHalf, StepWanted, Terms
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
 from shardline.core.image import WorkerSequence
@@ -13,6 +13,8 @@ from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Hyper, Storage
 
 
 def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
@@ -45,7 +47,7 @@ def staleness(version: int, base_version: int) -> int:
 
 COUNTED = (Outcome.APPLIED, Outcome.COUNTED, Outcome.SKIPPED)
 """Outcomes of pushes that have used up their number."""
-Totals = Sequence[tuple[BucketView, Partial]]
+Totals = Sequence[tuple[Bucket, Partial]]
 """Each bucket's part of a push."""
 
 
@@ -151,7 +153,7 @@ class NumberedPushes(ServerHalf):
 
     # Queries
 
-    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+    def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """See ServerHalf. Values of earlier steps are not kept."""
         if want.step is None:
             return Outcome.SERVED

@@ -9,12 +9,14 @@ import time
 from collections.abc import Collection
 from typing import ClassVar
 
-from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import Guard, ServerHalf, StepWanted, Terms
 from shardline.core.gradients import Gradient, check_gradient, on_device
 from shardline.core.outcome import COUNTED, Decision, Outcome
 from shardline.core.reduce import Block, is_node
 from shardline.core.spec import TensorKind
 from shardline.errors import TensorError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Hyper, Storage
 
 
 def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step: int, replicas: int) -> Decision:
@@ -72,7 +74,7 @@ class ReplicaSteps(ServerHalf):
 
     # Decided by subclasses
 
-    def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
+    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
         """Whether a contribution counts. Call with the bucket's lock held."""
         stop = self.storage.stop_step
         if stop is not None and step >= stop:
@@ -85,7 +87,7 @@ class ReplicaSteps(ServerHalf):
             replicas=self.terms.contributors,
         )
 
-    def ready(self, bucket: BucketView) -> bool:
+    def ready(self, bucket: Bucket) -> bool:
         """Whether the open step of a bucket is complete. Call with its lock held."""
         return bucket.contributions.complete
 
@@ -93,16 +95,16 @@ class ReplicaSteps(ServerHalf):
     def divisor(self) -> int:
         return self.terms.contributors
 
-    def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
+    def counted(self, bucket: Bucket, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
         """A contribution to a bucket's open step was counted and may make it complete. Call with its lock held."""
         if block.first == 0:
             bucket.hyper = (hyper or {}).get(bucket.group)
 
-    def complete(self, bucket: BucketView) -> None:
+    def complete(self, bucket: Bucket) -> None:
         """A bucket has all contributions of its step. Called with its lock held."""
         raise NotImplementedError
 
-    def completed(self, bucket: BucketView, step: int) -> None:
+    def completed(self, bucket: Bucket, step: int) -> None:
         """Called after complete(), without the lock."""
         raise NotImplementedError
 
@@ -154,7 +156,7 @@ class ReplicaSteps(ServerHalf):
             self.completed(to, step)
         return COUNTED if self.outcome is Outcome.COUNTED else Decision(self.outcome)
 
-    def _add(self, to: BucketView, block: Block, gradient: Gradient, bound: float) -> None:
+    def _add(self, to: Bucket, block: Block, gradient: Gradient, bound: float) -> None:
         values, borrowed = on_device(gradient, to.device)
         if to.number == 0:
             # Report how long the step's first contribution waited for its last, measured at bucket 0.
@@ -165,7 +167,7 @@ class ReplicaSteps(ServerHalf):
                 self.storage.observers.on_barrier(now_s - self._opened_s)
         to.contributions.add(block, values, gradient.present, gradient.fingerprint, borrowed=borrowed, bound=bound)
 
-    def _mismatch(self, bucket: BucketView, step: int, block: Block) -> Decision:
+    def _mismatch(self, bucket: Bucket, step: int, block: Block) -> Decision:
         with self.storage.lock:
             self.storage.tally.duplicate_mismatches += 1
         return Decision(
@@ -177,7 +179,7 @@ class ReplicaSteps(ServerHalf):
 
     # Queries
 
-    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+    def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         if want.step is None:
             return Outcome.SERVED
         if want.at_least:

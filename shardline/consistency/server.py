@@ -10,30 +10,27 @@ bucket is copied for a standby. Lock order: `storage.order`, bucket's lock, `sto
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from shardline.consistency.choosing import StepChoices
 from shardline.core.choices import Choices
-from shardline.core.contributions import Contributions, Partial
+from shardline.core.contributions import Partial
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
-from shardline.core.plan import BucketSpec, Plan
-from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.plan import Plan
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Hyper, Storage
 
 Guard = Callable[[], Decision | None]
 """Returns why a message does not count any more, or None if it does."""
-Hyper = Mapping[int, Mapping[str, float]]
-"""Hyper-parameters sent with a contribution, by parameter group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,129 +45,6 @@ class Terms:
     """Factor for a push of this staleness in a sum of several; see UpdateRule.share()."""
     replayed: Choices = field(default_factory=Choices)
     """The choices of another run, which the lead repeats."""
-
-
-@dataclass
-class Tally:
-    """Counts for status and metrics. Guarded by the storage's lock."""
-
-    pushes: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    skipped_steps: int = 0
-    duplicate_mismatches: int = 0
-
-    def applied(self, staleness: int) -> None:
-        self.pushes += 1
-        self.staleness_sum += staleness
-        self.staleness_max = max(self.staleness_max, staleness)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observers:
-    """Callbacks for events of a shard; a standby has none. Called from any thread; none of them may block.
-
-    Called without a bucket's lock, except on_failure.
-    """
-
-    on_publish: Callable[[int], None] = lambda bucket: None
-    """A bucket has new values, or waiting pulls have to check again."""
-    on_counted: Callable[[], None] = lambda: None
-    """Contributions were counted or dropped."""
-    on_complete: Callable[[int], None] = lambda step: None
-    """All contributions of a step that needs a verdict have arrived."""
-    on_barrier: Callable[[float], None] = lambda wait_s: None
-    """Seconds from a step's first contribution to its last."""
-    on_apply: Callable[[float], None] = lambda seconds: None
-    """Seconds that the update rule took on one bucket."""
-    on_failure: Callable[[Exception], None] = lambda error: None
-    """An update can't be applied, so the job can't continue. Called with locks held."""
-
-
-class BucketView(Protocol):
-    """A bucket as seen by a server half. Reading `step` needs no lock; everything else does."""
-
-    lock: threading.Lock
-    number: int
-    spec: BucketSpec
-    names: tuple[str, ...]
-    device: torch.device
-    group: int
-    step: int
-    version: int
-    oldest: int
-    initialized: bool
-    contributions: Contributions
-    hyper: Mapping[str, float] | None
-    pending: object | None
-    counted: list[int]
-    """By replica: steps that it has contributed, in modes with `by_stage`."""
-
-    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
-        """Compute the next values from a gradient and publish them."""
-
-
-class ShardUpdate(Protocol):
-    """One decision about all buckets of a shard."""
-
-    @property
-    def verdict(self) -> Applied:
-        """The verdict."""
-
-    def total_of(self, bucket: BucketView) -> Partial | None:
-        """A bucket's gradient; None if the bucket does not wait for this update any more. Call with its lock held."""
-
-    def applied(self, bucket: BucketView) -> None:
-        """Note that a bucket has published the update. Call with its lock held."""
-
-    def closed(self) -> None:
-        """Note that all buckets have published it. Call with `order` held."""
-
-
-class Storage(Protocol):
-    """The storage that a server half works on."""
-
-    number: int
-    """Number of the shard."""
-    lock: threading.Lock
-    order: threading.Lock
-    tally: Tally
-    observers: Observers
-    stop_step: int | None
-    """Last step of the job, if known."""
-
-    @property
-    def buckets(self) -> Sequence[BucketView]:
-        """In the plan's order."""
-
-    @property
-    def version(self) -> int:
-        """Number of updates that every bucket has seen."""
-
-    def hold(self, difference: int) -> None:
-        """Change the bytes of waiting sums by this difference; the buckets' own contributions count separately."""
-
-    def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
-        """Raise JobError or ProtocolError if the rule does not take these hyper-parameters."""
-
-    def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
-        """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
-
-    def apply_together(self, update: ShardUpdate) -> None:
-        """The same for all buckets as one; takes `order` and their locks."""
-
-    def record(
-        self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float = 1.0, push: AppliedPush | None = None
-    ) -> int | None:
-        """Record a push for the standby; returns the record's number, None without a standby. `order` held.
-
-        push: None for a decision about these buckets that no push has caused; see ServerHalf.settle().
-        """
-
-    def apply_now(
-        self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
-    ) -> None:
-        """Apply to one bucket and publish at once; takes its lock. record: from record(). `order` held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +143,7 @@ class ServerHalf:
 
     # Queries
 
-    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+    def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """Whether a pull may be answered now: SERVED, WAITING or OVERTAKEN.
 
         No lock is needed; without it the caller checks afterwards whether the values it sends were overwritten.
@@ -367,6 +241,6 @@ class ServerHalf:
             self.last_verdict = record.verdict
 
     @staticmethod
-    def total_of(values: torch.Tensor | None, present: tuple[bool, ...], bucket: BucketView) -> Partial:
+    def total_of(values: torch.Tensor | None, present: tuple[bool, ...], bucket: Bucket) -> Partial:
         """A recorded gradient on the bucket's device."""
         return Partial(values.to(bucket.device) if values is not None else None, present)

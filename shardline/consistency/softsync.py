@@ -11,13 +11,15 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
-from shardline.consistency.server import BucketView, NumberedPush, ServerHalf, Storage, Terms
+from shardline.consistency.server import NumberedPush, ServerHalf, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, Record
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Storage
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class SoftSyncPushes(NumberedPushes):
         if outcome is Outcome.APPLIED:
             self._apply(record)
 
-    def _add(self, bucket: BucketView, total: Partial, scale: float) -> None:
+    def _add(self, bucket: Bucket, total: Partial, scale: float) -> None:
         kept = self._sums.pop(bucket.number, Partial(None, ()))
         self.storage.hold(-kept.held_bytes)
         if bucket.spec.kind is TensorKind.BUFFER:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import progress
-from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, ShardVote, Staged, Storage, Terms
+from shardline.consistency.server import Guard, ServerHalf, ShardVote, Staged, Terms
 from shardline.consistency.voted import VotedSteps
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.shared_steps import SharedSteps
@@ -27,6 +27,8 @@ from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import JobError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Hyper, Storage
 
 
 class SpareContributions(SharedSteps):
@@ -155,17 +157,17 @@ class SpareSteps(VotedSteps):
 
     # Contributions
 
-    def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
+    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
         if block.count != 1:
             return Decision(Outcome.REFUSED, f"replicas {block} were pushed as one; with spares each is pushed alone")
         counts = super().admit(bucket, step, block)
         return admit_spare(counts, step, block.first, bucket_step=bucket.step, choice=self.known.of(step))
 
-    def ready(self, bucket: BucketView) -> bool:
+    def ready(self, bucket: Bucket) -> bool:
         choice = self.known.of(bucket.step)
         return choice is not None and not choice & ~bucket.contributions.mask
 
-    def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
+    def counted(self, bucket: Bucket, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
         """See ReplicaSteps: note what the vote needs of this replica, should it be chosen."""
         replica = block.first
         with self.storage.lock:
@@ -192,7 +194,7 @@ class SpareSteps(VotedSteps):
             self._look(step)
         return decision
 
-    def completed(self, bucket: BucketView, step: int) -> None:
+    def completed(self, bucket: Bucket, step: int) -> None:
         """Does nothing: _look() reports a complete step."""
 
     def _look(self, step: int | None) -> None:
@@ -233,7 +235,7 @@ class SpareSteps(VotedSteps):
         chosen = members(self.known.of(step) or 0)
         return set().union(*(found.nonfinite.get(replica, set()) for replica in chosen)) if found else set()
 
-    def take_sum(self, bucket: BucketView) -> Partial:
+    def take_sum(self, bucket: Bucket) -> Partial:
         """See VotedSteps. Buffers and hyper-parameters are those of the lowest replica of the choice."""
         chosen = members(self.known.of(bucket.step) or 0)
         bucket.hyper = self._open[bucket.step].hyper[chosen[0]].get(bucket.group)

@@ -14,7 +14,7 @@ from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.by_stage import ByStage
 from shardline.consistency.eager import Eager
 from shardline.consistency.numbered_pushes import COUNTED
-from shardline.consistency.server import BucketView, NumberedPush, ServerHalf, StepWanted, Storage, Terms
+from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
 from shardline.core.image import WorkerSequence
@@ -22,6 +22,8 @@ from shardline.core.outcome import Decision, Outcome
 from shardline.core.records import AppliedPush
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import JobError
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Storage
 from shardline.waist import Standing
 
 
@@ -216,7 +218,7 @@ class PacedByTheSlowest(AsynchronousPushes):
         for bucket in self.storage.buckets:
             self.storage.observers.on_publish(bucket.number)
 
-    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
+    def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """See ServerHalf. Once the job stops, nobody waits: the others may push no more."""
         if want.step is None and want.task in self._clocks.held and self.storage.stop_step is None:
             return Outcome.WAITING

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.replica_steps import ReplicaSteps
-from shardline.consistency.server import BucketView, Hyper, ServerHalf, ShardVote, Staged, Storage, Terms
+from shardline.consistency.server import ServerHalf, ShardVote, Staged, Terms
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import norm_parts
 from shardline.core.image import WorkerSequence
@@ -16,6 +16,8 @@ from shardline.core.outcome import Outcome
 from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import Hyper, Storage
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,17 @@ class VotedSteps(ReplicaSteps):
 
     # Until the step is complete
 
-    def counted(self, bucket: BucketView, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
+    def counted(self, bucket: Bucket, block: Block, nonfinite: Collection[str], hyper: Hyper | None) -> None:
         """Record names for the vote, before the step can be seen complete, so that the vote never misses them."""
         super().counted(bucket, block, nonfinite, hyper)
         if nonfinite:
             with self.storage.lock:
                 self._nonfinite.setdefault(bucket.step, set()).update(nonfinite)
 
-    def complete(self, bucket: BucketView) -> None:
+    def complete(self, bucket: Bucket) -> None:
         """Does nothing: the step waits for the other buckets."""
 
-    def completed(self, bucket: BucketView, step: int) -> None:
+    def completed(self, bucket: Bucket, step: int) -> None:
         for other in self.storage.buckets:
             with other.lock:
                 if other.step != step or not self.ready(other):
@@ -113,7 +115,7 @@ class VotedSteps(ReplicaSteps):
         """Tensors that workers reported as not finite. Call with the storage's lock held."""
         return self._nonfinite.pop(step, set())
 
-    def take_sum(self, bucket: BucketView) -> Partial:
+    def take_sum(self, bucket: Bucket) -> Partial:
         """The sum of a bucket's open step. Call with its lock held."""
         return bucket.contributions.take()
 
@@ -133,7 +135,7 @@ class VotedSteps(ReplicaSteps):
         """Apply a verdict in every bucket that still waits for it."""
         self.storage.apply_together(_StagedUpdate(self, staged, verdict))
 
-    def open_for(self, bucket: BucketView, staged: Staged) -> bool:
+    def open_for(self, bucket: Bucket, staged: Staged) -> bool:
         """Whether the bucket waits for this verdict: it was not restored since the vote. Call with its lock held."""
         return bucket.step == staged.step and staged.epoch == self._epoch
 
@@ -186,10 +188,10 @@ class _StagedUpdate:
     staged: Staged
     verdict: Applied
 
-    def total_of(self, bucket: BucketView) -> Partial | None:
+    def total_of(self, bucket: Bucket) -> Partial | None:
         return self.staged.totals[bucket.number] if self.steps.open_for(bucket, self.staged) else None
 
-    def applied(self, bucket: BucketView) -> None:
+    def applied(self, bucket: Bucket) -> None:
         self.steps.let_go(self.staged, bucket.number)
 
     def closed(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from shardline.codecs.coding import JobCoding
 from shardline.consistency.base import Consistency
-from shardline.consistency.server import Guard, Hyper, NumberedPush, StepWanted
+from shardline.consistency.server import Guard, NumberedPush, StepWanted
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
@@ -23,8 +23,9 @@ from shardline.server.buffers import Buffers
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
-from shardline.storage.base import ParameterBlock
+from shardline.storage.bucket import Bucket
 from shardline.storage.publication import Publication
+from shardline.storage.shard import Hyper
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class HostedShard(Protocol):
         ...
 
     @property
-    def buckets(self) -> Sequence[ParameterBlock]:
+    def buckets(self) -> Sequence[Bucket]:
         """In the plan's order."""
         ...
 

@@ -24,7 +24,7 @@ from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.slots import QUICK_BYTES
-from shardline.storage.base import ParameterBlock
+from shardline.storage.bucket import Bucket
 from shardline.storage.writes import Intact
 from shardline.waist import CHUNK_BYTES
 
@@ -121,7 +121,7 @@ def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
     )
 
 
-def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
+def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
     state, spec = data_pb2.BucketState(), bucket.spec
     state.bucket, state.step, state.version = bucket.number, step, bucket.version
     state.dtype, state.elements = DTYPE_TO_PROTO[spec.dtype], spec.elements

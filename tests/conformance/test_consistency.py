@@ -12,7 +12,7 @@ import torch
 
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock
-from shardline.consistency.server import NumberedPush, Observers, StepWanted
+from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -20,6 +20,7 @@ from shardline.core.records import Begin
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, TensorKind, TensorSpec
 from shardline.seams import settings_of
+from shardline.storage.shard import Observers
 from shardline.update import rule
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.record_log import RecordLog, copied_image

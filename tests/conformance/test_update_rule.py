@@ -26,6 +26,7 @@ from shardline.fit import check_fit
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.messages.convert import rule_from_proto, rule_to_proto
 from shardline.schedule import cosine
+from shardline.storage.bucket import Bucket
 from shardline.update import (
     ALLOWED,
     BROUGHT,
@@ -40,7 +41,6 @@ from shardline.update import (
 )
 from shardline.update.base import Need, Takes
 from shardline_ps.control.configuration import optimizer_bytes
-from shardline_ps.shard.bucket import Bucket
 from tests.support.checkpoints import cut_of
 from tests.support.covering import covering
 

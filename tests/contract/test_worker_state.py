@@ -17,7 +17,7 @@ from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.calls import NotAdmittedError
-from shardline_ps.shard.bucket import Bucket
+from shardline.storage.bucket import Bucket
 from tests.support.builders import make_shard
 from tests.support.cluster import Cluster, Worker
 from tests.support.jobs import Rich, make_job

@@ -15,7 +15,7 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.consistency.server import NumberedPush, Observers
+from shardline.consistency.server import NumberedPush
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
@@ -31,6 +31,7 @@ from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
+from shardline.storage.shard import Observers
 from shardline.waist import End, Exchanged, Push, Sender, Sink, Standing, Want
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard, roll_back

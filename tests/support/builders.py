@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardline.consistency.server import Observers
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
+from shardline.storage.shard import Observers
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard

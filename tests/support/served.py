@@ -15,8 +15,8 @@ from shardline.core.contributions import Contributions, Partial
 from shardline.core.plan import make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.spec import DTYPES, ScheduleSpec, TensorSpec
+from shardline.storage.bucket import Bucket
 from shardline.update import BucketRule, bucket_rule, rule, wants_whole
-from shardline_ps.shard.bucket import Bucket
 
 RATE, MOMENTUM = 0.05, 0.9
 ROUNDING = 2e-15

@@ -14,13 +14,14 @@ import shardline
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency.by_stage import admit_update
-from shardline.consistency.server import NumberedPush, Observers, StepWanted
+from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.consistency.ssp import Clocks, PacedPushes
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.errors import JobError
+from shardline.storage.shard import Observers
 from shardline.update import rule
 from shardline.waist import Standing
 from shardline_ps.shard.shard import Shard

@@ -29,7 +29,7 @@ MOST = {"there": 12, "back": 10}
 LANES = ("grpc", "tcp", "shm")
 SEAMS = ("shardline/cadence/", "shardline/topology/", "shardline/codecs/", "shardline/update/")
 ARITHMETIC = ("shardline/core/", "shardline/native/")
-BLOCK = "services/shardline_ps/shard/bucket.py"
+BLOCK = "shardline/storage/bucket.py"
 PLACE = re.compile(r"`([\w/]+\.py):([\w.<>]+)`")
 
 Place = tuple[str, str]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline.codecs import coding_of
-from shardline.consistency.server import NumberedPush, Observers, StepWanted
+from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
@@ -24,9 +24,10 @@ from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorK
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
 from shardline.server.pull_sender import Encoded, encode_bucket
 from shardline.server.signals import Signal
+from shardline.storage.bucket import Bucket
 from shardline.storage.publication import PlainPublication, num_areas
+from shardline.storage.shard import Observers
 from shardline.update import bucket_rule, rule
-from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard, roll_back
 

@@ -23,9 +23,9 @@ from shardline.lanes.attachments import Attachments
 from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
 from shardline.server.pull_sender import Encoded, in_pull, pull, refer_bucket
+from shardline.storage.bucket import Bucket
 from shardline.update import rule
 from shardline.waist import CHUNK_BYTES, Arrival
-from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import make_shard

@@ -77,7 +77,7 @@ def test_nobody_asks_which_mode_it_is(folder: str) -> None:
         ("from shardline.consistency.voted import Voted", 1),
         ("import shardline.consistency.asynchronous", 1),
         ("from shardline.consistency import of\nif of(spec).keeps_previous: pass", 0),
-        ("from shardline.consistency.server import Observers", 0),
+        ("from shardline.consistency.server import Terms", 0),
         ('mode = "sync"', 0),
     ],
 )

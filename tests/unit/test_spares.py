@@ -13,7 +13,6 @@ from shardline.client.step.open_step import Expected
 from shardline.consistency import spares
 from shardline.consistency.choosing import KEPT_CHOICES, StepChoices, choose
 from shardline.consistency.eager import EagerSteps
-from shardline.consistency.server import Observers
 from shardline.consistency.spares import SpareSteps, needed
 from shardline.core.choices import Choices, choice_of, members
 from shardline.core.gradients import Gradient
@@ -23,6 +22,7 @@ from shardline.core.reduce import Block, tree_sum
 from shardline.core.spec import ConsistencySpec, TensorKind, TensorSpec
 from shardline.errors import InternalError, JobError, ProtocolError
 from shardline.fit import check_fit
+from shardline.storage.shard import Observers
 from shardline.update import rule
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_job_spec, make_settings

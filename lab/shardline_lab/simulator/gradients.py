@@ -15,7 +15,6 @@ from shardline import codecs, consistency, pipeline
 from shardline.cadence import Held, Outgoing, Sends
 from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding
-from shardline.consistency.server import Hyper
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient, flat_bucket
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -24,6 +23,7 @@ from shardline.data import BatchSource, replica_gradients
 from shardline.errors import UsageError
 from shardline.job import Job
 from shardline.model import named_values
+from shardline.storage.shard import Hyper
 from shardline.update import bucket_rule
 from shardline.update.torch_optim.inner import InnerOptimizers
 from shardline_lab.simulator.servers import BucketPlan, VirtualServer
@@ -87,15 +87,14 @@ def training_contents(job: Job, setup: Setup) -> Contents:
 
 def _bucket(shared: Shared, spec: BucketSpec, push_bytes: Sequence[float], pull_bytes: Sequence[float]) -> BucketPlan:
     job, tensors = shared.spec, shared.plan.tensors
-    make = functools.partial(bucket_rule, job.rule, job.schedule, spec, tensors, torch.device("cpu"))
+    make = functools.partial(bucket_rule, job.rule, job.schedule, spec, tensors)
     return BucketPlan(
         push_bytes=push_bytes,
         pull_bytes=pull_bytes,
         spec=spec,
-        names=tuple(tensors[piece.tensor].name for piece in spec.slices),
-        group=tensors[spec.slices[0].tensor].group,
+        tensors=tensors,
         values=flat_bucket(shared.plan, spec, shared.tensors),
-        make_rule=make if spec.kind is TensorKind.PARAM else None,
+        make_rule=make,
     )
 
 
@@ -196,8 +195,7 @@ def parameters(plan: Plan, servers: Sequence[VirtualServer], model: nn.Module) -
     found = {name: tensor.detach().clone() for name, tensor in named_values(model).items()}
     for server, shard in zip(servers, plan.shards, strict=True):
         for bucket, spec in zip(server.buckets, shard.buckets, strict=True):
-            if bucket.values is not None:
-                write(plan, spec, bucket.values, found)
+            write(plan, spec, bucket.values, found)
     return found
 
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from shardline.consistency import Consistency
-from shardline.consistency.server import (
-    BucketView,
-    Hyper,
-    Observers,
-    ShardUpdate,
-    ShardVote,
-    Staged,
-    StepWanted,
-    Tally,
-    Terms,
-)
-from shardline.core.contributions import Contributions, Partial, Present, scaled
+from shardline.consistency.server import ShardVote, Staged, StepWanted, Terms
+from shardline.core.contributions import Contributions, Partial, Present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Slice
-from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.records import AppliedPush
 from shardline.core.reduce import Block
-from shardline.core.spec import TensorKind
-from shardline.update import BucketRule, Need
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec
+from shardline.storage.bucket import Bucket
+from shardline.storage.shard import ByteCount, Observers, Storage
+from shardline.update import BucketRule
 from shardline.waist import Standing
 
-CPU = torch.device("cpu")
 NOTHING = Gradient(None, (False,))
 """A gradient in a simulation of the timing alone."""
 TINY = BucketSpec(
@@ -54,11 +42,11 @@ class BucketPlan:
     pull_bytes: Sequence[float]
     """Of what step t has changed; see push_bytes."""
     spec: BucketSpec = TINY
-    names: tuple[str, ...] = ("",)
-    group: int = 0
+    tensors: Sequence[TensorSpec] = (TensorSpec(name="", shape=(1,), dtype="float32"),)
+    """Of the plan; the spec's slices name them by number."""
     values: torch.Tensor | None = None
     """The first values; None = only the timing is simulated."""
-    make_rule: Callable[[], BucketRule] | None = None
+    make_rule: Callable[[torch.device], BucketRule | None] = lambda device: None
 
 
 class Counts(Contributions):
@@ -90,120 +78,33 @@ class Counts(Contributions):
         self.mask = 0
 
 
-class VirtualBucket:
-    """See shardline.consistency.server.BucketView. Values are never overwritten, so a pull needs no copy."""
-
+class VirtualStorage(Storage):
     def __init__(
-        self, number: int, plan: BucketPlan, replicas: int, published: Callable[[int], None], *, in_tree: bool
+        self,
+        number: int,
+        plans: Sequence[BucketPlan],
+        replicas: int,
+        observers: Observers,
+        on_step: Callable[[int], None],
+        *,
+        in_tree: bool,
     ) -> None:
-        """published(step): called with each new step. in_tree: see Contributions."""
-        self.lock = threading.Lock()
-        self.number = number
-        self.spec = plan.spec
-        self.names = plan.names
-        self.device = CPU
-        self.group = plan.group
-        self.step = self.version = self.oldest = 0
-        self.initialized = True
-        self.contributions = (Counts if plan.values is None else Contributions)(plan.spec, replicas, in_tree=in_tree)
-        self.hyper: Mapping[str, float] | None = None
-        self.pending: object | None = None
-        self.counted: list[int] = []
-        self.values, self._before = plan.values, plan.values
-        self._rule = plan.make_rule() if plan.make_rule is not None else None
-        self._published = published
+        """in_tree: see Contributions."""
+        waiting, buckets = ByteCount(), []
+        for index, plan in enumerate(plans):
+            kind = Counts if plan.values is None else Contributions
+            held = kind(plan.spec, replicas, on_held=waiting.add, in_tree=in_tree)
+            areas = torch.zeros(2, plan.spec.elements, dtype=DTYPES[plan.spec.dtype])
+            bucket = Bucket(
+                number, index, plan.spec, plan.tensors, plan.make_rule, contributions=held, pub=(areas[0], areas[1])
+            )
+            bucket.initialize(areas[0] if plan.values is None else plan.values)
+            buckets.append(bucket)
+        super().__init__(number, buckets, observers, waiting)
+        self._on_step = on_step
 
-    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
-        self._before = self.values
-        if not skip and self.values is not None and total.values is not None and any(total.present):
-            self.values = self._updated(self.values, total, scale, context)
-        self.version += not skip
-        self.step += 1
-        self.hyper = None
-        self.contributions.clear()
-        self._published(self.step)
-
-    def _updated(self, values: torch.Tensor, total: Partial, scale: float, context: PushContext) -> torch.Tensor:
-        new = values.clone()
-        assert total.values is not None
-        if self._rule is not None:
-            gradient = scaled(total, scale).values
-            assert gradient is not None
-            self._rule.apply(new, gradient, clock=self.step, present=total.present, hyper=self.hyper, context=context)
-        elif self.spec.kind is TensorKind.BUFFER:
-            for piece, present in zip(self.spec.slices, total.present, strict=True):
-                if present:
-                    new[piece.offset : piece.end] = total.values[piece.offset : piece.end]
-        return new
-
-    def answer(self, step: int | None, task: str) -> torch.Tensor | None:
-        """The values that a pull gets; None if only the timing is simulated."""
-        if self.values is None or (step is not None and step < self.step):
-            return self._before
-        if self._rule is None:
-            return self.values
-        found = self._rule.answer(self.values, task)
-        if Need.PULLS in self._rule.rule.needs:
-            self._rule.sent(task, found)
-        return found
-
-    def members_changed(self, tasks: Collection[str]) -> None:
-        """Drop what the rule keeps for others."""
-        if self._rule is not None and self._rule.workers:
-            self._rule.members_changed(tasks)
-
-
-class VirtualStorage:
-    def __init__(self, number: int, buckets: Sequence[VirtualBucket], observers: Observers) -> None:
-        self.number = number
-        self.lock = threading.Lock()
-        self.order = threading.Lock()
-        self.tally = Tally()
-        self.observers = observers
-        self.stop_step: int | None = None
-        self._buckets = buckets
-
-    @property
-    def buckets(self) -> Sequence[BucketView]:
-        return self._buckets
-
-    @property
-    def version(self) -> int:
-        return min(bucket.version for bucket in self._buckets)
-
-    def hold(self, difference: int) -> None:
-        """See Storage. Memory is not simulated."""
-
-    def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
-        """See Storage. Workers of a simulation send none."""
-
-    def apply_bucket(self, bucket: BucketView, total: Partial, context: PushContext = TOGETHER) -> None:
-        bucket.apply(total, context=context)
-
-    def apply_together(self, update: ShardUpdate) -> None:
-        with self.order:
-            verdict = update.verdict
-            for bucket in self._buckets:
-                with bucket.lock:
-                    total = update.total_of(bucket)
-                    if total is None:
-                        continue
-                    bucket.apply(total, scale=verdict.scale, skip=verdict.skip)
-                    update.applied(bucket)
-                self.observers.on_publish(bucket.number)
-            update.closed()
-
-    def record(
-        self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float = 1.0, push: AppliedPush | None = None
-    ) -> int | None:
-        """See Storage. There is no standby."""
-        return None
-
-    def apply_now(
-        self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
-    ) -> None:
-        with bucket.lock:
-            bucket.apply(total, scale=scale, context=context)
+    def closed(self, bucket: Bucket) -> None:
+        self._on_step(bucket.step)
 
 
 class PulledBucket(NamedTuple):
@@ -239,10 +140,6 @@ class VirtualServer:
         """
         self.number = number
         self.plans = plans
-        self.buckets = [
-            VirtualBucket(index, plan, terms.contributors, on_step, in_tree=mode.sums_in_tree)
-            for index, plan in enumerate(plans)
-        ]
         self._changed: set[int] = set()
         # Other modes and contents serve all workers alike, so it is enough to ask once for all of them.
         self._by_task = mode.holds_back or any(plan.values is not None for plan in plans)
@@ -259,7 +156,8 @@ class VirtualServer:
             on_complete()
 
         observers = Observers(on_publish=self._changed.add, on_complete=complete)
-        self.storage = VirtualStorage(number, self.buckets, observers)
+        self.storage = VirtualStorage(number, plans, terms.contributors, observers, on_step, in_tree=mode.sums_in_tree)
+        self.buckets = self.storage.buckets
         self.half = half = mode.server_half(self.storage, terms)
         self.contribute, self.push = half.contribute, half.push
 
@@ -285,8 +183,10 @@ class VirtualServer:
         answer = None
         if outcome is Outcome.SERVED:
             held = self.buckets[bucket]
-            sizes = self.plans[bucket].pull_bytes
-            answer = PulledBucket(self.number, bucket, sizes, held.version, held.answer(step, task))
+            plan, values = self.plans[bucket], None
+            if plan.values is not None:
+                values = held.answer(held.step if step is None else step, task).clone()
+            answer = PulledBucket(self.number, bucket, plan.pull_bytes, held.version, values)
         for act, life in replies:
             act(life, answer)
 

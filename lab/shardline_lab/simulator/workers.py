@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shardline.consistency.server import Hyper, NumberedPush
+from shardline.consistency.server import NumberedPush
 from shardline.consistency.worker import WorkerHalf
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
+from shardline.storage.shard import Hyper
 from shardline_lab.simulator.links import MessageStream
 from shardline_lab.simulator.servers import NOTHING, PulledBucket, VirtualServer
 

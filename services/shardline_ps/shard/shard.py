@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardline import consistency
-from shardline.consistency.server import Observers, StepWanted, Terms
+from shardline.consistency.server import StepWanted, Terms
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.storage.publication import Publication
+from shardline.storage.shard import Observers
 from shardline.update import chosen
 from shardline_ps.shard.cuts import check_images
 from shardline_ps.shard.settings import ShardSettings

@@ -14,8 +14,8 @@ from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError
+from shardline.storage.bucket import Bucket
 from shardline.update import BucketRule
-from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook
 
 

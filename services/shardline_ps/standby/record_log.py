@@ -23,7 +23,7 @@ from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Re
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import UnreachableError
 from shardline.rpc.messages.records import PREVIOUS, Frame
-from shardline_ps.shard.bucket import Bucket
+from shardline.storage.bucket import Bucket
 
 DIGEST_EVERY = 100
 """Records between two comparisons of the values on both sides."""

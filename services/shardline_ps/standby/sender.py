@@ -23,7 +23,7 @@ from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline.security import PLAIN, Security
-from shardline_ps.shard.bucket import Bucket
+from shardline.storage.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.store import ParameterStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -31,8 +31,8 @@ class Bucket:
         shard: int,
         number: int,
         spec: BucketSpec,
-        tensors: tuple[TensorSpec, ...],
-        make_rule: Callable[[torch.device], BucketRule],
+        tensors: Sequence[TensorSpec],
+        make_rule: Callable[[torch.device], BucketRule | None],
         *,
         contributions: Contributions,
         pub: tuple[torch.Tensor, torch.Tensor],
