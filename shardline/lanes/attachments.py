@@ -20,8 +20,8 @@ from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answers
+from shardline.storage.bucket import Intact
 from shardline.storage.publication import Publication
-from shardline.storage.writes import Intact
 
 log = logging.getLogger("shardline.lanes")
 MAX_ATTACHMENTS = 4096

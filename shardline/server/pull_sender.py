@@ -24,8 +24,7 @@ from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.slots import QUICK_BYTES
-from shardline.storage.bucket import Bucket
-from shardline.storage.writes import Intact
+from shardline.storage.bucket import Bucket, Intact
 from shardline.waist import CHUNK_BYTES
 
 STATES_PER_FRAME = 16

@@ -32,7 +32,7 @@ from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.native.engine import available
 from shardline.server.buffers import Buffers
-from shardline.storage.writes import WriteCounts
+from shardline.storage.bucket import WriteCounts
 from tests.support.lanes import no_calls
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no native engine in this process")

@@ -26,7 +26,7 @@ from shardline.native.engine import (
     Engine,
     available,
 )
-from shardline.storage.writes import WriteCounts
+from shardline.storage.bucket import WriteCounts
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no native engine in this process")
 PATIENCE_S = 10.0

@@ -30,8 +30,8 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answers, CallServer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
+from shardline.storage.bucket import Intact
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
-from shardline.storage.writes import Intact
 
 log = logging.getLogger("shardline.lanes")
 MAX_TICKETS = 1 << 14

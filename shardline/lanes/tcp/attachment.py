@@ -19,7 +19,7 @@ from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answers, CallServer
 from shardline.lanes.tcp.lines import EngineReceive, EngineSend
 from shardline.native.engine import Engine
-from shardline.storage.writes import Intact
+from shardline.storage.bucket import Intact
 
 WINDOW = 8
 """Buckets of a push that may be incoming at once: enough to keep the socket busy while others are counted."""

@@ -16,7 +16,7 @@ from shardline.lanes.tcp.frames import WHOLE
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.native import engine
 from shardline.native.engine import Engine
-from shardline.storage.writes import Intact
+from shardline.storage.bucket import Intact
 
 if TYPE_CHECKING:
     from shardline.lanes.tcp.attachment import TcpTicket

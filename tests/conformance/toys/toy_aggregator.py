@@ -37,8 +37,8 @@ from shardline.server.data_plane import DataPlane
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
+from shardline.storage.bucket import WriteCounts
 from shardline.storage.publication import PlainPublication, Publication, areas
-from shardline.storage.writes import WriteCounts
 
 T = TypeVar("T")
 
