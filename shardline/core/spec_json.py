@@ -8,17 +8,23 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
-import functools
+import json
 import math
-import sys
-import types
-import typing
+import re
 from typing import Any
 
-from shardline.core.spec import Argument, JobSpec
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from shardline.core.settings import short
+from shardline.core.spec import ConsistencySpec, InnerSpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.errors import JobError
 
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_SPECIAL = re.compile(r'\{"float": "(nan|inf|-inf)"\}')
+for _spec in (TensorSpec, RuleSpec, ScheduleSpec, ConsistencySpec, InnerSpec, JobSpec):
+    # Strict: True is no number, and "7" none either.
+    _spec.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[union-attr]
+_JOB = TypeAdapter(JobSpec)
 
 
 def job_to_json(job: JobSpec) -> dict[str, Any]:
@@ -34,7 +40,26 @@ def job_from_json(value: Any) -> JobSpec:
     A missing field gets its default, so that a field added later needs no new format. Raises JobError naming the place
     of an unknown or missing required field, a wrong type or an unknown enum value.
     """
-    return typing.cast(JobSpec, _decode(JobSpec, value, "job"))
+    try:
+        # In a text of JSON this can be nothing else: within a string its quotes have backslashes.
+        text = _SPECIAL.sub(lambda match: _NON_FINITE[match[1]], json.dumps(value))
+        return _JOB.validate_json(text)
+    except ValidationError as error:
+        raise JobError(_sentence(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"the job can't be read: {error}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    *parents, name = problem["loc"] or ("",)
+    parent = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parents)
+    if problem["type"] == "unexpected_keyword_argument":
+        return f"job{parent} has an unknown field {name!r}"
+    if problem["type"] == "missing":
+        return f"job{parent} has no field {name!r}"
+    place = f"{parent}[{name}]" if isinstance(name, int) else f"{parent}.{name}"
+    return f"job{place} is {short(problem['input'])}; {problem['msg'].replace('Input', 'it')}"
 
 
 def _encode(value: Any, path: str) -> Any:
@@ -53,74 +78,3 @@ def _encode(value: Any, path: str) -> Any:
     raise JobError(
         f"{path} is {value!r} ({type(value).__name__}), which can't be stored; use a number, text or a tuple"
     )
-
-
-def _non_finite(value: Any) -> float | None:
-    """The float for {"float": "inf"} and the like, or None if value is something else."""
-    if isinstance(value, dict) and set(value) == {"float"} and isinstance(value["float"], str):
-        return _NON_FINITE.get(value["float"])
-    return None
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _decode(hint: Any, value: Any, path: str) -> Any:
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise JobError(f"{path} is {value!r}; it must be an object")
-        fields = {f.name: f for f in dataclasses.fields(hint)}
-        for name in value:
-            if name not in fields:
-                raise JobError(f"{path} has an unknown field {name!r}")
-        for name, spec in fields.items():
-            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-            if required and name not in value:
-                raise JobError(f"{path} has no field {name!r}")
-        hints = _hints(hint)
-        return hint(**{name: _decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        if value not in [member.value for member in hint]:
-            raise JobError(f"{path} is {value!r}; it must be one of {', '.join(repr(m.value) for m in hint)}")
-        return hint(value)
-    if hint == Argument:
-        special = _non_finite(value)
-        if special is not None:
-            return special
-        if isinstance(value, list):
-            return tuple(_decode_scalar(float, item, f"{path}[{index}]") for index, item in enumerate(value))
-        if value is None or type(value) in (bool, int, float, str):
-            return typing.cast(Argument, value)
-        raise JobError(
-            f"{path} is {value!r}; an argument must be a number, text, true, false, null or a list of numbers"
-        )
-    origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        (present,) = [item for item in typing.get_args(hint) if item is not types.NoneType]
-        return None if value is None else _decode(present, value, path)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise JobError(f"{path} is {value!r}; it must be a list")
-        item_hint = typing.get_args(hint)[0]
-        return tuple(_decode(item_hint, item, f"{path}[{index}]") for index, item in enumerate(value))
-    if origin is collections.abc.Mapping:
-        if not isinstance(value, dict):
-            raise JobError(f"{path} is {value!r}; it must be an object")
-        item_hint = typing.get_args(hint)[1]
-        return {key: _decode(item_hint, item, f"{path}.{key}") for key, item in value.items()}
-    return _decode_scalar(hint, value, path)
-
-
-def _decode_scalar(hint: Any, value: Any, path: str) -> Any:
-    # type(), not isinstance(): True is an int in Python, and a flag read as a number would go unnoticed.
-    if hint is float:
-        special = _non_finite(value)
-        if special is not None:
-            return special
-        if type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max):
-            return value
-    elif type(value) is hint:
-        return value
-    raise JobError(f"{path} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}")

@@ -42,14 +42,13 @@ def test_job_comes_back_equal_and_with_the_same_types() -> None:
     [
         (("seed",), "7", "job.seed is '7'"),
         (("seed",), True, "job.seed is True"),
-        (("replicas",), 1.0, "must be of type int"),
-        (("tensors", 0, "kind"), "weights", "must be one of 'param'"),
-        (("tensors", 0, "kind"), {"x": 1}, "must be one of 'param'"),
-        (("schedule", "gamma"), 10**400, "it must be of type float"),
+        (("replicas",), 1.0, "it should be a valid integer"),
+        (("tensors", 0, "kind"), "weights", "it should be 'param'"),
+        (("tensors", 0, "kind"), {"x": 1}, "it should be 'param'"),
         (("tensors", 0, "shape"), [1, "2"], "job.tensors[0].shape[1] is '2'"),
         (("tensors", 0, "size"), 1, "job.tensors[0] has an unknown field 'size'"),
         (("tensors", 0), {"name": "x"}, "has no field 'shape'"),
-        (("rule", "groups", 0, "lr"), {"code": "x"}, "an argument must be a number"),
+        (("rule", "groups", 0, "lr"), {"code": "x"}, "it should be a valid number"),
         (("consistency", "nan_policy"), "both", "nan_policy is 'both'"),
     ],
 )
