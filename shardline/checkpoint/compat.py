@@ -10,8 +10,7 @@ import torch
 
 from shardline import consistency
 from shardline.consistency import named
-from shardline.core.spec import JobSpec, TensorSpec, joined
-from shardline.core.spec_json import job_to_json
+from shardline.core.spec import JobSpec, TensorSpec, flattened, joined
 from shardline.errors import CheckpointError, JobError
 from shardline.update import chosen
 
@@ -49,7 +48,7 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
 
 def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
     """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
-    before, after = (_flat(job_to_json(_whole(one))) for one in (stored, job))
+    before, after = (flattened(_whole(one)) for one in (stored, job))
     return {
         path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
@@ -96,17 +95,3 @@ def _states(job: JobSpec) -> str:
             # A momentum of gradients is none of what replicas have moved in a round.
             found.append((", ".join(kinds) + " of deltas" * (job.inner is not None)) if kinds else "nothing")
     return "; ".join(dict.fromkeys(found))
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Leaves by path; tensors by name, so that their order doesn't matter."""
-    if isinstance(value, dict) and value:
-        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        items = [(f"{path}[{item.get('name', number)}]", item) for number, item in enumerate(value)]
-    else:
-        return {path: value}
-    out: dict[str, Any] = {}
-    for where, item in items:
-        out.update(_flat(item, where))
-    return out

@@ -210,6 +210,13 @@ class JobSpec(Settings):
         return tuple(sorted({tensor.codec for tensor in self.tensors} - {""}))
 
 
+def flattened(job: JobSpec) -> dict[str, Any]:
+    """A job's values by path, such as "rule.groups[0].lr"; tensors by name, so that their order doesn't matter."""
+    found: dict[str, Any] = {}
+    _flatten(job, "", found)
+    return found
+
+
 def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
@@ -232,10 +239,7 @@ def differences(ours: JobSpec, theirs: JobSpec, *, where: str = "in the job", li
 
     `ours` is the joining task's, `theirs` the cluster's, or that of `where`. At most `limit` phrases, then a count.
     """
-    mine: dict[str, Any] = {}
-    other: dict[str, Any] = {}
-    _flatten(ours, "", mine)
-    _flatten(theirs, "", other)
+    mine, other = flattened(ours), flattened(theirs)
     phrases = []
     for path in [*mine, *(path for path in other if path not in mine)]:
         here, there = mine.get(path, "absent"), other.get(path, "absent")
