@@ -18,7 +18,7 @@ from shardline_chief.io.pacing import (
     on_this_machine,
 )
 from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
-from shardline_chief.rules.intervals import StepClock, least_interval
+from shardline_chief.rules.flows.checkpointing import StepClock, least_interval
 from tests.support.chief_cluster import Cluster, make_job, running
 
 MB = 1 << 20

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from shardline.cluster import parse_address
 from shardline.errors import ClusterSpecError
-from shardline_chief.rules.intervals import SHARE
+from shardline_chief.rules.flows.checkpointing import SHARE
 
 log = logging.getLogger("shardline_chief.io.pacing")
 

@@ -135,13 +135,10 @@ class Start:
         if to_come:
             wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to inform them"
             state.say("done_before", f"all {state.job.steps} steps are already done; {wait}")
-        self._end_if_all_came(now_s)
+        self.nothing_left(Arrived(), now_s)
 
     def nothing_left(self, event: Arrived, now_s: float) -> None:
         """End once every task has joined and can be told that nothing is left to do."""
-        self._end_if_all_came(now_s)
-
-    def _end_if_all_came(self, now_s: float) -> None:
         if not self.state.tasks.to_come():
             self.state.end(0, self.done_before, now_s)
 

@@ -76,7 +76,7 @@ class Checkpoints:
         self.failed_saves = 0
         """Saves that failed since the last successful one."""
         self.least_interval = 0
-        """Smallest workable number of steps between checkpoints, see intervals.py; 0 until known."""
+        """Smallest workable number of steps between checkpoints, see least_interval(); 0 until known."""
         self.final_step = -1
         """Step of the last checkpoint of the run, once decided; -1 = none."""
         self.cutting = False
