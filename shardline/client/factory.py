@@ -10,8 +10,7 @@ from shardline.client.applied.ground import ServerStates
 from shardline.client.exchange.retrying import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
-from shardline.client.overlap.as_computed import AsComputed
-from shardline.client.overlap.hooks import GradientHooks
+from shardline.client.overlap.early_push import AsComputed, GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.open_step import PushAtEnd, PushTools
 from shardline.client.step.sink import ParameterMemory

@@ -12,7 +12,7 @@ import torch
 
 from shardline.client.exchange.streaming_payloads import pull_order
 from shardline.client.layout import homes
-from shardline.client.overlap import as_computed
+from shardline.client.overlap import early_push
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import Lane
 from shardline.testing import reference
@@ -193,7 +193,7 @@ def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What a shard answers first follows the step before; here always what a backward pass has first.
-    monkeypatch.setattr(as_computed, "pull_order", lambda ranks, **_: pull_order(ranks, at_once=False))
+    monkeypatch.setattr(early_push, "pull_order", lambda ranks, **_: pull_order(ranks, at_once=False))
     job = make_job("sgd", model=Middle, replicas=1, steps=4)
     with Cluster(job, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)

@@ -24,9 +24,8 @@ from shardline import consistency
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import homes, keys_of
-from shardline.client.overlap.early_push import why_not_early
+from shardline.client.overlap.early_push import FireCount, GradientHooks, why_not_early
 from shardline.client.overlap.gate import Gate
-from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.overlap.reach import Reach, tables_of
 from shardline.client.overlap.watching import StepAgain
 from shardline.client.step.open_step import Expected as Expectation

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from shardline.client.api.joining import begin, link_of
-from shardline.client.api.optimizer import ShardlineOptimizer
-from shardline.client.api.optimizer_state import TrainingPosition, check_unused, position_of
+from shardline.client.api.optimizer import ShardlineOptimizer, TrainingPosition, check_unused, position_of
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
 from shardline.client.api.step_loop import Hyper, StepLoop
 from shardline.client.step.shared_gradients import SharedGradients

@@ -1,24 +1,104 @@
-"""Gradients sent during the backward pass, and the push they belong to."""
+"""Gradients sent during the backward pass: hooks report them, AsComputed decides when they may leave."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardline import codecs
 from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.streaming_payloads import LivePayloads, SendQueue, default_credit
+from shardline.client.exchange.retrying import Observer
+from shardline.client.exchange.streaming_payloads import (
+    LivePayloads,
+    SendQueue,
+    bucket_ranks,
+    default_credit,
+    pull_order,
+)
 from shardline.client.layout import homes
-from shardline.client.step.open_step import Expected, PushTools
+from shardline.client.step.open_step import Begin, Expected, PushAtEnd, PushTools, Values
+from shardline.client.step.staging import NonFinite, loss_names
 from shardline.consistency.worker import WorkerHalf
+from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import JobError
 from shardline.waist import Payload
+
+Listener = Callable[[int, torch.Tensor], None]
+"""(tensor number, parameter): called when its gradient of a backward pass is complete."""
+
+
+class GradientHooks:
+    """A hook on every trained parameter; calls one listener, if any."""
+
+    def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        self._trained = [
+            (number, tensors[number]) for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.PARAM
+        ]
+        self._handles: dict[int, RemovableHandle] = {}
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Call this listener from now on. Parameters that have become trainable since get hooks too.
+
+        Each is the parameter's last hook, so that the user's can't change a gradient that has left.
+        """
+        self._listener = listener
+        for number, tensor in self._trained:
+            if not (tensor.requires_grad and tensor.is_leaf):
+                continue
+            handle = self._handles.get(number)
+            others = tensor._post_accumulate_grad_hooks
+            if handle is not None and (not others or next(reversed(others)) != handle.id):
+                handle.remove()
+                handle = None
+            if handle is None:
+                hook = functools.partial(self._fired, number)
+                self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def ignore(self) -> None:
+        self._listener = None
+
+    def _fired(self, number: int, parameter: torch.Tensor) -> None:
+        listener = self._listener
+        if listener is not None:
+            listener(number, parameter)
+
+    def close(self) -> None:
+        self.ignore()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+class FireCount:
+    """How often each parameter's gradient is completed in one backward pass. A listener of GradientHooks.
+
+    Once, unless a pass runs others within itself (reentrant checkpointing) or there are several passes: then the
+    gradient is complete only when all have ended.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, number: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        with self._lock:
+            self._counts[number] += 1
+
+    @property
+    def once(self) -> set[int]:
+        """Numbers of the parameters whose gradients are complete when their hook is called."""
+        return {number for number, count in self._counts.items() if count == 1}
 
 
 def why_not_early(job: JobSpec, half: WorkerHalf, expected: Expected, *, first: bool) -> str:
@@ -237,3 +317,126 @@ class EarlyPush:
             self._gradients = {}
         for payloads in self.payloads.values():
             payloads.drop()
+
+
+log = logging.getLogger("shardline.client")
+
+
+class AsComputed(PushAtEnd):
+    """Watches backward passes; the first step after a start shows how often each gradient is completed in one."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        half: WorkerHalf,
+        hooks: GradientHooks,
+        tools: PushTools,
+        observer: Observer,
+    ) -> None:
+        super().__init__(tools.plan)
+        self._job = job
+        self._half = half
+        self._hooks = hooks
+        self._tools = tools
+        self._nonfinite = NonFinite(job.consistency.nan_policy, tools.staging, observer)
+        self.uses: dict[int, None] | None = {}
+        self._count: FireCount | None = None
+        self._once: set[int] = set()
+        self._sent_order: dict[int, list[int]] = {}
+        """Order of sending in the previous step, by shard."""
+        self._push: EarlyPush | None = None
+        self._expected: Expected | None = None
+        self._told: set[str] = set()
+
+    @property
+    def early(self) -> bool:
+        return self._push is not None
+
+    @property
+    def begun(self) -> bool:
+        return self._push is not None and self._push.begun
+
+    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        at_once = not self._half.by_bucket or not hold
+        return pull_order(self._ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
+
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
+        """See PushAtEnd. Raises NonFiniteError for the loss."""
+        step = self._half.step
+        if not self._once:
+            # The first step only counts how often hooks are called; nothing leaves early.
+            self._count = FireCount()
+            self._hooks.listen(self._count)
+            return
+        reason = why_not_early(self._job, self._half, expected, first=first)
+        if reason:
+            if reason not in self._told:
+                self._told.add(reason)
+                log.debug("step %d: gradients are sent at the end of the step: %s", step, reason)
+            return
+        self._nonfinite.judge(step, expected.replica, loss_names(expected.loss))
+        self._expected = expected
+        self._tools.staging.extras.samples[expected.replica] = expected.samples
+        (block, *_) = self._half.blocks(expected.owned)
+        self._push = EarlyPush(
+            self._tools,
+            self._half.slot(expected.replica),
+            block,
+            once=self._once,
+            ranks=self._ranks,
+            begin=functools.partial(self._start, expected, begin),
+            watched=bool(self._job.script),
+            on_nonfinite=functools.partial(self._nonfinite.judge, step, expected.replica, early=True),
+        )
+        self._hooks.listen(self._push)
+
+    def _start(self, expected: Expected, begin: Begin) -> None:
+        """Start the exchange when the first bucket is ready. Called by a hook during the backward pass."""
+        assert self._push is not None
+        if self._half.brings_buffers(expected.replica):
+            self._tools.staging.extras.hyper = expected.hyper()
+        begin(self._push.block, self._push.payloads)
+
+    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        push, expected = self._push, self._expected
+        assert push is not None and expected is not None
+        self._hooks.ignore()
+        try:
+            with torch.no_grad():
+                push.close(gradients, buffers)
+            if self._half.brings_buffers(expected.replica) and hyper != self._tools.staging.extras.hyper:
+                raise JobError(
+                    "a hyper-parameter (lr ...) was changed after the backward pass had sent gradients with the old "
+                    "value; change it before backward(), or use attach(..., overlap=False)"
+                )
+            if push.error is not None:
+                raise push.error
+        except Exception as error:
+            push.fail(error)
+            raise
+
+    def not_stepped(self, step: int) -> Exception:
+        assert self._push is not None
+        error = self._push.error or not_stepped(step)
+        self._push.fail(error)
+        return error
+
+    def disarm(self) -> None:
+        if not self.begun:
+            self.end_step()
+
+    def end_step(self) -> None:
+        self._hooks.ignore()
+        if self._push is not None:
+            self._push.drop()
+        self._push = self._expected = None
+
+    def learn(self) -> None:
+        if self._count is not None and not self._once:
+            self._once = self._count.once
+            self._ranks = bucket_ranks(self._plan, list(self.uses) if self.uses else range(len(self._plan.tensors)))
+        if self._push is not None:
+            self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}
+
+    def detach(self) -> None:
+        self._hooks.close()
