@@ -1,4 +1,15 @@
-"""Local training: every replica runs the job's optimizer on a copy of the parameters and sends how far it moved."""
+"""Local training: every replica runs the job's optimizer on a copy of the parameters and sends how far it moved.
+
+A round in the order of DiLoCo (Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models,
+2023, Algorithm 1), with what does each line. The other cadences differ in the lines in parentheses.
+
+    began(t), arrived(t)      theta_t is here                          (streaming-diloco: one fragment of it, later)
+    enter(i, 0)               x_i = theta_t                            (easgd, streaming-diloco: what replica i has kept)
+    enter(i, h), the pass     g = gradient of the loss at x_i
+    take(i, h)                x_i = InnerOptimizer(x_i, g)             for h in range(every)
+    take(i, every - 1)        delta_i = theta_t - x_i, which is sent   (finish(): slowmo divides it by the inner rate)
+    the servers               theta_{t+1} = OuterSGD(theta_t, mean of all delta_i), with the arguments of outer_rule
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardline.cadence import Sends
-from shardline.client.applied.ground import ServerStates
+from shardline.client.applied.optimizer_buckets import ServerStates
 from shardline.client.exchange.retrying import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.layout import ModelLayout
@@ -104,7 +104,7 @@ def own_layout(trainer: Trainer) -> ModelLayout | None:
     methods = trainer.methods
     if methods.copies:
         return None
-    found = trainer.weights.layout if methods.applied is None else methods.applied.ground.model
+    found = trainer.weights.layout if methods.applied is None else methods.applied.buckets.model
     assert isinstance(found, ModelLayout)
     return found
 

@@ -169,16 +169,16 @@ def test_a_worker_killed_while_its_exchange_runs_costs_what_its_replicas_had_of_
 # When the job stops, before it has brought anything for the last checkpoint.
 AT_THE_END = """
 import os, signal, sys
-from shardline.client.applied.here import AppliedHere
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
 
-plain = AppliedHere._bring
+plain = WorkerOptimizer._bring
 
 def _bring(applied, **whom):
     if "worker/0" in sys.argv and applied._step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
     plain(applied, **whom)
 
-AppliedHere._bring = _bring
+WorkerOptimizer._bring = _bring
 """
 
 

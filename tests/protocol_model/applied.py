@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.cadence import Held, Outgoing, Told
-from shardline.client.applied.ground import ServerStates
-from shardline.client.applied.here import AppliedHere
+from shardline.client.applied.optimizer_buckets import ServerStates
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
 from shardline.core.gradients import Gradient
@@ -142,7 +142,7 @@ class Process:
     """One life of a worker."""
 
     incarnation: int
-    local: AppliedHere
+    local: WorkerOptimizer
     model: dict[str, torch.Tensor]
     pulled: dict[str, torch.Tensor]
     alive: bool = True
@@ -235,7 +235,7 @@ class AppliedModel:
         self.lives += 1
         model = {tensor.name: torch.zeros(tensor.shape) for tensor in TENSORS}
         pulled = {tensor.name: torch.zeros(tensor.shape) for tensor in TENSORS}
-        local = AppliedHere(self.job, Held(model=model, pulled=pulled, specs=TENSORS, replicas=self.setup.replicas))
+        local = WorkerOptimizer(self.job, Held(model=model, pulled=pulled, specs=TENSORS, replicas=self.setup.replicas))
         made = Process(incarnation=self.lives, local=local, model=model, pulled=pulled)
         self.processes.append(made)
         begun = bool(self.owners)

@@ -11,7 +11,7 @@ import torch
 
 from shardline import consistency, pipeline
 from shardline.cadence import Outgoing, Told
-from shardline.client.applied.ground import ServerStates
+from shardline.client.applied.optimizer_buckets import ServerStates
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
 from shardline.core.image import BucketImage

@@ -22,7 +22,7 @@ import torch
 
 from shardline import pipeline
 from shardline.cadence import Held
-from shardline.client.applied.here import AppliedHere
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.layout import ModelLayout
 from shardline.client.parcels.mailbox import Mailbox
 from shardline.core.identity import Identity
@@ -235,7 +235,7 @@ class Process:
 
     who: Identity
     mailbox: Mailbox
-    local: AppliedHere | None
+    local: WorkerOptimizer | None
     model: Values
     pulled: Values
     alive: bool = True
@@ -366,7 +366,7 @@ class PipelineChief:
         local = None
         if self.setup.apply == "worker":
             held = Held(model=model, pulled=pulled, specs=self.job.tensors, replicas=self.setup.replicas)
-            local = AppliedHere(self.job, held)
+            local = WorkerOptimizer(self.job, held)
         process = Process(
             who=who,
             mailbox=Mailbox(who.task, METRICS, 1e9, still_open=lambda key: True),

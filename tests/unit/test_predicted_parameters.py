@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.applied.ground import Ground, ServerStates
+from shardline.client.applied.optimizer_buckets import OptimizerBuckets, ServerStates
 from shardline.client.layout import ModelLayout
 from shardline.core.plan import make_plan
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
@@ -39,11 +39,11 @@ class Nowhere(ServerStates):
         raise AssertionError("no server is asked")
 
 
-def trained(optimizer: RuleSpec, schedule: ScheduleSpec) -> tuple[Ground, Any]:
+def trained(optimizer: RuleSpec, schedule: ScheduleSpec) -> tuple[OptimizerBuckets, Any]:
     torch.manual_seed(1)
     model = {spec.name: torch.randn(spec.shape) for spec in TENSORS}
     layout = ModelLayout(PLAN, model)
-    ground = Ground(plan=PLAN, model=layout, pulled=layout, states=Nowhere(), rules={})
+    ground = OptimizerBuckets(plan=PLAN, model=layout, pulled=layout, states=Nowhere(), rules={})
     job = make_job_spec(tensors=TENSORS, rule=optimizer, schedule=schedule, steps=20)
     assert not ground.own(job, KEYS) and ground.own(job, KEYS)
     for step in range(STEPS):
@@ -51,7 +51,7 @@ def trained(optimizer: RuleSpec, schedule: ScheduleSpec) -> tuple[Ground, Any]:
     return ground, job
 
 
-def go_on(ground: Ground, step: int, gradients: Sequence[torch.Tensor]) -> None:
+def go_on(ground: OptimizerBuckets, step: int, gradients: Sequence[torch.Tensor]) -> None:
     for key, updater in ground.rules.items():
         gradient, present = ground.gathered(key, dict(enumerate(gradients)))
         values = ground.values(key)
@@ -79,7 +79,7 @@ def test_a_prediction_is_where_the_optimizer_goes_without_a_gradient(name: str, 
     )
 
 
-def states(ground: Ground) -> Mapping[str, torch.Tensor]:
+def states(ground: OptimizerBuckets) -> Mapping[str, torch.Tensor]:
     (key,) = [key for key in KEYS if ground.plan.shards[key[0]].buckets[key[1]].slices[0].tensor == 0]
     return {name: values[:15].view(3, 5) for name, values in ground.rules[key].export()[0].items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline.cadence import Told
-from shardline.client.applied.here import AppliedHere
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.update import rule
 from shardline_ps.shard.summing import SummingBucket
 from tests.protocol_model.applied import AppliedCounts, AppliedModel, AppliedSetup
@@ -53,12 +53,12 @@ def test_without_going_back_a_new_worker_would_never_have_a_state(monkeypatch: p
 def test_parameters_of_a_restored_server_taken_for_a_gradient_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arrived = AppliedHere.arrived
+    arrived = WorkerOptimizer.arrived
 
-    def trusting(self: AppliedHere, step: int, told: Told) -> None:
+    def trusting(self: WorkerOptimizer, step: int, told: Told) -> None:
         arrived(self, step, Told(located=told.located and self._step is None, wants_state=told.wants_state))
 
-    monkeypatch.setattr(AppliedHere, "arrived", trusting)
+    monkeypatch.setattr(WorkerOptimizer, "arrived", trusting)
     monkeypatch.setattr("tests.protocol_model.applied.LIMIT", 3000)
     with pytest.raises((AssertionError, Broken)):
         played(range(30))

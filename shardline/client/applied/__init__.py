@@ -1,1 +1,1 @@
-"""The job's optimizer on every worker; see here.py."""
+"""The job's optimizer on every worker; see worker_optimizer.py."""

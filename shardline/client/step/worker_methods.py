@@ -11,7 +11,7 @@ from shardline import codecs, consistency, fit
 from shardline import pipeline as pipelines
 from shardline import topology as topologies
 from shardline.cadence import Held, Sends, Ticks, Told
-from shardline.client.applied.here import AppliedHere
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.exchange.outcomes import ShardOutcome
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
@@ -64,7 +64,7 @@ class WorkerMethods:
             contributors=self.mode.contributors(job.replicas),
             brings_buffers=self.half.brings_buffers,
         )
-        self.applied = AppliedHere(job, self.held) if applies else None
+        self.applied = WorkerOptimizer(job, self.held) if applies else None
         """Runs the job's optimizer here on what the servers sum; None: they run it."""
         self.local = self.applied or self.cadence.local(self.held)
         self.arrived: Mapping[str, torch.Tensor] = self.held.model if applies else pulled

@@ -18,7 +18,7 @@ import torch
 from shardline import pipeline as pipelines
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
 from shardline.cadence.base import UNTOLD, Hyper
-from shardline.client.applied.ground import Ground, ServerStates
+from shardline.client.applied.optimizer_buckets import OptimizerBuckets, ServerStates
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
@@ -31,7 +31,7 @@ from shardline.errors import ProtocolError
 from shardline.pipeline.share import Share
 
 
-class AppliedHere(LocalTraining):
+class WorkerOptimizer(LocalTraining):
     """A worker's parameters and optimizer state of its step. Used by one thread; outlives servers and timelines."""
 
     def __init__(self, job: JobSpec, held: Held) -> None:
@@ -43,7 +43,7 @@ class AppliedHere(LocalTraining):
         """Gradients stay here: nobody else has any of the same parameters."""
         self._repeats = schedule.staged and schedule.flushes
         """Stages close a step one by one, and begin it again together: this one may then be a step ahead."""
-        self._ground: Ground | None = None
+        self._buckets: OptimizerBuckets | None = None
         self._share: Share | None = None
         self._step: int | None = None
         """The step whose parameters and state are here; None if there are none."""
@@ -64,20 +64,20 @@ class AppliedHere(LocalTraining):
 
     def meet(self, plan: Plan, model: ModelLayout, pulled: ModelLayout, states: ServerStates) -> None:
         """Work with the servers of another timeline, or of another plan: the state of that is taken from them."""
-        before = self._ground
+        before = self._buckets
         if before is not None and before.plan.plan_id == plan.plan_id:
-            self._ground = replace(before, pulled=pulled, states=states)
+            self._buckets = replace(before, pulled=pulled, states=states)
             return
-        self._ground = Ground(plan=plan, model=model, pulled=pulled, states=states, rules={})
+        self._buckets = OptimizerBuckets(plan=plan, model=model, pulled=pulled, states=states, rules={})
         self._share = None
         self._forget()
 
     def own(self, share: Share) -> None:
         """Work on these buckets from now on, when the step is located. The state of others is forgotten."""
         self._return()
-        if not self.ground.own(self._job, share.keys):
+        if not self.buckets.own(self._job, share.keys):
             self._forget()
-        self._before = {key: values for key, values in self._before.items() if key in self.ground.rules}
+        self._before = {key: values for key, values in self._before.items() if key in self.buckets.rules}
         self._share = share
 
     def _forget(self) -> None:
@@ -86,9 +86,9 @@ class AppliedHere(LocalTraining):
         self._before.clear()
 
     @property
-    def ground(self) -> Ground:
-        assert self._ground is not None, "meet() comes before the first step"
-        return self._ground
+    def buckets(self) -> OptimizerBuckets:
+        assert self._buckets is not None, "meet() comes before the first step"
+        return self._buckets
 
     # Steps
 
@@ -101,7 +101,7 @@ class AppliedHere(LocalTraining):
         The servers may have been restored meanwhile: then they publish parameters, and have the state, which counts.
         """
         self._return()
-        images = self.ground.take(step) if told.located and self._step != step else None
+        images = self.buckets.take(step) if told.located and self._step != step else None
         if images is not None:
             self._load(images, step)
         elif self._step is not None and step == self._step + 1 and (not self.keeps or self._kept[0] == self._step):
@@ -121,25 +121,25 @@ class AppliedHere(LocalTraining):
     @torch.no_grad()
     def _apply(self, step: int, hyper: Hyper) -> None:
         """Apply the mean gradients that close a step."""
-        ground = self.ground
+        buckets = self.buckets
         self._step = None
-        for (shard, number), rule in ground.rules.items():
+        for (shard, number), rule in buckets.rules.items():
             device, pieces = rule.site.device, rule.site.bucket.slices
             key = shard, number
-            gradient, present = ground.gathered(key, self._kept[1]) if self.keeps else ground.mean(key)
+            gradient, present = buckets.gathered(key, self._kept[1]) if self.keeps else buckets.mean(key)
             if self._repeats and self._before_of != step:
-                self._before[key] = ground.values(key)
-            numbers = hyper.get(ground.plan.tensors[pieces[0].tensor].group)
-            values = ground.model.whole(shard, number)
+                self._before[key] = buckets.values(key)
+            numbers = hyper.get(buckets.plan.tensors[pieces[0].tensor].group)
+            values = buckets.model.whole(shard, number)
             if values is not None:
                 if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
                     # Optimizers and kernels write to memory, past torch's counter of the tensor.
-                    ground.model.mark_written(shard, number)
+                    buckets.model.mark_written(shard, number)
                 continue
-            values = ground.model.values(shard, number, device)
+            values = buckets.model.values(shard, number, device)
             if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
-                ground.model.load(shard, number, values)
-        ground.model.settle()
+                buckets.model.load(shard, number, values)
+        buckets.model.settle()
         self._step, self._before_of = step + 1, step if self._repeats else None
         # The next step's gradients take this memory.
         self._kept = None, {}
@@ -150,23 +150,23 @@ class AppliedHere(LocalTraining):
         """There is nothing to compute now, and nobody goes back before this step: keep its parameters already."""
         if self._repeats and self._step is not None and self._meanwhile is None and self._before_of != self._step:
             self._before_of = None
-            for key in self.ground.rules:
-                self._before[key] = self.ground.values(key)
+            for key in self.buckets.rules:
+                self._before[key] = self.buckets.values(key)
             self._before_of = self._step
 
     @torch.no_grad()
     def predict(self, stage: int, late: int) -> dict[str, torch.Tensor]:
         """A pipeline stage's parameters after `late` more steps of the optimizer, without a gradient, by name."""
         assert self._step is not None, "arrived() comes first"
-        return self.ground.predict(self._job, stage, late, clock=self._step)
+        return self.buckets.predict(self._job, stage, late, clock=self._step)
 
     # A step that other stages have not closed
 
     @torch.no_grad()
     def _repeat(self) -> None:
         """Compute with the parameters of the step before again: another stage's worker needs what this one sent it."""
-        model = self.ground.model
-        self._meanwhile = {key: self.ground.values(key) for key in self.ground.rules}
+        model = self.buckets.model
+        self._meanwhile = {key: self.buckets.values(key) for key in self.buckets.rules}
         for key, values in self._before.items():
             model.load(*key, values)
         model.settle()
@@ -176,24 +176,24 @@ class AppliedHere(LocalTraining):
         """Have the parameters of `_step` in the model."""
         if self._meanwhile is not None:
             for key, values in self._meanwhile.items():
-                self.ground.model.load(*key, values)
-            self.ground.model.settle()
+                self.buckets.model.load(*key, values)
+            self.buckets.model.settle()
             self._meanwhile = None
 
     @torch.no_grad()
     def _load(self, images: Sequence[BucketImage], step: int) -> None:
         """Take a state over from the shards. Raises CheckpointError or ProtocolError if it doesn't fit."""
-        ground = self.ground
+        buckets = self.buckets
         found = {(image.shard, image.bucket): image for image in images}
-        if found.keys() != ground.rules.keys():
-            raise ProtocolError(f"the state of step {step} has {len(found)} buckets; the plan has {len(ground.rules)}")
+        if found.keys() != buckets.rules.keys():
+            raise ProtocolError(f"the state of step {step} has {len(found)} buckets; the plan has {len(buckets.rules)}")
         self._step = None
-        for key, rule in ground.rules.items():
+        for key, rule in buckets.rules.items():
             image = found[key]
             begun = (tuple(image.initialized) + (False,) * len(rule.site.bucket.slices))[: len(rule.site.bucket.slices)]
             rule.load(image.tensors, image.scalars, begun)
-            ground.model.load(*key, image.tensors[VALUE].to(rule.site.device))
-        ground.model.settle()
+            buckets.model.load(*key, image.tensors[VALUE].to(rule.site.device))
+        buckets.model.settle()
         self._step, self._before_of = step, None
         self._before.clear()
         self._brought.clear()
@@ -215,20 +215,20 @@ class AppliedHere(LocalTraining):
 
     def _bring(self, *, anyone: bool = False) -> None:
         """Bring replica 0's part of what is owed; anyone: whatever is here, since its worker may be lost."""
-        ground, share = self.ground, self._share
+        buckets, share = self.buckets, self._share
         assert share is not None, "own() comes before the first step"
         self._return()
         keys = None if anyone else share.of(0)
         for shard in sorted(self._owed):
             images = self.images(shard, keys)
-            if not images or ground.states.bring(shard, images):
+            if not images or buckets.states.bring(shard, images):
                 self._owed.discard(shard)
                 self._brought.add(shard)
 
     def bring_all(self) -> None:
         """Bring the state to all shards: this worker has finished, and a cut of its last step may follow."""
-        if self._ground is not None and self._ran_first:
-            self._owed = set(range(len(self._ground.plan.shards))) - self._brought
+        if self._buckets is not None and self._ran_first:
+            self._owed = set(range(len(self._buckets.plan.shards))) - self._brought
             self._bring()
 
     def bring_last(self, step: int, wanting: Iterable[int]) -> None:
@@ -241,10 +241,10 @@ class AppliedHere(LocalTraining):
         """The state of a shard as of this worker's step, of these buckets; None = all that are here."""
         assert self._step is not None
         found = []
-        for (number, at), rule in self.ground.rules.items():
+        for (number, at), rule in self.buckets.rules.items():
             if number == shard and (keys is None or (number, at) in keys):
                 states, scalars, initialized = rule.export()
-                values = self.ground.model.values(number, at)
+                values = self.buckets.model.values(number, at)
                 found.append(
                     BucketImage(
                         shard=shard,
@@ -279,7 +279,7 @@ class AppliedHere(LocalTraining):
             self._computed = self._step, set()
         self._computed[1].add(replica)
         if self.keeps:
-            index = self.ground.plan.index
+            index = self.buckets.plan.index
             self._kept = (
                 self._step,
                 {index[name]: values if outgoing.keep else values.clone() for name, values in outgoing.values.items()},

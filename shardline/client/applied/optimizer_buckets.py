@@ -55,7 +55,7 @@ class ServerStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class OptimizerBuckets:
     """What the optimizer works on under one plan."""
 
     plan: Plan
@@ -92,7 +92,7 @@ class Ground:
         return self.states.take(step, buckets)
 
     def predict(self, job: JobSpec, stage: int, late: int, *, clock: int) -> dict[str, torch.Tensor]:
-        """See AppliedHere.predict. clock: the step of the parameters."""
+        """See WorkerOptimizer.predict. clock: the step of the parameters."""
         found: dict[str, torch.Tensor] = {}
         for key, rule in self.rules.items():
             pieces = self._bucket(key).slices
