@@ -4,7 +4,7 @@ A round in the order of DiLoCo (Douillard et al.: DiLoCo: Distributed Low-Commun
 2023, Algorithm 1), with what does each line. The other cadences differ in the lines in parentheses.
 
     began(t), arrived(t)      theta_t is here                          (streaming-diloco: one fragment of it, later)
-    enter(i, 0)               x_i = theta_t                            (easgd, streaming-diloco: what replica i has kept)
+    enter(i, 0)               x_i = theta_t                            (easgd, streaming-diloco: what it has kept)
     enter(i, h), the pass     g = gradient of the loss at x_i
     take(i, h)                x_i = InnerOptimizer(x_i, g)             for h in range(every)
     take(i, every - 1)        delta_i = theta_t - x_i, which is sent   (finish(): slowmo divides it by the inner rate)
