@@ -31,7 +31,7 @@ An example of a rule in its own file:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,7 @@ class States:
 
         values, gradient: the bucket's, flat. worker: whose states per worker the runs give.
         """
+        held = list(self._numbers.values())
         return [
             Run(
                 self,
@@ -137,23 +138,8 @@ class States:
                 values[:0] if gradient is None else gradient,
                 worker,
             )
-            for slices in list(self._neighbours(present))
+            for slices in list(neighbours(len(self._ends), present, lambda number: tuple(n[number] for n in held)))
         ]
-
-    def _neighbours(self, present: Sequence[bool] | None) -> Iterator[range]:
-        start: int | None = None
-        key: tuple[float, ...] = ()
-        held = list(self._numbers.values())
-        for number in range(len(self._ends)):
-            here = tuple(numbers[number] for numbers in held)
-            there = present is None or present[number]
-            if start is not None and (not there or here != key):
-                yield range(start, number)
-                start = None
-            if there and start is None:
-                start, key = number, here
-        if start is not None:
-            yield range(start, len(self._ends))
 
     def owns(self, key: str) -> bool:
         return parse_state_key(key)[0] in self._declared
@@ -181,6 +167,19 @@ class States:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+def neighbours(
+    count: int, present: Sequence[bool] | None, key: Callable[[int], object], apart: Sequence[bool] = ()
+) -> Iterator[range]:
+    """Longest runs of slices that are present (None: all) and have equal keys; one that is `apart` ends its run."""
+    start, current = 0, None
+    for number in range(count + 1):
+        here = key(number) if number < count and (present is None or present[number]) else None
+        if here != current or (number and apart and apart[number - 1]):
+            if current is not None:
+                yield range(start, number)
+            start, current = number, here
 
 
 class Run:

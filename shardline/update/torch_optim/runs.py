@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardline.core.plan import ALIGNMENT_ELEMENTS, padded
 from shardline.update.base import Site, StateSpec, padding_positions
+from shardline.update.elementwise import neighbours
 from shardline.update.torch_optim import eager, sgd
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -125,7 +126,8 @@ class ElementwiseStates:
         """
         if not self._settled or present != self._present:
             self.collect()
-            self._runs = self._cut_into_runs(values, present)
+            found = neighbours(len(self._ends), present, self._equal_state_key, self._apart)
+            self._runs = [self._run(slices.start, slices.stop, values) for slices in list(found)]
             self._present = present
             # Runs don't change while the same slices are present: equal states advance equally.
             self._settled = True
@@ -156,24 +158,6 @@ class ElementwiseStates:
 
     def _span(self, start: int, stop: int) -> tuple[int, int]:
         return self._bucket.slices[start].offset, self._ends[stop - 1]
-
-    def _cut_into_runs(self, values: Tensor, present: Sequence[bool] | None) -> list[_Run]:
-        """Longest runs of neighbours that are present and have equal state, with their optimizers ready.
-
-        A slice that ends apart is the last of its run.
-        """
-        runs: list[_Run] = []
-        start, key = 0, None
-        count = len(self._bucket.slices)
-        for number in range(count + 1):
-            here = None
-            if number < count and (present is None or present[number]):
-                here = self._equal_state_key(number)
-            if here != key or (number and self._apart[number - 1]):
-                if key is not None:
-                    runs.append(self._run(start, number, values))
-                start, key = number, here
-        return runs
 
     def _equal_state_key(self, number: int) -> tuple[float, ...]:
         if not self.initialized[number]:
