@@ -13,7 +13,6 @@ whatever way.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -166,7 +165,7 @@ class LaunchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Settings of all tasks, by the names of their flags, for --settings-file; a task reads those of its role."""
-        files = {**dataclasses.asdict(self.security), "run_dir": self.run_dir, "replay": self.replay}
+        files = {**vars(self.security), "run_dir": self.run_dir, "replay": self.replay}
         return {
             "cluster": str(cluster_path(self.out)),
             "out": str(self.out),

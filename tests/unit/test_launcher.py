@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.certs import make_certificates
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.main import main
 from shardline.cli.process_exits import MAX_RESTARTS, exception_in, may_restart, says_more
@@ -88,12 +89,14 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     token = Path("token")
     token.write_text("never-on-a-command-line")
-    settings = launch(
-        tmp_path, security=Security(token_file=token), lane="tcp", overlap=False, run_dir=tmp_path, script=True
-    )
+    made = make_certificates(tmp_path / "certs", {"here": "127.0.0.1"}, days=1)
+    cert, key = made.pairs["here"]
+    secured = Security(token_file=token, tls_cert=cert, tls_key=key)
+    settings = launch(tmp_path, security=secured, lane="tcp", overlap=False, run_dir=tmp_path, script=True)
     ps, chief = read_back(settings, "ps/0"), read_back(settings, "chief/0")
     assert (ps.lane, ps.run_dir, chief.overlap) == ("tcp", tmp_path, False)
     assert ps.security.token_file == tmp_path / "token", "a script may change its folder"
+    assert (ps.security.tls_cert, ps.security.tls_key) == (cert, key)
     assert "never-on-a-command-line" not in (settings.out / "settings.json").read_text()
 
     leaks = {"SHARDLINE_TLS_CA": "/elsewhere", "SHARDLINE_LANE": "shm"}
