@@ -41,6 +41,7 @@ COPY services /src/services
 COPY worker /src/worker
 COPY chief /src/chief
 COPY evaluator /src/evaluator
+COPY pipeline /src/pipeline
 COPY lab /src/lab
 RUN --mount=type=bind,source=wheelhouse,target=/wheelhouse \
     /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --find-links /wheelhouse \

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from benchmarks.stage_memory import measured
 from benchmarks.staged import JOB
-from shardline.cli.partition.command import in_layers, make_costs, own_stages
 from shardline.job import load_job
-from shardline.pipeline.partition import choose, rated
+from shardline_pipeline.cli.partition import in_layers, make_costs, own_stages
+from shardline_pipeline.partition import choose, rated
 
 STEPS = 4
 """Of each stage, for its memory."""

@@ -242,7 +242,7 @@ def calibrate(out: Path) -> tuple[tuple[Times, ...], float]:
 
 
 def passes(out: Path) -> list[Pass]:
-    """The passes in the trace of a run in stages, by start: see shardline.pipeline.timeline.trace."""
+    """The passes in the trace of a run in stages, by start: see shardline_pipeline.timeline.trace."""
     events = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
     return sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
 

@@ -11,14 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardline.core.orders import PassReport
+from shardline.core.parcel import Parcel, ParcelKey
 from shardline.data import BatchSource
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, Unbroken
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.runner import StageRunner
-from shardline.pipeline.schedules.gaps import Gaps
-from shardline.pipeline.stream import ParameterSource, StreamRunner
+from shardline_pipeline import Unbroken, schedule_named
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.runner import StageRunner
+from shardline_pipeline.schedules.gaps import Gaps
+from shardline_pipeline.stream import ParameterSource, StreamRunner
 
 
 class Neighbours:
@@ -88,7 +88,7 @@ def _of_stage(job: Job, stage: int, activations: Sequence[torch.Size], steps: in
 
 def _run(job: Job, model: Pipeline, stage: int, neighbours: Neighbours, steps: int) -> None:
     """Some steps of one stage."""
-    schedule, source = PIPELINES.parse(job.pipeline), BatchSource(job)
+    schedule, source = schedule_named(job.pipeline), BatchSource(job)
     if isinstance(schedule, Unbroken):
         own = neighbours.pulled
         trained = {name for name, _ in model.named_parameters()} & own.keys()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulated import Pass, passes, real, staged
-from shardline.pipeline import PIPELINES
+from shardline_pipeline import PIPELINES, schedule_named
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -92,7 +92,7 @@ def _stash(own: Sequence[Pass], top: float, most: int, x: Any) -> list[str]:
 
 def main(names: Sequence[str]) -> None:
     """Draw the named pipelines, or all that have stages."""
-    chosen = names or [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
+    chosen = names or [one.name for one in PIPELINES if schedule_named(one.name).staged]
     for name in chosen:
         with tempfile.TemporaryDirectory(prefix="shardline-picture-") as folder:
             out = Path(folder) / "run"

@@ -1,6 +1,14 @@
 """The public names. At run time each is imported on first use: importing torch takes seconds, and --help needs none."""
 
 from . import schedule as schedule
+from .beside import DoubleBuffer as DoubleBuffer
+from .beside import Flush as Flush
+from .beside import FTPipe as FTPipe
+from .beside import GPipe as GPipe
+from .beside import NoStash as NoStash
+from .beside import Pipeline as Pipeline
+from .beside import Stash as Stash
+from .beside import VerticalSync as VerticalSync
 from .cadence.diloco import DiLoCo as DiLoCo
 from .cadence.easgd import EASGD as EASGD
 from .cadence.every_step import EveryStep as EveryStep
@@ -36,19 +44,11 @@ from .consistency import SSP as SSP
 from .consistency import Async as Async
 from .consistency import SoftSync as SoftSync
 from .consistency import Sync as Sync
+from .division import WholeModel as WholeModel
 from .errors import JobStopped as JobStopped
 from .errors import RolledBackError as RolledBackError
 from .errors import ShardlineError as ShardlineError
 from .job import Job as Job
-from .pipeline import DoubleBuffer as DoubleBuffer
-from .pipeline import Flush as Flush
-from .pipeline import FTPipe as FTPipe
-from .pipeline import GPipe as GPipe
-from .pipeline import NoStash as NoStash
-from .pipeline import Stash as Stash
-from .pipeline import VerticalSync as VerticalSync
-from .pipeline import WholeModel as WholeModel
-from .pipeline.model import Pipeline as Pipeline
 from .topology.flat import Flat as Flat
 from .update.dana import DANA as DANA
 from .update.dc_asgd import DCASGD as DCASGD

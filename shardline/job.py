@@ -32,22 +32,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardline import methods
+from shardline import division, methods
 from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
 from shardline.core.settings import JobSettings, short
 from shardline.core.settings import check as check_settings
-from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
 from shardline.errors import JobError, calling
 from shardline.fit import check_fit, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import check_extra_state, model_tensors
-from shardline.pipeline import PIPELINES, across
-from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
 from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
@@ -129,7 +127,7 @@ class Job(JobSettings):
         object.__setattr__(self, "codec_tensors", chosen)
         shared = self.tensor_parallel
         _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
-        across.check_choices({str(pattern): str(style) for pattern, style in shared.items()})
+        division.of(self).check_choices()
         check_settings(self)
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
         remedy = "use shardline.schedule.constant, step, linear or cosine"
@@ -139,6 +137,11 @@ class Job(JobSettings):
         _check_dataset(self.dataset)
         # Reports a wrong class or argument at the job file's line, before any process starts.
         check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether layers are named that several workers compute together."""
+        return bool(self.tensor_parallel)
 
     @property
     def contributors(self) -> int:
@@ -195,21 +198,7 @@ class Job(JobSettings):
 
     def build_model(self) -> nn.Module:
         """A new model with the initial values that all processes of this job share: a function of the seed alone."""
-        model = self._made()
-        if isinstance(model, StagedModel) and model.automatic and PIPELINES.parse(self.pipeline).staged:
-            # Only here: most jobs need none of it.
-            from shardline.pipeline.partition.automatic import cuts_for
-
-            # Lazy layers, and nothing to train, are no matter of shapes.
-            model_tensors(model)
-            found = cuts_for(model, self)
-            if found is not None:
-                # The pass that was looked at may have changed it: statistics, buffers made on the way, weights.
-                del model
-                model = self._made()
-                assert isinstance(model, StagedModel), "model() returned one before"
-                model.begin_with(*found)
-        return model
+        return division.of(self).build(self._made)
 
     def _made(self) -> nn.Module:
         """What model() returns, with the generators seeded."""
@@ -244,9 +233,7 @@ class Job(JobSettings):
 
     def consistency_spec(self) -> ConsistencySpec:
         """Mode, clipping and NaN policy."""
-        mode = CONSISTENCIES.parse(self.consistency)
-        if PIPELINES.parse(self.pipeline).staged:
-            mode = mode.staged()
+        mode = division.of(self).consistency(CONSISTENCIES.parse(self.consistency))
         return ConsistencySpec(mode=str(mode), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
 
     def spec(self, model: nn.Module) -> JobSpec:
@@ -257,10 +244,11 @@ class Job(JobSettings):
         optimizer = self.build_optimizer(model)
         check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        tensors = self._staged(model, model_tensors(model, optimizer.param_groups, rule=found))
-        tensors = keep_whole(codecs_of(self), assigned(tensors, self.codec_tensors))
+        tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
+        tensors = keep_whole(codecs_of(self), tensors)
         check_tensors(found, tensors)
-        tensors = across.cut(tensors, self.shared_layers(model), self.tensor_ranks)
+        parts = division.of(self)
+        tensors = parts.tensors(model, tensors)
         if self.samples:
             self.data_order()
         spec = JobSpec(
@@ -273,29 +261,11 @@ class Job(JobSettings):
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
-            hosts=model.hosts if isinstance(model, StagedModel) and PIPELINES.parse(self.pipeline).staged else (),
+            hosts=parts.hosts(model),
         )
         spec = divide(spec)
         check_fit(spec)
         return spec
-
-    def shared_layers(self, model: nn.Module) -> tuple[across.SharedLayer, ...]:
-        """The model's layers that workers share; () if tensor_ranks is 1. Raises JobError, see tensor_parallel."""
-        if self.tensor_ranks == 1:
-            return ()
-        staged = PIPELINES.parse(self.pipeline).staged
-        return across.shared_layers(model, self.tensor_parallel, in_stages=staged)
-
-    def _staged(self, model: nn.Module, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The tensors, each with its stage if there is a pipeline. Raises JobError for a model without stages."""
-        if not PIPELINES.parse(self.pipeline).staged:
-            return tensors
-        if not isinstance(model, StagedModel):
-            raise JobError(
-                f"pipeline {self.pipeline} needs a model in stages, but model() returned a {type(model).__name__}; "
-                "return shardline.Pipeline([layer, layer, ...], stages=2)"
-            )
-        return model.staged(tensors)
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """The model's metrics from `evaluate`, as floats; {} if the job has none.

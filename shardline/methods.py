@@ -29,7 +29,7 @@ SEAMS: Mapping[str, tuple[str, str, str]] = {
     "codec": ("shardline.codecs", "CODECS", "How gradients and parameters are encoded on the wire."),
     "cadence": ("shardline.cadence", "CADENCES", "When a worker exchanges with the servers, and what it sends."),
     "topology": ("shardline.topology", "TOPOLOGIES", "Which tasks a worker exchanges with."),
-    "pipeline": ("shardline.pipeline", "PIPELINES", "How workers share the layers of a model."),
+    "pipeline": ("shardline.division", "PIPELINES", "How workers share the layers of a model."),
 }
 """By the name of the job's field: module and name of the table, and what it decides."""
 PARTS: Mapping[str, str] = {"codec_up": "codec", "codec_down": "codec", "codec_parcels": "codec"}

@@ -8,17 +8,21 @@ The roles are outside the library too: installed() finds them.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import threading
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardline.errors import JobError, UsageError
 from shardline.host.python_file import run_file
 
 VARIABLE = "SHARDLINE_PLUGINS"
+INSTALLED = ""
+"""Stands for installed packages among the names of files."""
 
 _lock = threading.RLock()
 _loaded: dict[str, object] = {}
@@ -42,9 +46,12 @@ def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -
 
 
 def load() -> None:
-    """Run the named files that have not run yet. Raises UsageError naming the file and line of an error."""
+    """Import the installed ones and run the named files, each once.
+
+    Raises UsageError naming the file and line of an error.
+    """
     global _loading
-    names = named()
+    names = [INSTALLED, *named()]
     if all(path in _loaded for path in names):
         return
     with _lock:
@@ -53,6 +60,8 @@ def load() -> None:
             return
         _loading = True
         try:
+            if INSTALLED not in _loaded:
+                _loaded[INSTALLED] = packages()
             for path in names:
                 if path not in _loaded:
                     _loaded[path] = run_file(Path(path), "plugin")
@@ -62,6 +71,12 @@ def load() -> None:
             _loading = False
 
 
+def packages() -> tuple[ModuleType, ...]:
+    """Installed packages with methods of their own, under entry points of `shardline.plugins`."""
+    return tuple(entry.load() for entry in importlib.metadata.entry_points(group="shardline.plugins"))
+
+
+@functools.cache
 def installed(group: str, name: str, what: str) -> Any:
     """The object that an installed package has under an entry point. what: for the message.
 

@@ -16,26 +16,23 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardline import cadence, consistency, pipeline
+from shardline import cadence, consistency, division
 from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
-from shardline.data import BatchSource, replica_gradients
+from shardline.data import BatchSource
 from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import Owners, named_values
-from shardline.pipeline.alone import CodedModel, Delayed, copies
-from shardline.pipeline.schedules.gaps import Gaps
-from shardline.pipeline.staged import StagedModel
 from shardline.schedule import complete, factor
 from shardline.update import Need, bucket_rule, chosen
 
@@ -101,17 +98,8 @@ class _Run:
         self.spec: JobSpec = job.spec(self.model)
         if cadence.of(self.spec).rounds.ticks != 1 or self.spec.inner is not None:
             raise JobError(f"reference() computes steps of one pass each; cadence {self.spec.cadence} has other ones")
-        mode = consistency.of(self.spec.consistency)
-        if mode.by_stage and self.spec.replicas > 1:
-            raise JobError(
-                "reference() repeats what does not depend on who was first, but the replicas of a pipeline with "
-                f"consistency {mode} don't wait for each other; compare with replicas=1"
-            )
-        if pipeline.ranks(self.spec) > 1:
-            raise JobError(
-                "reference() computes with whole layers, and a sum over ranks is rounded in another order; compare "
-                "with the job with tensor_ranks=1, up to rounding"
-            )
+        self.source = BatchSource(job)
+        self._compute = division.of(self.spec).in_one_process(job, self.model, self.source, self._predict)
         self.plan: Plan = make_plan(self.spec.tensors, 1)
         self.owners = Owners(self.model)
         values = named_values(self.model)
@@ -123,14 +111,9 @@ class _Run:
         self.stepper: _Stepper | _RuleStepper = (
             _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
         )
-        self.source = BatchSource(job)
         self.at = 0
         self.version = 0
         self.skipped: list[int] = []
-        staged = pipeline.of(self.spec).staged and isinstance(self.model, StagedModel)
-        self._coded = CodedModel(job, self.model) if staged and job.codec_parcels else None  # type: ignore[arg-type]
-        self._delayed: Delayed | None = None
-        """Set from the first step on if the job has a pipeline without a flush."""
 
     def step(self) -> float:
         """One step; returns the mean loss over its replicas."""
@@ -141,7 +124,7 @@ class _Run:
         losses = []
         for replica in replicas:
             _assign(self.buffers, before)
-            losses.append(self._compute(replica))
+            losses.append(self._compute(self.at, replica))
             self.owners.settle(f"step {self.at}")
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
@@ -162,31 +145,6 @@ class _Run:
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
-
-    def _compute(self, replica: int) -> float:
-        """One replica's gradients in .grad; returns its mean loss."""
-        schedule = pipeline.of(self.spec)
-        if schedule.flushes or not isinstance(self.model, StagedModel):
-            return replica_gradients(self.model, self._as_computed(replica), self.source, self.at, replica)[0]
-        if self._delayed is None:
-            assert isinstance(schedule, pipeline.Unbroken)
-            self._delayed = Delayed(
-                self.job,
-                self.model,
-                schedule,
-                self.at,
-                predict=self._predict if schedule.predict else None,
-                gaps=Gaps(self.spec) if schedule.gap_aware else None,
-            )
-        return self._delayed.gradients(self.at, replica)
-
-    def _as_computed(self, replica: int) -> Job:
-        """The job, with a loss of what stages compute if a codec encodes what they hand on."""
-        coded, loss = self._coded, self.job.loss
-        if coded is None:
-            return self.job
-        coded.begin(self.at, replica)
-        return replace(self.job, loss=lambda _, batch: loss(coded, batch))  # type: ignore[arg-type]
 
     def _predict(self, steps: int) -> list[Values]:
         """All parameters after 1, 2, ... steps of the optimizer, without a gradient."""
@@ -342,6 +300,11 @@ class _RuleStepper:
             whole[first : first + piece.elements] = flat[piece.offset : piece.end]
             # reshape() may have made a copy.
             into[tensor.name].copy_(whole.view(tensor.shape))
+
+
+def copies(values: Mapping[str, torch.Tensor]) -> Values:
+    """Tensors of their own, without a graph, by the same names."""
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
 def _copy(item: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.reproductions.base import Found, Reproduction, Row
-from shardline.pipeline import Stash
-from shardline.pipeline.partition import (
+from shardline_pipeline import Stash
+from shardline_pipeline.partition import (
     ALL_REDUCE,
     SERVERS,
     Cluster,

@@ -24,9 +24,9 @@ from benchmarks.reproductions.base import (
 )
 from shardline.errors import NonFiniteError
 from shardline.job import Job
-from shardline.pipeline.model import Pipeline
 from shardline.schedule import cosine
 from shardline.testing import reference
+from shardline_pipeline.model import Pipeline
 
 WIDTH, STEPS = 64, 1800
 RATES = (0.05, 0.2, 0.5)

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.contenders import Bench, Contender, collect
 from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median, speed_row
 from benchmarks.simulated import Pass, Run, passes, real, staged
-from shardline.pipeline import Flush, bubble
-from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, Profile, Stages, best, mixed
+from shardline_pipeline import Flush, bubble
+from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, Profile, Stages, best, mixed
 
 NAME = "bubbles"
 ABOUT = "3 equal stages on a worker each, whose passes wait 90 ms per microbatch, so that cores are no limit"

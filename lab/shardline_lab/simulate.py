@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options, quantities
-from shardline.cli.partition.report import plain_bytes, plain_time
 from shardline.cluster import parse_address, read_spec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
+from shardline_pipeline.cli.report import plain_bytes, plain_time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,10 +197,10 @@ def death(text: str, option: str) -> Death:
 
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
-    from shardline import pipeline
-    from shardline.pipeline.partition.automatic import cuts_for
-    from shardline.pipeline.staged import StagedModel
+    import shardline_pipeline as pipeline
     from shardline_lab.simulator import Setup
+    from shardline_pipeline.partition.automatic import cuts_for
+    from shardline_pipeline.staged import StagedModel
 
     workers, servers, machines = flags["workers"], flags["ps"], {}
     if flags["cluster"] is not None:
@@ -296,7 +296,8 @@ def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCo
 
 def remarks(setup: Setup) -> list[str]:
     """What the user might not expect."""
-    from shardline import consistency, pipeline
+    import shardline_pipeline as pipeline
+    from shardline import consistency
 
     job, units = setup.job, pipeline.units(setup.job)
     if pipeline.of(job).staged:

@@ -20,7 +20,6 @@ from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, page, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS, plugin
-from shardline.cli.partition.command import partition
 from shardline.cli.roles import COMMANDS, role_command
 from shardline.cli.status import status, top
 from shardline.cli.train import train
@@ -95,7 +94,7 @@ def list_methods(seam: str | None) -> None:
 
 
 cli.add_command(list_methods, "methods")
-for command in (train, partition, *COMMANDS):
+for command in (train, *COMMANDS):
     cli.add_command(command)
 for installed in importlib.metadata.entry_points(group="shardline.commands"):
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
-from shardline.consistency.by_stage import ByStage
+from shardline.consistency.base import Clock, Consistency, in_stages
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.outcome import Outcome
@@ -38,7 +37,7 @@ class Asynchronous(Consistency):
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """In a pipeline no worker has a whole push."""
-        return ByStage() if self.in_stages else self
+        return in_stages("async") if self.in_stages else self
 
     def contributors(self, replicas: int) -> int:
         """One: a batch belongs to a single replica."""

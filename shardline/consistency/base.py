@@ -12,6 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardline import plugins
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
@@ -112,3 +113,9 @@ class Consistency(Resident):
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """The server half of this mode for one shard."""
         raise NotImplementedError(f"consistency {self} has no implementation for servers")
+
+
+def in_stages(mode: str, *settings: int) -> Consistency:
+    """The mode with this name for jobs whose workers have parts of a replica, from the package that divides them."""
+    found: Consistency = plugins.installed("shardline.modes", mode, f"consistency {mode} in stages")(*settings)
+    return found

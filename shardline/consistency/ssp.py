@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardline.consistency.asynchronous import AsynchronousPushes
-from shardline.consistency.base import Clock, Consistency
-from shardline.consistency.by_stage import ByStage
+from shardline.consistency.base import Clock, Consistency, in_stages
 from shardline.consistency.eager import Eager
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
@@ -88,7 +87,7 @@ class SSP(Consistency):
         """Without slack, all workers read the same values in each round: a synchronous job."""
         if not self.slack:
             return Eager().under(spec)
-        return PacedByStage(self.slack) if self.in_stages else self
+        return in_stages("ssp", self.slack) if self.in_stages else self
 
     def staged(self) -> Consistency:
         return SSP(self.slack, in_stages=True)
@@ -101,13 +100,6 @@ class SSP(Consistency):
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return PacedByTheSlowest(storage, terms, self.slack)
-
-
-@dataclass(frozen=True)
-class PacedByStage(ByStage):
-    """Stale synchronous parallel in a pipeline: no replica gets more than `slack` steps ahead in any stage."""
-
-    name: ClassVar[str] = "ssp"
 
 
 class Clocks:

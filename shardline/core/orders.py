@@ -75,7 +75,7 @@ class Orders:
     barrier: BarrierState | None = None
     """State of the barrier that this task reported last."""
     posts: tuple[Post, ...] = ()
-    """In a pipeline: who computes each unit, by unit; see shardline.pipeline."""
+    """In a pipeline: who computes each unit, by unit; see shardline_pipeline."""
     posting: int = 0
     """Higher with every change of posts, so that two orders with the same posts are told apart: the chief's term << 32,
     and the number of changes, of which the first is that the job begins."""

@@ -81,7 +81,7 @@ class TensorSpec:
     """Other state_dict names of the same storage (tied weights)."""
     fragment: int = 0
     """Part of the model that is exchanged by itself: at a time, see Cadence.fragments, where buffers and frozen
-    parameters have 0; or by the workers of a stage, see shardline.pipeline."""
+    parameters have 0; or by the workers of a stage, see shardline.division."""
     codec: str = ""
     """The codec of its gradients and parameters; "" = the job's."""
     part_of: str = ""
@@ -192,7 +192,7 @@ class JobSpec(Settings):
     script: bool = False
     """Whether the user's own script drives the steps."""
     hosts: tuple[tuple[int, ...], ...] = ()
-    """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See shardline.pipeline.hosts."""
+    """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See docs/pipelines.md."""
 
     # The chief asks for these at every heartbeat, so they are looked up in the tensors once.
 
@@ -200,6 +200,11 @@ class JobSpec(Settings):
     def ranks(self) -> int:
         """Number of workers that share each layer; 1 if none does."""
         return max((tensor.parts for tensor in self.tensors), default=0) or 1
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether several workers compute a layer together."""
+        return self.ranks > 1
 
     @functools.cached_property
     def fragments(self) -> int:

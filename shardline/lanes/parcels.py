@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import grpc
 
 from shardline.core.identity import Identity
+from shardline.core.parcel import Parcel
 from shardline.errors import ProtocolError
-from shardline.pipeline.parcel import Parcel
 from shardline.rpc.channel import Peer
 from shardline.rpc.errors import unary
 from shardline.rpc.messages.data import lane_name, lane_number

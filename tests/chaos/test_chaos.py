@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.pipeline import PIPELINES
+from shardline_pipeline import PIPELINES, schedule_named
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
@@ -164,7 +164,7 @@ def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen
 
 
 def test_every_schedule_of_a_pipeline_is_drawn_with_either_owner_of_the_optimizer() -> None:
-    made = [PIPELINES.parse(one.name) for one in PIPELINES]
+    made = [schedule_named(one.name) for one in PIPELINES]
     # One that warns of itself came later.
     for seeds, all_ in ((range(100), False), (range(NEGATIVE, NEGATIVE + 40), True)):
         drawn = [one for one in map(draw, seeds) if one.pipeline != "whole-model"]
@@ -180,7 +180,7 @@ def test_every_schedule_of_a_pipeline_is_drawn_with_either_owner_of_the_optimize
 def test_every_schedule_of_a_pipeline_is_drawn_with_replicas_that_do_not_wait_and_earlier_seeds_draw_none() -> None:
     assert not any(draw(seed).apart for seed in range(APART))
     drawn = [one for one in map(draw, range(APART, APART + 70)) if one.apart]
-    names = {one.name for one in PIPELINES if PIPELINES.parse(one.name).staged}
+    names = {one.name for one in PIPELINES if schedule_named(one.name).staged}
     assert {(one.pipeline, one.mode) for one in drawn} == {(name, mode) for name in names for mode in ("async", PACED)}
     assert all(one.apply == "server" and not one.standbys and not one.clip_norm for one in drawn)
     assert {one.workers for one in drawn if one.mode == PACED} == {6}

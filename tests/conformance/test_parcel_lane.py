@@ -15,11 +15,11 @@ import torch
 
 from shardline.certs import make_certificates
 from shardline.core.identity import Identity
+from shardline.core.parcel import Parcel
 from shardline.errors import UsageError
 from shardline.lanes import LANES
 from shardline.lanes.call_frames import HEADER, Kind, frame, read_failure
 from shardline.lanes.parcels import ask_for_lane
-from shardline.pipeline.parcel import Parcel
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.parcels import Packed, ParcelReader, packed
 from shardline.security import PLAIN, Security

@@ -12,32 +12,32 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from shardline.client.parcels.mailbox import Mailbox
 from shardline.codecs import CODECS, of_parcels
 from shardline.codecs.base import Memory
 from shardline.core.orders import Orders
+from shardline.core.parcel import ParcelKey
 from shardline.core.settings import Settings
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
 from shardline.job import Job
 from shardline.observability.metrics import Metrics
-from shardline.pipeline import PIPELINES, Pass, PipelineSchedule, bubble
-from shardline.pipeline.alone import CodedModel
-from shardline.pipeline.hosts import hosts_of
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import ParcelKey
-from shardline.pipeline.replica_tensors import StepPart
-from shardline.pipeline.runner import AtHome, StageRunner
-from shardline.pipeline.staged import StagedModel
 from shardline.rpc.messages.parcels import ParcelReader, packed
 from shardline.seams import doc_line
+from shardline_pipeline import PIPELINES, Pass, PipelineSchedule, bubble, schedule_named
+from shardline_pipeline.activations.mailbox import Mailbox
+from shardline_pipeline.alone import CodedModel
+from shardline_pipeline.hosts import hosts_of
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.replica_tensors import StepPart
+from shardline_pipeline.runner import AtHome, StageRunner
+from shardline_pipeline.staged import StagedModel
 from tests.support.parcel_workers import JOB, parcel
 from tests.support.pipelines import Mail, run_workers, stages_of
 
-STAGED = [found for resident in PIPELINES if (found := PIPELINES.parse(resident.name)).staged]
+STAGED = [found for resident in PIPELINES if (found := schedule_named(resident.name)).staged]
 EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
 FLUSHING = [one for one in STAGED if one.flushes]
-RUN = [*FLUSHING, *(PIPELINES.parse(f"{one.name}:recompute=true") for one in FLUSHING)]
+RUN = [*FLUSHING, *(schedule_named(f"{one.name}:recompute=true") for one in FLUSHING)]
 EACH_RUN = pytest.mark.parametrize("schedule", RUN, ids=str)
 """Those that StageRunner computes; others: test_unbroken_pipeline.py."""
 CODED = [
@@ -312,7 +312,7 @@ def test_a_worker_takes_every_parcel_that_can_come_early(
 
 @EACH
 def test_it_is_written_as_it_is_read_and_says_what_it_is(schedule: PipelineSchedule) -> None:
-    assert PIPELINES.parse(str(schedule)) == schedule
+    assert schedule_named(str(schedule)) == schedule
     assert doc_line(type(schedule)).endswith(".")
 
 
@@ -344,7 +344,7 @@ def test_it_never_hangs_and_its_bubble_is_that_of_a_flush(
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
-    gpipe, flush = PIPELINES.parse("gpipe"), PIPELINES.parse("flush")
+    gpipe, flush = schedule_named("gpipe"), schedule_named("flush")
     for stage in range(stages):
         assert gpipe.held(stage, stages, microbatches) == microbatches
         assert flush.held(stage, stages, microbatches) == min(microbatches, stages - stage)
@@ -522,7 +522,7 @@ def test_whoever_has_which_stages_each_replica_has_the_bits_that_it_has_alone(
 
 @pytest.mark.parametrize("pipeline", ["flush", "flush:recompute=true"])
 def test_a_worker_that_waits_rests_only_once_all_have_begun_the_step(pipeline: str) -> None:
-    schedule = PIPELINES.parse(pipeline)
+    schedule = schedule_named(pipeline)
     job, hosts, mail = job_of(plain_layers, [1, 4]), hosts_of([[0], [1], [2]], 3), Mail()
     began: set[int] = set()
     rests: list[set[int]] = []
@@ -563,7 +563,7 @@ def test_data_in_one_direction_is_read_once_although_replicas_take_turns() -> No
     job = replace(job_of(plain_layers, [1, 4], replicas=2), dataset=Rows)
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    runner, Rows.read = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome()), 0
+    runner, Rows.read = StageRunner(model, job, BatchSource(job), schedule_named("flush"), AtHome()), 0
     both = {0: [0, 1, 2], 1: [0, 1, 2]}
     parts = [runner.run(step, both) for step in range(2)]
     # 2 steps of 2 replicas with 3 microbatches of 4.
@@ -626,7 +626,7 @@ def test_a_loss_that_needs_the_whole_model_is_refused(used: Callable[..., torch.
     job = Job(model=job.model, loss=used, dataset=Points(), optimizer_args={"lr": 0.1}, **fields)  # type: ignore[arg-type]
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("gpipe"), AtHome())
+    runner = StageRunner(model, job, BatchSource(job), schedule_named("gpipe"), AtHome())
     with pytest.raises(JobError, match=sentence):
         runner.run(0, {0: [0, 1]})
 
@@ -677,7 +677,7 @@ def test_a_pass_that_can_not_be_repeated_is_refused(
     job = replace(job_of(layers, [1]), loss=used)
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush:recompute=true"), AtHome())
+    runner = StageRunner(model, job, BatchSource(job), schedule_named("flush:recompute=true"), AtHome())
     with pytest.raises(JobError, match=sentence):
         runner.run(0, {0: [0, 1]})
 
@@ -701,7 +701,7 @@ def test_a_stage_that_nobody_computes_is_named() -> None:
     job = job_of(plain_layers, [1, 4])
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
+    runner = StageRunner(model, job, BatchSource(job), schedule_named("flush"), AtHome())
     with pytest.raises(JobError, match="the gradient for stage 0 of replica 0, microbatch 0 of step 7"):
         runner.run(7, {0: [0]})
 
@@ -717,7 +717,7 @@ def test_autocast_in_the_loss_reaches_two_stages_and_more_are_refused(codec: str
         job = replace(job_of(plain_layers, cuts, codec_parcels=codec), loss=casts)
         whole, parts = job.build_model(), job.build_model()
         assert isinstance(parts, Pipeline)
-        runner = StageRunner(parts, job, BatchSource(job), PIPELINES.parse("flush"), AtHome())
+        runner = StageRunner(parts, job, BatchSource(job), schedule_named("flush"), AtHome())
         part = runner.run(0, {0: range(parts.num_stages)})[0]
         return part, whole, alone(job, whole, 0)
 

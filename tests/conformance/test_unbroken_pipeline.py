@@ -14,21 +14,21 @@ from torch import nn
 
 from benchmarks.stage_memory import Neighbours
 from shardline.core.orders import PassReport
+from shardline.core.parcel import Parcel, ParcelKey
 from shardline.data import BatchSource
 from shardline.errors import InternalError, JobError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync
-from shardline.pipeline.hosts import Hosts, hosts_of
-from shardline.pipeline.layout import StageLayout
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.schedules.counts import StageCounts
-from shardline.pipeline.schedules.gaps import Gaps, GradientRun
-from shardline.pipeline.staged import StagedModel
-from shardline.pipeline.stream import ParameterSource, StreamRunner
-from shardline.pipeline.timeline import Timeline
 from shardline.seams import settings_of
 from shardline.testing import reference
+from shardline_pipeline import PIPELINES, DoubleBuffer, FTPipe, NoStash, Stash, Unbroken, VerticalSync, schedule_named
+from shardline_pipeline.hosts import Hosts, hosts_of
+from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.schedules.counts import StageCounts
+from shardline_pipeline.schedules.gaps import Gaps, GradientRun
+from shardline_pipeline.staged import StagedModel
+from shardline_pipeline.stream import ParameterSource, StreamRunner
+from shardline_pipeline.timeline import Timeline
 from tests.conformance.test_pipeline import (
     HOSTS,
     drifting_layers,
@@ -43,7 +43,7 @@ from tests.conformance.test_pipeline import (
 from tests.support.pipelines import run_workers, stages_of
 from tests.support.unbroken import Desk, Server, Shared
 
-UNBROKEN = [found for one in PIPELINES if isinstance(found := PIPELINES.parse(one.name), Unbroken)]
+UNBROKEN = [found for one in PIPELINES if isinstance(found := schedule_named(one.name), Unbroken)]
 EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
 PREDICTING = pytest.mark.parametrize(
     "schedule", [one for one in UNBROKEN if "predict" in settings_of(type(one))], ids=str
@@ -578,7 +578,7 @@ def test_a_gradient_is_divided_by_its_own_gap_in_average_steps() -> None:
 @pytest.mark.parametrize("pipeline", ["ftpipe:gap_aware=true", "no-stash:gap_aware=true"])
 def test_a_schedule_that_keeps_one_version_has_no_gap(pipeline: str) -> None:
     with pytest.raises(JobError, match="has no setting 'gap_aware'"):
-        PIPELINES.parse(pipeline)
+        schedule_named(pipeline)
 
 
 def test_parameters_that_others_move_meanwhile_have_no_gap() -> None:
@@ -613,7 +613,7 @@ def test_predictions_without_the_optimizer_s_state_are_refused() -> None:
 )
 def test_what_a_schedule_can_not_do_is_refused(pipeline: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
-        PIPELINES.parse(pipeline)
+        schedule_named(pipeline)
 
 
 def linear_layers() -> list[nn.Module]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli.partition.command import exchanges
 from shardline.job import load_job
-from shardline.pipeline import PIPELINES
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, shapes
+from shardline_pipeline import schedule_named
+from shardline_pipeline.cli.partition import exchanges
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, shapes
 from tests.e2e.support import PATIENCE_S, mortal_cluster, scrape, summary_of, total, wait_for_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
@@ -53,7 +53,7 @@ def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path:
     costs = Costs(
         profile=profile,
         cluster=Cluster(levels=(LinkLevel(count=6),), servers=2),
-        schedule=PIPELINES.parse("flush"),
+        schedule=schedule_named("flush"),
         microbatches=job.replicas * job.accumulate,
         exchange=exchanges(replace(job, pipeline="whole-model").spec(model), len(model), 2),
         coded=coded(profile, codec),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from shardline.job import load_job
-from shardline.pipeline import PIPELINES
-from shardline.pipeline.layout import StageLayout
 from shardline.testing import reference
+from shardline_pipeline import schedule_named
+from shardline_pipeline.layout import StageLayout
 from tests.e2e.support import (
     DEATH_TIMEOUT_S,
     PATIENCE_S,
@@ -98,7 +98,7 @@ def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None
     """The trace has every pass of every step, in the schedule's order, on its worker's row and after its sender's."""
     events_of = json.loads((out / "pipeline-trace.json").read_text(encoding="utf-8"))["traceEvents"]
     passes = sorted((one for one in events_of if one["ph"] == "X"), key=lambda one: one["ts"])
-    schedule, found = PIPELINES.parse(pipeline), summary_of(out)
+    schedule, found = schedule_named(pipeline), summary_of(out)
     for replica in range(replicas):
         for stage in range(stages):
             rows = [one for one in passes if (one["args"]["replica"], one["args"]["stage"]) == (replica, stage)]
@@ -121,7 +121,7 @@ def assert_seen(out: Path, pipeline: str, *, stages: int, replicas: int) -> None
 
 def assert_counted(out: Path, pipeline: str, layout: StageLayout) -> None:
     """The summary has the staleness, versions and stashes of the schedule."""
-    schedule, full = PIPELINES.parse(pipeline), range(layout.first(3), layout.first(12))
+    schedule, full = schedule_named(pipeline), range(layout.first(3), layout.first(12))
     for one in summary_of(out)["stages"]:
         behind = max(layout.step(number) - schedule.version(number, one["stage"], layout) for number in full)
         kept = 1 + max(layout.step(number) - schedule.back_version(number, one["stage"], layout) for number in full)

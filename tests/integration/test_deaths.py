@@ -18,10 +18,9 @@ from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, 
 from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import Lane
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import ParcelKey
 from shardline.testing import ReferenceResult, reference
 from shardline.waist import Exchanged, Payload, Payloads, Push, Sender, Sink, Standing, Want
+from shardline_pipeline.model import Pipeline
 from tests.support.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.support.covering import covering
 from tests.support.jobs import Rich, make_job
@@ -197,10 +196,10 @@ def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_th
             assert found.trainer.locate(units, cluster.timeline) == own
             assert found.trainer.step == 0
         waits = SimpleNamespace(trainer=found.trainer, still_ordered=lambda: True)
-        assert WorkerState.still_open(cast(WorkerState, waits), ParcelKey(0, 1, 1, 0, back=True))
+        assert WorkerState.still_open(cast(WorkerState, waits), 0)
         found.step([0])
         quick.settle()
-        assert not WorkerState.still_open(cast(WorkerState, waits), ParcelKey(0, 1, 1, 0, back=True))
+        assert not WorkerState.still_open(cast(WorkerState, waits), 0)
 
 
 def test_a_late_push_of_a_fenced_life_changes_nothing() -> None:

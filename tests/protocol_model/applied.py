@@ -25,7 +25,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
-from shardline.pipeline.share import Share
+from shardline.division.share import Share
 from shardline.waist import Sender
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.numbers import require

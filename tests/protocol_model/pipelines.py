@@ -9,18 +9,19 @@ from typing import Any, cast
 
 import torch
 
-from shardline import consistency, pipeline
+import shardline_pipeline as pipeline
+from shardline import consistency
 from shardline.cadence import Outgoing, Told
 from shardline.client.applied.optimizer_buckets import ServerStates
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.layout import ModelLayout
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
+from shardline.core.parcel import Parcel, ParcelKey
 from shardline.core.reduce import Block
 from shardline.errors import ShardlineError, UnreachableError
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.waist import Sender, Standing
+from shardline_pipeline.schedules.unbroken import Unbroken
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import contribution
 from tests.protocol_model.numbers import require

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardline import consistency, pipeline
+import shardline_pipeline as pipeline
+from shardline import consistency
 from shardline.client.layout import ModelLayout
-from shardline.consistency.by_stage import ByStage
 from shardline.consistency.server import StepWanted
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.image import WorkerSequence, origin
 from shardline.core.outcome import Outcome
 from shardline.core.records import Begin
 from shardline.core.reduce import Block
+from shardline_pipeline.by_stage import ByStage
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.standby.standby import Standby

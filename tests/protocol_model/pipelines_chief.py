@@ -20,25 +20,25 @@ from typing import Any, cast
 
 import torch
 
-from shardline import pipeline
+import shardline_pipeline as pipeline
 from shardline.cadence import Held
 from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.layout import ModelLayout
-from shardline.client.parcels.mailbox import Mailbox
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, Phase
+from shardline.core.parcel import Parcel
 from shardline.core.placement import Post
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.observability.metrics import Metrics
-from shardline.pipeline.hosts import Hosts
-from shardline.pipeline.parcel import Parcel
-from shardline.pipeline.schedules.unbroken import Unbroken
 from shardline.security import key_of
 from shardline.update import completed
 from shardline_chief.rules.codecs.error_memory import ErrorMemory, goes_back
 from shardline_chief.rules.state.work import Work
+from shardline_pipeline.activations.mailbox import Mailbox
+from shardline_pipeline.hosts import Hosts
+from shardline_pipeline.schedules.unbroken import Unbroken
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import Cut, check_cut, contribution, images
 from tests.protocol_model.numbers import require
@@ -140,7 +140,7 @@ class Alone:
     def __init__(self, setup: PipelineSetup, job: JobSpec, plan: Plan) -> None:
         self.setup = setup
         self.schedule = pipeline.of(job)
-        self.layout = pipeline.layout(job)
+        self.layout = pipeline.layout_of(job)
         self.plan = plan
         self.shards = make_shards(setup, plan, aggregates=False)
         self.cuts: list[Cut] = [images(self.shards)]
@@ -299,7 +299,7 @@ class PipelineChief:
             consistency=ConsistencySpec(mode=setup.consistency),
         )
         self.schedule = pipeline.of(self.job)
-        self.layout = pipeline.layout(self.job)
+        self.layout = pipeline.layout_of(self.job)
         self.plan = make_plan(tensors, 2)
         self.alone = Alone(setup, self.job, self.plan)
         aggregates = setup.apply == "worker"

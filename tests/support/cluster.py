@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardline import pipeline, topology
+from shardline import division, topology
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.exchange.retrying import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
@@ -152,7 +152,7 @@ class Worker:
         self.trainer = make_trainer(cluster.view, WorkerMethods(self.cluster.spec, self.values), ties, wishes)
         groups = self.job.build_optimizer(self.model).param_groups
         self.trainer.watch = ModelWatch(
-            self.model, self.values, groups, script=False, divided=pipeline.divided(cluster.spec)
+            self.model, self.values, groups, script=False, divided=division.of(cluster.spec).partial
         )
         self.trainer.watch.meet(own_layout(self.trainer))
         self.clips = not self.trainer.half.shares_steps and self.job.clip_norm > 0.0

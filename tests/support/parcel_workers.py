@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from shardline.client.parcels.post import PostOffice
+from shardline.client.partners import Hooks, server_of
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders
+from shardline.core.parcel import Parcel, ParcelKey
 from shardline.core.placement import Post
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.observability.metrics import Metrics
-from shardline.pipeline.parcel import Parcel, ParcelKey
 from shardline.security import PLAIN, Security, key_of
 from shardline.update import rule
+from shardline_pipeline.activations.post import PostOffice
 
 TIMEOUTS = Timeouts(total_s=15.0)
 STAGES = 3
@@ -73,13 +74,14 @@ def make_office(
     lane: str = "grpc",
     security: Security = PLAIN,
     metrics: Metrics | None = None,
-    still_open: Callable[[ParcelKey], bool] = lambda key: True,
+    still_open: Callable[[int], bool] = lambda step: True,
     settled: Callable[[], bool] = lambda: True,
 ) -> PostOffice:
     """The post office of a worker."""
     config = make_config(index, lane, security)
     metrics = metrics or Metrics("worker", config.task)
-    return PostOffice(config, metrics, still_open=still_open, settle=lambda: None, settled=settled)
+    hooks = Hooks(still_ordered=lambda: True, still_open=still_open, settle=lambda: None, settled=settled)
+    return PostOffice(config, metrics, hooks)
 
 
 class Workers:
@@ -88,7 +90,7 @@ class Workers:
     def __init__(self, lane: str, security: Security = PLAIN) -> None:
         self.metrics = [Metrics("worker", f"worker/{index}") for index in range(STAGES)]
         self.offices = [make_office(index, lane, security, metrics) for index, metrics in enumerate(self.metrics)]
-        self.servers = [office.server() for office in self.offices]
+        self.servers = [server_of(make_config(index, lane, security), one) for index, one in enumerate(self.offices)]
         for server in self.servers:
             server.start()
         self.addresses = tuple(server.address for server in self.servers)

@@ -10,11 +10,11 @@ from typing import TypeVar
 import pytest
 from torch import nn
 
-from shardline.pipeline.hosts import Hosts, planned_hosts
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.runner import AtHome
-from shardline.pipeline.split import model as split
-from shardline.pipeline.split.trace import Inputs, Traced, trace
+from shardline.core.parcel import Parcel, ParcelKey
+from shardline_pipeline.hosts import Hosts, planned_hosts
+from shardline_pipeline.runner import AtHome
+from shardline_pipeline.split import model as split
+from shardline_pipeline.split.trace import Inputs, Traced, trace
 
 T = TypeVar("T")
 PATIENCE_S = 20.0

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardline.core.parcel import ParcelKey
 from shardline.core.reduce import mean_, tree_sum
 from shardline.job import Job
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import ParcelKey
-from shardline.pipeline.replica_tensors import StepPart
-from shardline.pipeline.runner import AtHome
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.replica_tensors import StepPart
+from shardline_pipeline.runner import AtHome
 from tests.support.pipelines import PATIENCE_S, Mail
 
 

@@ -236,13 +236,14 @@ FIGURES = {
     "chief/shardline_chief/io/control.py",
     "chief/shardline_chief/page/run_files.py",
     "evaluator/shardline_evaluator/scoring.py",
-    "services/shardline_ps/shard/storage.py",
+    "pipeline/shardline_pipeline/activations/mailbox.py",
+    "pipeline/shardline_pipeline/partition/measure.py",
+    "pipeline/shardline_pipeline/stage_work.py",
     "shardline/client/api/step_reports.py",
     "shardline/client/exchange/streaming_payloads.py",
     "shardline/client/exchange/retrying.py",
     "shardline/client/exchange/shard_exchange.py",
     "shardline/client/overlap/watching.py",
-    "shardline/client/parcels/mailbox.py",
     "shardline/client/step/sink.py",
     "shardline/client/step/trainer.py",
     "shardline/rpc/beat_facts.py",
@@ -252,7 +253,7 @@ FIGURES = {
 
 
 def test_whoever_judges_a_silence_uses_the_clock_for_that() -> None:
-    folders = ("chief", "services", "worker", "evaluator", "shardline/rpc", "shardline/client")
+    folders = ("chief", "services", "worker", "evaluator", "pipeline", "shardline/rpc", "shardline/client")
     found = {
         path.relative_to(ROOT).as_posix()
         for folder in folders

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline import pipeline
+import shardline_pipeline as pipeline
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.core.placement import Post
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import JobError
 from shardline.fit import check_fit
-from shardline.pipeline.hosts import hosts_of
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.update import rule
-from shardline_chief.rules.state.work import Work, assigned
+from shardline_chief.rules.state.work import Work
+from shardline_pipeline.hosts import hosts_of
 
 WORKERS = [f"worker/{i}" for i in range(8)]
 
@@ -106,22 +106,22 @@ def job_in_stages(workers: Sequence[int | Sequence[int]], *, replicas: int, stag
 
 
 def test_replicated_stages_and_stages_that_are_not_neighbours_are_where_the_model_says() -> None:
-    two_one_one = assigned(job_in_stages([2, 1, 1], replicas=2), {}, WORKERS)
+    two_one_one = pipeline.assigned(job_in_stages([2, 1, 1], replicas=2), {}, WORKERS)
     assert [two_one_one[unit] for unit in range(6)] == [f"worker/{number}" for number in (0, 1, 2, 2, 3, 3)]
-    mixed = assigned(job_in_stages([[0], [1], [2], [0]], replicas=1, stages=4), {}, WORKERS)
+    mixed = pipeline.assigned(job_in_stages([[0], [1], [2], [0]], replicas=1, stages=4), {}, WORKERS)
     assert mixed == {0: "worker/0", 1: "worker/1", 2: "worker/2", 3: "worker/0"}
 
 
 def test_units_of_a_worker_that_is_away_are_with_another_until_it_is_back() -> None:
     job = job_in_stages([2, 1, 1], replicas=2)
-    before = assigned(job, {}, WORKERS[:4])
-    away = assigned(job, before, ["worker/0", "worker/1", "worker/3"])
+    before = pipeline.assigned(job, {}, WORKERS[:4])
+    away = pipeline.assigned(job, before, ["worker/0", "worker/1", "worker/3"])
     assert {unit for unit in range(6) if away[unit] != before[unit]} == {2, 3}
     assert [away[2], away[3]] == ["worker/0", "worker/1"]
     # A spare worker comes: who stands in goes on, since a stage that moves costs a step.
-    assert assigned(job, away, ["worker/0", "worker/1", "worker/3", "worker/4"]) == away
-    assert assigned(job, away, WORKERS[:4]) == before
-    assert assigned(job, before, []) == {}
+    assert pipeline.assigned(job, away, ["worker/0", "worker/1", "worker/3", "worker/4"]) == away
+    assert pipeline.assigned(job, away, WORKERS[:4]) == before
+    assert pipeline.assigned(job, before, []) == {}
 
 
 def test_workers_that_have_stages_of_several_replicas_bind_these_to_each_other() -> None:
@@ -135,12 +135,12 @@ def test_workers_that_have_stages_of_several_replicas_bind_these_to_each_other()
 
 def test_without_a_flush_what_a_stage_s_worker_has_stays_together() -> None:
     job = replace(job_in_stages([2, 1, 1], replicas=4), pipeline="stash")
-    before = assigned(job, {}, WORKERS[:4])
-    away = assigned(job, before, ["worker/0", "worker/1", "worker/3"])
+    before = pipeline.assigned(job, {}, WORKERS[:4])
+    away = pipeline.assigned(job, before, ["worker/0", "worker/1", "worker/3"])
     assert [away[unit] for unit in range(4, 8)] == ["worker/0"] * 4
-    assert assigned(job, away, WORKERS[:4]) == before
+    assert pipeline.assigned(job, away, WORKERS[:4]) == before
     # Replicas 0 and 2 of stage 0 are worker/0's, the others worker/1's.
-    alone = assigned(job, before, ["worker/2", "worker/3"])
+    alone = pipeline.assigned(job, before, ["worker/2", "worker/3"])
     assert [alone[unit] for unit in range(4)] == ["worker/2", "worker/3"] * 2
 
 
@@ -154,12 +154,12 @@ def test_every_unit_has_one_living_worker_and_the_planned_one_if_that_lives(
     job = job_in_stages(hosts, replicas=2, stages=len(hosts))
     assignment: dict[int, str] = {}
     for alive in history:
-        assignment = assigned(job, assignment, sorted(alive))
+        assignment = pipeline.assigned(job, assignment, sorted(alive))
         assert sorted(assignment) == list(range(2 * len(hosts))) and set(assignment.values()) <= alive
         for unit, task in assignment.items():
             named = f"worker/{hosts[unit // 2][unit % 2 % len(hosts[unit // 2])]}"
             assert task == named or named not in alive
-        assert assigned(job, assignment, sorted(alive)) == assignment
+        assert pipeline.assigned(job, assignment, sorted(alive)) == assignment
 
 
 @pytest.mark.parametrize(

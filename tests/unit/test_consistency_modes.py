@@ -13,7 +13,6 @@ import torch
 import shardline
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES
-from shardline.consistency.by_stage import admit_update
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.consistency.ssp import Clocks, PacedPushes
 from shardline.core.gradients import Gradient
@@ -24,6 +23,7 @@ from shardline.errors import JobError
 from shardline.storage.shard import Observers
 from shardline.update import rule
 from shardline.waist import Standing
+from shardline_pipeline.by_stage import admit_update
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_job_spec, make_shard
 from tests.support.jobs import make_job

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support import house, way
 
-LINES, LINES_WITH_PACKAGES = 73_400, 77_630
+LINES, LINES_WITH_PACKAGES = 64_830, 78_230
 MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 18, 96, 7
 FILES_OF_A_GRADIENT = 109
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline.codecs.lossless import AMPLE_BYTES, MOST_TIMES
+from shardline.core.parcel import Form, Parcel, ParcelKey
 from shardline.data import BatchSource
 from shardline.errors import JobError, ProtocolError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import Form, Parcel, ParcelKey
-from shardline.pipeline.parcel_coding import ParcelCoding
-from shardline.pipeline.runner import AtHome, StageRunner
+from shardline_pipeline import schedule_named
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.parcel_coding import ParcelCoding
+from shardline_pipeline.runner import AtHome, StageRunner
 
 Change = Callable[[Parcel], Parcel]
 
@@ -46,7 +46,7 @@ def compute(change: Change, *, back: bool, **fields: str) -> None:
     )  # fmt: skip
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), Lying(change, back=back))
+    runner = StageRunner(model, job, BatchSource(job), schedule_named("flush"), Lying(change, back=back))
     runner.run(0, {0: range(2)})
 
 

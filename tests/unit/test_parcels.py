@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from shardline.client.overlap.watching import StepAgain
-from shardline.client.parcels.post import PostOffice
 from shardline.core.identity import Identity
+from shardline.core.parcel import Parcel, ParcelKey
 from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError
 from shardline.lanes import call_frames
 from shardline.lanes.parcel_line import ParcelLine
 from shardline.lanes.parcels import WORKER, register_worker
-from shardline.pipeline.parcel import Parcel, ParcelKey
-from shardline.pipeline.parcel_coding import SHAPES, ParcelCoding
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import worker_pb2
+from shardline_pipeline.activations.post import PostOffice
+from shardline_pipeline.parcel_coding import SHAPES, ParcelCoding
 from tests.support.parcel_workers import JOB, TIMEOUTS, Workers, identity, key, make_office, orders, parcel, workers
 
 KEY = key()

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.errors import UsageError
-from shardline.pipeline import PIPELINES, PipelineSchedule
-from shardline.pipeline.balance import balanced
-from shardline.pipeline.layout import StageLayout
-from shardline.pipeline.partition import (
+from shardline_pipeline import PipelineSchedule, schedule_named
+from shardline_pipeline.balance import balanced
+from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.partition import (
     ALL_REDUCE,
     SERVERS,
     Cluster,
@@ -32,11 +32,11 @@ from shardline.pipeline.partition import (
     mixed,
     unbroken,
 )
-from shardline.pipeline.partition.mixed import joined, pack, refined, stages_of
+from shardline_pipeline.partition.mixed import joined, pack, refined, stages_of
 
-STASH, FLUSH, GPIPE = (PIPELINES.parse(name) for name in ("stash", "flush", "gpipe"))
-LATER = [PIPELINES.parse(name) for name in ("vertical-sync", "double-buffer", "ftpipe")]
-SCHEDULES = [PIPELINES.parse(name) for name in ("gpipe", "flush", "stash", "vertical-sync", "double-buffer")]
+STASH, FLUSH, GPIPE = (schedule_named(name) for name in ("stash", "flush", "gpipe"))
+LATER = [schedule_named(name) for name in ("vertical-sync", "double-buffer", "ftpipe")]
+SCHEDULES = [schedule_named(name) for name in ("gpipe", "flush", "stash", "vertical-sync", "double-buffer")]
 
 
 def layers(*sizes: tuple[float, int, int, int]) -> tuple[Layer, ...]:
@@ -416,7 +416,7 @@ def test_what_neighbours_both_keep_counts_once() -> None:
 def test_a_stage_needs_its_versions_and_what_its_microbatches_keep(
     schedule: str, versions: list[int], held: list[int]
 ) -> None:
-    costs = costs_of(*[(1.0, 1000, 0, 7)] * 3, workers=3, schedule=PIPELINES.parse(schedule), microbatches=8)
+    costs = costs_of(*[(1.0, 1000, 0, 7)] * 3, workers=3, schedule=schedule_named(schedule), microbatches=8)
     plan = tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(3))
     expected = [1000 * (copies + 1) + 7 * count for copies, count in zip(versions, held, strict=True)]
     if schedule == "stash":

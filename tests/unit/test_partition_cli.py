@@ -13,10 +13,10 @@ from torch import nn
 
 from shardline.cli.main import main
 from shardline.job import Job, load_job
-from shardline.pipeline import stages
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import Profile, coded, measure, shapes
-from shardline.pipeline.split.model import Split
+from shardline_pipeline import stages
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.partition import Profile, coded, measure, shapes
+from shardline_pipeline.split.model import Split
 
 JOB = """
 import torch
@@ -83,7 +83,7 @@ def as_counted(model: nn.Sequential, job: Job) -> Profile:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline.pipeline.partition.measure", as_counted)
+    monkeypatch.setattr("shardline_pipeline.partition.measure", as_counted)
 
 
 def planned(path: Path, *arguments: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_a_model_like_resnet_is_told_to_be_data_parallel(residual: Path, capsys:
 def test_a_profile_makes_plans_repeatable_and_of_another_model_is_refused(
     linear: Path, residual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardline.pipeline.partition.measure", measure)
+    monkeypatch.setattr("shardline_pipeline.partition.measure", measure)
     profile = tmp_path / "profile.json"
     arguments = ["--link", "1Gbit", "--profile", str(profile), "--pipeline", "double-buffer"]
     first = planned(linear, *arguments)

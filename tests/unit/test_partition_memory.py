@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.stage_memory import measured
 from shardline.job import Job
-from shardline.pipeline import PIPELINES
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, shapes
+from shardline_pipeline import schedule_named
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, shapes
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]
@@ -78,7 +78,7 @@ def test_each_stage_needs_the_predicted_memory(
     job = make_job(pipeline, made, cuts)
     model = job.build_model()
     assert isinstance(model, Pipeline)
-    schedule = PIPELINES.parse(pipeline)
+    schedule = schedule_named(pipeline)
     cluster = Cluster(levels=(LinkLevel(count=model.num_stages),))
     costs = Costs(profile=shapes(model, job), cluster=cluster, schedule=schedule, microbatches=MICROBATCHES)
     ends = [0, *cuts, len(model)]

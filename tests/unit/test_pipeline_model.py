@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline import pipeline
+import shardline_pipeline as pipeline
+from shardline.core.parcel import pack, unpack
 from shardline.data import seed_everything
 from shardline.errors import JobError, JobExitError
 from shardline.job import Job
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.parcel import pack, unpack
+from shardline_pipeline.model import Pipeline
 
 
 def layers(*sizes: int) -> list[nn.Module]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.core.orders import PassReport
-from shardline.pipeline import PIPELINES, bubble
-from shardline.pipeline.timeline import ClockOffsets, TaskPass, Timeline, trace
-from shardline_chief.page.passes import PassBoard
+from shardline_pipeline import bubble, schedule_named
+from shardline_pipeline.timeline import ClockOffsets, TaskPass, Timeline, trace
+from shardline_pipeline.timeline.board import PassBoard
 
 FLUSHING = ["gpipe", "flush"]
 
@@ -35,7 +35,7 @@ def report(step: int = 0, stage: int = 0, microbatch: int = 0, *, back: bool = F
 
 def step_of(name: str, step: int, stages: int, microbatches: int, begin_s: float) -> list[PassReport]:
     """A step in which every pass takes a second and nothing else takes any time."""
-    schedule = PIPELINES.parse(name)
+    schedule = schedule_named(name)
     todo = [list(schedule.passes(stage, stages, microbatches)) for stage in range(stages)]
     done: dict[tuple[int, int, bool], int] = {}
     found, tick = [], 0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardline.pipeline import PIPELINES
+from shardline_pipeline import PIPELINES, schedule_named
 from tests.protocol_model.numbers import Broken
 from tests.protocol_model.pipelines import PipelineModel
 from tests.protocol_model.pipelines_chief import PipelineCounts, PipelineSetup
 
-STAGED = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
+STAGED = [one.name for one in PIPELINES if schedule_named(one.name).staged]
 EACH = pytest.mark.parametrize(
     ("pipeline", "apply"), [(name, apply) for name in STAGED for apply in ("server", "worker")]
 )
@@ -36,7 +36,7 @@ def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, app
     # Otherwise the schedules would show nothing.
     assert counts.kills > 8 and counts.zombies > 2 and counts.moves > 10 and counts.chiefs > 1
     assert counts.duplicates > 50 and counts.hosted > 5
-    goes_back = apply == "worker" or not PIPELINES.parse(pipeline).flushes
+    goes_back = apply == "worker" or not schedule_named(pipeline).flushes
     assert counts.rollbacks > 10 if goes_back else counts.rollbacks <= 4
 
 
@@ -55,7 +55,7 @@ def test_no_schedule_of_hundreds_changes_a_bit_or_stops_the_job(pipeline: str, a
     counts = played(range(1000, 1100), pipeline, apply, steps=10, kills=8, losses=2, chiefs=2)
     assert counts.late > 30 and counts.kills > 500
     # A step that is closed while its parcels are waited for is rare where everything goes back anyway.
-    assert counts.looked > 2 or apply == "worker" or not PIPELINES.parse(pipeline).flushes
+    assert counts.looked > 2 or apply == "worker" or not schedule_named(pipeline).flushes
 
 
 @pytest.mark.long

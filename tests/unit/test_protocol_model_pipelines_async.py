@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardline.pipeline import PIPELINES
+from shardline_pipeline import PIPELINES, schedule_named
 from tests.protocol_model.pipelines_async import AsyncPipelineModel
 from tests.protocol_model.pipelines_chief import PipelineSetup
 
 PACED = "ssp:slack=1,in_stages=true"
-STAGED = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged]
+STAGED = [one.name for one in PIPELINES if schedule_named(one.name).staged]
 
 
 def played(seeds: range, pipeline: str, **changes: Any) -> Counter[str]:
@@ -100,6 +100,6 @@ def test_replicas_that_share_workers_begin_a_timeline_together(monkeypatch: pyte
     monkeypatch.setattr("tests.protocol_model.pipelines.LIMIT", 8000)
     fields = {"standbys": True, "losses": 20, "kills": 0, "chiefs": 0, "steps": 8, "replicas": 3, "workers": 5}
     played(range(3, 4), "stash", microbatches=1, **fields)
-    monkeypatch.setattr("shardline.pipeline.bound", lambda job, posts, replicas: sorted(replicas))
+    monkeypatch.setattr("shardline_pipeline.bound", lambda job, posts, replicas: sorted(replicas))
     with pytest.raises(AssertionError, match="stuck"):
         played(range(3, 4), "stash", microbatches=1, **fields)

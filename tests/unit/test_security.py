@@ -20,7 +20,6 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shardline.client.across.meeting import Meeting
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
 from shardline.rpc.channel import AioPeer, Peer, open_channel
@@ -29,6 +28,7 @@ from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.security import PLAIN, Security
+from shardline_pipeline.tensor_parallel.meeting import Meeting
 
 TIMEOUTS = Timeouts(total_s=3.0)
 SERVICE = "shardline.test.Echo"

@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline import pipeline
-from shardline.client.across.meeting import Meeting, Place, hear, name_of, team_key, tell
-from shardline.client.across.team import Team, TeamStore, check_group
+import shardline_pipeline as pipeline
 from shardline.client.overlap.watching import StepAgain
-from shardline.consistency.assignment import assign, assign_teams
+from shardline.consistency.assignment import assign
 from shardline.core.placement import Post
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, TensorSpec, joined
@@ -34,10 +32,13 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UnreachableError, UsageError
 from shardline.host.awake import awake_s
 from shardline.job import Job
-from shardline.pipeline.across import cut, shared_layers
-from shardline.pipeline.model import Pipeline
 from shardline.testing import reference
 from shardline_lab.simulator.simulation import Setup
+from shardline_pipeline.assignment import assign_teams
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.tensor_parallel import cut, shared_layers
+from shardline_pipeline.tensor_parallel.meeting import Meeting, Place, hear, name_of, team_key, tell
+from shardline_pipeline.tensor_parallel.team import Team, TeamStore, check_group
 
 
 class Block(nn.Module):
@@ -417,7 +418,7 @@ def test_the_name_of_a_team_stays_taken_between_its_meetings() -> None:
 
 def test_a_member_may_come_as_late_as_a_sum_with_one_that_has_left_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     waited_s = 0.0
-    monkeypatch.setattr("shardline.client.across.team.awake_s", lambda: waited_s)
+    monkeypatch.setattr("shardline_pipeline.tensor_parallel.team.awake_s", lambda: waited_s)
     wanted = iter([True, True, False])
 
     def still_ordered() -> bool:

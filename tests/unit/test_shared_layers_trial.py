@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline.client.across.trial import try_parts
 from shardline.errors import JobError
 from shardline.job import Job
+from shardline_pipeline.tensor_parallel import layers_of
+from shardline_pipeline.tensor_parallel.trial import try_parts
 
 F = nn.functional
 WORDS = torch.arange(24).reshape(6, 4) % 12
@@ -124,7 +125,7 @@ def attempt(inner: nn.Module, shared: dict[str, str], given: Callable[..., torch
     before = {name: values.clone() for name, values in model.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        try_parts(model, job, job.shared_layers(model), ranks)
+        try_parts(model, job, layers_of(job, model), ranks)
     finally:
         assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state) and model.training
@@ -197,4 +198,4 @@ def test_an_embedding_whose_weight_another_layer_reads_is_not_shared() -> None:
         tensor_parallel={"0": "gathered"},
     )
     with pytest.raises(JobError, match="weights of shared layers are used by calling these only"):
-        try_parts(model, job, job.shared_layers(model), 2)
+        try_parts(model, job, layers_of(job, model), 2)

@@ -19,11 +19,6 @@ from shardline.core.spec import JobSpec
 from shardline.data import BatchSource
 from shardline.errors import JobError, UsageError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, bubble
-from shardline.pipeline.layout import StageLayout
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
-from shardline.pipeline.runner import AtHome, StageRunner
 from shardline_lab.simulator import (
     Death,
     Gamma,
@@ -36,9 +31,14 @@ from shardline_lab.simulator import (
     simulated,
 )
 from shardline_lab.simulator.gradients import training_contents
+from shardline_pipeline import PIPELINES, bubble, schedule_named
+from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
+from shardline_pipeline.runner import AtHome, StageRunner
 
-FLUSHING = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and PIPELINES.parse(one.name).flushes]
-UNBROKEN = [one.name for one in PIPELINES if PIPELINES.parse(one.name).staged and not PIPELINES.parse(one.name).flushes]
+FLUSHING = [one.name for one in PIPELINES if schedule_named(one.name).staged and schedule_named(one.name).flushes]
+UNBROKEN = [one.name for one in PIPELINES if schedule_named(one.name).staged and not schedule_named(one.name).flushes]
 SHAPES = [(1, 3), (2, 1), (2, 8), (4, 4), (5, 9)]
 
 
@@ -75,7 +75,7 @@ def test_the_bubble_of_a_flush_is_the_formula(pipeline: str, stages: int, microb
     assert [one.bubble for one in found.stages] == pytest.approx([bubble(stages, microbatches)] * stages, abs=1e-9)
     assert found.seconds == pytest.approx(40 * 2.0 * (microbatches + stages - 1))
     assert [one.held for one in found.stages] == [
-        PIPELINES.parse(pipeline).held(stage, stages, microbatches) for stage in range(stages)
+        schedule_named(pipeline).held(stage, stages, microbatches) for stage in range(stages)
     ]
     assert found.staleness_max == 0
 
@@ -95,9 +95,9 @@ def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages
     means[stages // 2] = 1.5
     found = simulate(spec(pipeline, stages, microbatches), stages, *means, steps=150)
     # Filling and draining come once. Half of a pass is forward.
-    each_s = 1.5 * (1.5 if PIPELINES.parse(pipeline).recompute else 1.0)
+    each_s = 1.5 * (1.5 if schedule_named(pipeline).recompute else 1.0)
     assert found.steps_per_s == pytest.approx(1 / (each_s * microbatches), rel=0.02)
-    version = PIPELINES.parse(pipeline).version
+    version = schedule_named(pipeline).version
     full, layout = range(stages * microbatches, 2 * stages * microbatches), StageLayout.straight(stages, microbatches)
     for stage, one in enumerate(found.stages):
         expected = max(number // microbatches - version(number, stage, layout) for number in full)
@@ -207,7 +207,7 @@ def test_a_worker_with_all_stages_computes_in_the_order_of_the_real_runner(pipel
     model = made.build_model()
     assert isinstance(model, Pipeline)
     home = AtHome()
-    StageRunner(model, made, BatchSource(made), PIPELINES.parse(pipeline), home).run(0, {0: range(3)})
+    StageRunner(model, made, BatchSource(made), schedule_named(pipeline), home).run(0, {0: range(3)})
     simulation = PipelineSimulation(
         Setup(job=spec(pipeline, 3, 4), workers=1, times=(), steps=1, stages=StageCosts(times=(Gamma(1.0),)))
     )
@@ -259,7 +259,7 @@ def test_what_the_partitioner_predicts_without_a_flush_is_what_is_simulated() ->
         predicted = Costs(
             profile=Profile(layers=tuple(layers), samples=1),
             cluster=Cluster(levels=(LinkLevel(count=stages, bytes_per_s=rate),), servers=2),
-            schedule=PIPELINES.parse(name),
+            schedule=schedule_named(name),
             microbatches=microbatches,
             bucket_bytes=max(4 * bucket.elements for shard in plan.shards for bucket in shard.buckets),
         )

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline.client.room import activation_bytes
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline.model import Pipeline
-from shardline.pipeline.partition import coded, shapes
-from shardline.pipeline.partition.activations import Activations
-from shardline.pipeline.split.model import Split
-from shardline.pipeline.staged import StagedModel
 from shardline_lab.simulator.runs import measure_stages
+from shardline_pipeline.model import Pipeline
+from shardline_pipeline.partition import coded, shapes
+from shardline_pipeline.partition.activations import Activations
+from shardline_pipeline.split.model import Split
+from shardline_pipeline.staged import StagedModel
+from shardline_pipeline.worker.memory import activation_bytes
 from tests.conformance.test_pipeline import Skips, Words, skips, words, words_loss
 
 

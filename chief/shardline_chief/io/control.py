@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from shardline import pipeline
 from shardline.checkpoint import CheckpointStore
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
@@ -293,10 +292,9 @@ class Control:
         """
         job, heartbeats = self.program.state.job, self.program.heartbeats
         self._reporter.report(beat.task, heartbeats.reported(beat), None)
-        if beat.passes and job is not None and pipeline.of(job).staged and heartbeats.trains(beat):
-            shape = {"stages": pipeline.stages(job), "replicas": job.replicas, "microbatches": job.accumulate}
-            self._reporter.passes.begin(job.name, job.pipeline, **shape)
-            self._reporter.passes.told(beat.task, beat.incarnation, beat.passes, sent_s=beat.clock_s, now_s=now_s)
+        if beat.passes and job is not None and heartbeats.trains(beat):
+            life = beat.task, beat.incarnation
+            self._reporter.passes.heard(job, life, beat.passes, sent_s=beat.clock_s, now_s=now_s)
 
     def _detach(self, task: str, incarnation: int, channel: Channel, now_s: float) -> None:
         if self._streams.detach((task, incarnation), channel):

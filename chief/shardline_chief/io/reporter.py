@@ -26,7 +26,8 @@ from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.page.history import History
 from shardline_chief.page.log_lines import to_line
-from shardline_chief.page.passes import PassBoard
+from shardline_chief.page.passes import Passes
+from shardline_chief.page.passes import passes as new_passes
 from shardline_chief.page.past import EVENTS_SHOWN, STALENESS, add_rates, recall
 from shardline_chief.page.steps import HeldReports, StepBoard
 from shardline_chief.rules.standstill import patience_s
@@ -176,7 +177,7 @@ class Reporter:
     """Files under out/logs, metrics, and the figures of `shardline status`. Used by the control thread."""
 
     def __init__(
-        self, folder: Path, metrics: Metrics, history: History | None = None, passes: PassBoard | None = None
+        self, folder: Path, metrics: Metrics, history: History | None = None, passes: Passes | None = None
     ) -> None:
         """history: curves to fill; they start with what the files in the folder contain of this run."""
         self._folder = folder
@@ -191,7 +192,7 @@ class Reporter:
         self._drawn = recall(history, folder) if history is not None else None
         """Timeline of the curves; None before the first."""
         self.history = history or History()
-        self.passes = passes or PassBoard()
+        self.passes = passes or new_passes()
         """Of a pipeline."""
         self._next_rates_s = -math.inf
         self.shelf = Shelf()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardline import codecs, consistency, methods, pipeline
+from shardline import codecs, consistency, division, methods
 from shardline.core.orders import REPEATED
 from shardline.core.spec import JobSpec
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
@@ -225,7 +225,7 @@ def facts(job: JobSpec | None) -> dict[str, Any]:
         "rule": job.rule.name,
         "codec_up": str(codecs.of(job).ups[0]),
         "codec_down": str(codecs.of(job).downs[0]),
-        "codec_parcels": str(codecs.of_parcels(job)) if pipeline.of(job).staged else "",
+        "codec_parcels": division.of(job).codec,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardline.core.status import ChiefStatus
 from shardline.observability.view import as_json, cluster_view
 from shardline_chief.page.history import History
-from shardline_chief.page.passes import PassBoard
+from shardline_chief.page.passes import passes
 
 
 class Board:
@@ -18,7 +18,7 @@ class Board:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self.passes = PassBoard()
+        self.passes = passes()
         """Of a pipeline."""
         self._lock = threading.Lock()
         self._status = ChiefStatus()

@@ -1,93 +1,44 @@
-"""The passes of a pipeline that workers have told of: for the page, the status and the trace file."""
+"""The passes that workers tell of, where a package draws them: for the page, the status and the trace file."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from shardline import plugins
 from shardline.core.orders import PassReport
+from shardline.core.spec import JobSpec
 from shardline.core.status import StageStatus
-from shardline.pipeline.timeline import ClockOffsets, Timeline, trace
-
-DRAWN, DRAWN_EACH = 1500, 40
-"""Most passes that the page draws, and of each stage of a replica: as many of the newest steps as have no more."""
 
 
-class PassBoard:
-    """Passes on this chief's clock. Thread-safe: the control thread writes, the page's thread reads."""
+class Passes(Protocol):
+    """Thread-safe: the control thread writes, the page's thread reads."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clocks = ClockOffsets()
-        self._timeline: Timeline | None = None
-        self._figures: tuple[StageStatus, ...] | None = ()
-        """None: they have to be taken again."""
-        self._job: tuple[str, str] = "", ""
-        """Name and pipeline."""
+    def heard(
+        self, job: JobSpec, life: tuple[str, int], passes: Sequence[PassReport], *, sent_s: float, now_s: float
+    ) -> None:
+        """Take in what one heartbeat says. life: task and incarnation. sent_s: when it was sent, on the clock of its
+        passes; now_s: on this one.
+        """
+        ...
 
-    def begin(self, job: str, pipeline: str, *, stages: int, replicas: int, microbatches: int) -> None:
-        """The job has this pipeline, of this shape. Call it as often as you like."""
-        with self._lock:
-            known = self._timeline
-            if known is None or (known.stages, known.replicas, known.microbatches) != (stages, replicas, microbatches):
-                self._job, self._figures = (job, pipeline), ()
-                self._timeline = Timeline(stages, replicas, microbatches)
-
-    def told(self, task: str, incarnation: int, passes: Sequence[PassReport], *, sent_s: float, now_s: float) -> None:
-        """Take in what one heartbeat says. sent_s: when it was sent, on the clock of its passes; now_s: on this one."""
-        with self._lock:
-            if self._timeline is None:
-                return
-            before_s = self._clocks.of((task, incarnation))
-            offset_s = self._clocks.heard((task, incarnation), sent_s, now_s)
-            if before_s is not None and offset_s < before_s:
-                # Else passes from before would lie between, or after, those of now.
-                self._timeline.move(task, offset_s - before_s)
-            self._timeline.add(task, passes, offset_s)
-            self._figures = None
+    def read(self, job: JobSpec, trace: Mapping[str, Any]) -> None:
+        """Take in the passes of a trace file."""
+        ...
 
     def figures(self) -> tuple[StageStatus, ...]:
         """Each stage over the recent steps; none without a pipeline, and before its first step is done."""
-        with self._lock:
-            if self._figures is None and self._timeline is not None:
-                self._figures = self._timeline.figures()
-            return self._figures or ()
+        ...
 
     def recent(self) -> str:
-        """The newest whole steps, and what was computed between their passes, as JSON for the page."""
-        with self._lock:
-            timeline = self._timeline
-            if timeline is None:
-                return json.dumps({"rows": [], "passes": []})
-            each = 2 * timeline.microbatches
-            most = min(DRAWN_EACH // each, DRAWN // (each * timeline.stages * timeline.replicas))
-            steps = timeline.whole(max(1, most))
-            found = timeline.around(steps)
-            begin_s = min((one.start_s for one in found), default=0.0)
-            rows = sorted({(one.report.stage, one.report.replica, one.task) for one in found})
-            number = {row: place for place, row in enumerate(rows)}
-            passes = [
-                [
-                    number[one.report.stage, one.report.replica, one.task],
-                    one.report.step,
-                    one.report.microbatch,
-                    int(one.report.back),
-                    round(1000 * (one.start_s - begin_s), 3),
-                    round(1000 * (one.end_s - begin_s), 3),
-                    one.report.version,
-                    one.report.held,
-                ]
-                for one in found
-            ]
-        names = [{"stage": stage, "replica": replica, "task": task} for stage, replica, task in rows]
-        return json.dumps({"rows": names, "passes": passes}, separators=(",", ":"))
+        """The newest whole steps as JSON for the page."""
+        ...
 
     def trace(self) -> dict[str, Any] | None:
         """All passes that are kept, as a trace; None without a pipeline."""
-        with self._lock:
-            if self._timeline is None:
-                return None
-            passes = self._timeline.taken()
-        return trace(passes, *self._job)
+        ...
+
+
+def passes() -> Passes:
+    found: Passes = plugins.installed("shardline.boards", "passes", "a page of passes")()
+    return found

@@ -16,12 +16,11 @@ from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill,
 from shardline.errors import UsageError
 from shardline.host import files
 from shardline.host.run_lock import ever_begun
-from shardline.pipeline.timeline import passes_in
 from shardline_chief.io.journal import read_entries
 from shardline_chief.io.reporter import TRACE, Shelf, mean
 from shardline_chief.io.summary import facts, scores
 from shardline_chief.page.history import History
-from shardline_chief.page.passes import PassBoard
+from shardline_chief.page.passes import Passes
 from shardline_chief.page.past import Past
 from shardline_chief.rules.replay import Remembered, replay
 from shardline_chief.rules.state.membership import Member
@@ -37,7 +36,7 @@ MOST_NAMED = 4
 
 
 class RunFiles:
-    def __init__(self, out: Path, history: History, passes: PassBoard) -> None:
+    def __init__(self, out: Path, history: History, passes: Passes) -> None:
         """history, passes: filled with what the files have. Raises UsageError if the folder has no run."""
         _check(out)
         self._out = out
@@ -121,16 +120,8 @@ class RunFiles:
         self._shard_bytes = tuple(shard.nbytes for shard in plan.shards) if plan is not None else ()
 
     def _read_trace(self, path: Path) -> None:
-        job, passes = self._known.job, passes_in(_json(path))
-        if job is None or not passes:
-            return
-        stages, microbatches = (
-            1 + max(getattr(one.report, name) for one in passes) for name in ("stage", "microbatch")
-        )
-        self._passes.begin(job.name, job.pipeline, stages=stages, replicas=job.replicas, microbatches=microbatches)
-        for task in sorted({one.task for one in passes}):
-            reports = [one.report for one in passes if one.task == task]
-            self._passes.told(task, 0, reports, sent_s=0.0, now_s=0.0)
+        if self._known.job is not None:
+            self._passes.read(self._known.job, _json(path))
 
     # What follows from them
 

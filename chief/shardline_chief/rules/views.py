@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from shardline import cadence as cadences
-from shardline import consistency, pipeline
+from shardline import consistency, division
 from shardline.consistency import Clock
 from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
@@ -77,11 +77,10 @@ class AllOrders:
 
 def posts(state: State) -> tuple[Post, ...]:
     """Who computes each unit; empty where a worker computes the whole model, and while a unit has nobody."""
-    if state.job is None or not pipeline.divided(state.job) or _goes_back_first(state):
+    if state.job is None or not division.of(state.job).partial or _goes_back_first(state):
         return ()
-    members = [
-        state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in range(pipeline.units(state.job))
-    ]
+    units = range(division.of(state.job).units)
+    members = [state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in units]
     found = [
         Post(task=member.task, address=member.address, incarnation=member.incarnation, key=member.key)
         for member in members
@@ -132,7 +131,7 @@ def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
 
 def _replicas(state: State, units: Sequence[int]) -> tuple[int, ...]:
     """The replicas of which a task with these units computes something."""
-    return tuple(pipeline.by_replica(state.job, units) if state.job is not None else units)
+    return tuple(division.of(state.job).replicas(units) if state.job is not None else units)
 
 
 def counting(job: JobSpec) -> Counting:

@@ -6,21 +6,23 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import shardline_pipeline as pipeline
 from shardline import cadence as cadences
-from shardline import codecs, consistency, pipeline
+from shardline import codecs, consistency
 from shardline.cadence import CADENCES, Sends
 from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import CONSISTENCIES
 from shardline.core.plan import make_plan
+from shardline.division import PIPELINES, WholeModel
 from shardline.errors import JobError
 from shardline.job import Job
-from shardline.pipeline import PIPELINES, WholeModel
 from shardline_lab.simulator.result import Result
 from shardline_lab.simulator.simulation import Setup, timing_contents
 from shardline_lab.simulator.stages import simulated as simulation
 from shardline_lab.simulator.stages import stage_buckets
+from shardline_pipeline import PipelineSchedule
 
 PASSES = 1500
 """Passes of all workers that a choice is simulated for, at least."""
@@ -111,10 +113,11 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
                 choice = Choice(consistency=str(mode), codec=codec, cadence=str(cadence), replicas=count)
                 if choice != mine:
                     yield choice
-    for kind in PIPELINES if stages > 1 else ():
-        for codec in compared if kind().staged and not kind().warning else ():
+    schedules = [one for kind in PIPELINES if isinstance(one := kind(), PipelineSchedule) and not one.warning]
+    for schedule in schedules if stages > 1 else ():
+        for codec in compared:
             count = max(1, workers // stages)
-            choice = Choice(**ALIKE, codec=codec, replicas=count, pipeline=str(kind()))
+            choice = Choice(**ALIKE, codec=codec, replicas=count, pipeline=str(schedule))
             if choice != mine:
                 yield choice
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from torch import nn
 
 from shardline.cluster import parse_task
+from shardline.core.parcel import Parcel
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
 from shardline.host.process import torch_threads
 from shardline.job import Job
-from shardline.pipeline import PIPELINES
-from shardline.pipeline.parcel import Parcel
-from shardline.pipeline.runner import AtHome, StageRunner
-from shardline.pipeline.staged import StagedModel
 from shardline_lab.simulator.simulation import StageCosts
 from shardline_lab.simulator.times import Measured, Times
+from shardline_pipeline import schedule_named
+from shardline_pipeline.runner import AtHome, StageRunner
+from shardline_pipeline.staged import StagedModel
 
 FIRST_PASSES = 2
 """Passes of each task that are left out: they also load code and fill caches."""
@@ -62,7 +62,7 @@ def measure_stages(job: Job, model: nn.Module) -> StageCosts:
     if not isinstance(model, StagedModel):
         raise UsageError(f"pipeline {job.pipeline} needs a model in stages: shardline.Pipeline([...], stages=...)")
     with torch_threads(job.threads):
-        runner = StageRunner(model, job, BatchSource(job), PIPELINES.parse("flush"), home)
+        runner = StageRunner(model, job, BatchSource(job), schedule_named("flush"), home)
         ends_s = time.monotonic() + PASSES_S
         for number in range(FIRST_PASSES + PASSES):
             if number > FIRST_PASSES and time.monotonic() >= ends_s:
@@ -105,7 +105,7 @@ def read_stages(path: Path, stages: int) -> StageCosts:
     file = path / "pipeline-trace.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        events, recompute = found["traceEvents"], PIPELINES.parse(found["otherData"]["pipeline"]).recompute
+        events, recompute = found["traceEvents"], schedule_named(found["otherData"]["pipeline"]).recompute
         passes = sorted((one for one in events if one["ph"] == "X"), key=lambda one: float(one["ts"]))
         spent = [
             (

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import shardline_pipeline as pipeline
 from shardline import cadence as cadences
-from shardline import codecs, consistency, pipeline
+from shardline import codecs, consistency
 from shardline import topology as topologies
 from shardline.codecs import coding_of
 from shardline.consistency.assignment import assign, replicas_of

@@ -1,7 +1,7 @@
 """A pipeline under the virtual clock: the schedule's own passes, virtual links, servers with the job's mode.
 
 Every worker computes passes of its units as soon as what they need has come, hands parcels to its neighbours, and
-exchanges the parameters of its own stages. See shardline.pipeline.runner and shardline.pipeline.stream.
+exchanges the parameters of its own stages. See shardline_pipeline.runner and shardline_pipeline.stream.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardline import consistency, pipeline
+import shardline_pipeline as pipeline
+from shardline import consistency
 from shardline.codecs import coding_of
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
@@ -18,15 +19,15 @@ from shardline.core.orders import PassReport
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.errors import InternalError, UsageError
-from shardline.pipeline import Pass
-from shardline.pipeline.schedules.unbroken import Unbroken
-from shardline.pipeline.timeline import Timeline
 from shardline_lab.simulator.clock import VirtualClock
 from shardline_lab.simulator.links import Machines, MessageStream
 from shardline_lab.simulator.result import Result
 from shardline_lab.simulator.servers import NOTHING, BucketPlan, PulledBucket, VirtualServer
 from shardline_lab.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts
 from shardline_lab.simulator.times import draws
+from shardline_pipeline import Pass
+from shardline_pipeline.schedules.unbroken import Unbroken
+from shardline_pipeline.timeline import Timeline
 
 Unit = tuple[int, int]
 """(stage, replica)."""
@@ -233,7 +234,7 @@ class PipelineSimulation:
         self.clock = VirtualClock()
         self.schedule = pipeline.of(job)
         pipeline.check_hosts(job.hosts, pipeline.stages(job), job.replicas, workers=setup.workers)
-        self.layout = pipeline.layout(job)
+        self.layout = pipeline.layout_of(job)
         self.stages, self.count = self.layout.stages, self.layout.microbatches
         self.schedule.check(self.layout)
         self.steps = setup.steps or job.steps

@@ -45,7 +45,7 @@ def link_of(
             machine=machine_fingerprint(spec.threads, str(device)),
         ),
         on_orders=loop.runner.now.ordered,
-        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.office.passes, figures=loop.place.figures),
+        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.partners.passes, figures=loop.place.figures),
         cancelled=cancelled,
         security=config.security,
     )

@@ -23,6 +23,7 @@ from shardline.client.api.joining import begin, link_of
 from shardline.client.api.optimizer import ShardlineOptimizer, TrainingPosition, check_unused, position_of
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
 from shardline.client.api.step_loop import Hyper, StepLoop
+from shardline.client.partners import Partners
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
@@ -65,13 +66,12 @@ class Session:
         self._workers = max(1, config.cluster.num("worker"))
         self.metrics = Metrics("worker", config.task)
         self._loop = StepLoop(config, self.metrics, self._termination)
-        self.parcels = self._loop.place.office
-        """In a pipeline: activations and gradients from and to the stages of other workers."""
         self.data_took = self._loop.runner.reports.read
         """Call with the seconds that a batch of the open step took to come."""
         self.leases = self._loop.runner.stepper.leases
         """In an asynchronous job from a file: batches that this worker is to compute."""
-        self._server = self.parcels.server()
+        self.partners = Partners()
+        """Other workers, where these compute parts of a replica's step; set by attach()."""
         self._link: ChiefLink | None = None
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
@@ -194,7 +194,8 @@ class Session:
 
     def _join(self, spec: JobSpec) -> None:
         """Get admitted by the chief. Raises SystemExit if this process is asked to end first."""
-        address = self._server.start()
+        self.partners = self._loop.place.partners
+        address = self._loop.place.serve()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
         meter_line(self.metrics, address)
         link = self._link = link_of(
@@ -402,7 +403,6 @@ class Session:
         if self._link is not None:
             self._link.close()
         self._loop.place.close()
-        self._server.close(grace_s=0.2)
         self.metrics.close()
 
     def __enter__(self) -> Session:

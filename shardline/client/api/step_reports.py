@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardline import pipeline
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
@@ -92,10 +91,8 @@ class StepReports:
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
         meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
-        last = pipeline.stages(place.trainer.job) - 1
-        for item in sent.reports if place.office.rank == 0 else ():
-            if last and last not in place.office.stages(item.replica):
-                # Only the last stage knows the loss, and the chief counts one report per replica.
+        for item in sent.reports:
+            if not place.partners.reports(item.replica):
                 continue
             link.report(
                 replace(

@@ -18,7 +18,6 @@ from shardline.core.settings import EXACT
 from shardline.errors import RolledBackError, UnreachableError, UsageError
 from shardline.host.awake import awake_s
 from shardline.observability.metrics import Metrics
-from shardline.pipeline.parcel import ParcelKey
 from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
 
@@ -105,7 +104,7 @@ class WorkerState:
             return False
         return self.stepper.still_ordered(link.orders, timeline, assigned=self.assigned)
 
-    def still_open(self, key: ParcelKey) -> bool:
+    def still_open(self, number: int) -> bool:
         """Whether a step still has to be computed, by the orders that it began with."""
         if not self.still_ordered() or self.trainer.methods.unbroken:
             # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
@@ -114,12 +113,12 @@ class WorkerState:
             found = self.trainer.standings(range(self.trainer.job.replicas)).values()
         except UnreachableError as error:
             # Beginning again would not help: the other stages do so only if the orders change.
-            log.info("can't ask whether step %d is closed: %s", key.step, error)
+            log.info("can't ask whether step %d is closed: %s", number, error)
             return self.still_ordered()
         except (Restart, Interrupted) as error:
             log.info("looking for the current step again: %s", error or "interrupted")
             return False
-        return min(step for standing in found for step in standing.replicas.values()) <= key.step
+        return min(step for standing in found for step in standing.replicas.values()) <= number
 
 
 class StepRunner:
@@ -206,7 +205,7 @@ class StepRunner:
     def _begin(self) -> None:
         """Begin a pass of the loop's body."""
         trainer, owned = self.trainer, self.stepper.begun.replicas
-        self.place.office.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
+        self.place.partners.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
         self.link.set_step(self.now.number)
         now_s = awake_s()
         if self.missing_steps.begin(self.now.number, now_s):

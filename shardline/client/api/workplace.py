@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardline import pipeline, topology
+from shardline import division, topology
 from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.client.exchange.retrying import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.reach import Reach
 from shardline.client.overlap.watching import BodyWaits
-from shardline.client.parcels.post import PostOffice
+from shardline.client.partners import Hooks, Partners, server_of
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
@@ -30,9 +30,9 @@ from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.observability.metrics import Metrics
-from shardline.pipeline.parcel import ParcelKey
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
+from shardline.rpc.server import RpcServer
 from shardline.topology import Hop, Surroundings
 from shardline.waist import Standing
 
@@ -72,7 +72,7 @@ class SessionObserver(Observer):
 class Workplace:
     """One worker's trainer, replaced when plan or timeline change.
 
-    still_ordered, still_open, settle: see Observer and PostOffice.
+    still_ordered, still_open, settle: see Observer and Hooks.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Workplace:
         metrics: Metrics,
         *,
         still_ordered: Callable[[], bool],
-        still_open: Callable[[ParcelKey], bool],
+        still_open: Callable[[int], bool],
         settle: Callable[[], None],
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self.office = PostOffice(
-            config,
-            metrics,
+        self.partners = Partners()
+        """Other workers, where these compute parts of a replica's step."""
+        self._hooks = Hooks(
+            still_ordered=still_ordered,
             still_open=still_open,
             settle=settle,
             settled=lambda: self.current is None or not self.current.open.exchanging,
         )
-        """The ties to other workers, where these compute parts of a replica's step."""
-        self.office.still_ordered = still_ordered
+        self._server: RpcServer | None = None
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
         self._reach: Reach | None = None
@@ -126,8 +126,10 @@ class Workplace:
 
         Raises UsageError for overlap together with zero_copy.
         """
-        divided = pipeline.divided(job)
-        from_file = not (job.script or divided)
+        parts = division.of(job)
+        if parts.worker is not None:
+            self.partners = parts.worker.partners(self._config, self._metrics, self._hooks)
+        from_file = not (job.script or parts.partial)
         if zero_copy and (overlap or (from_file and self._config.overlap)):
             remedy = "pass only one of them to attach()" if overlap else "for a job file, set SHARDLINE_OVERLAP=0"
             raise UsageError(
@@ -142,7 +144,12 @@ class Workplace:
                 self._reach = Reach(model, self.values.values(), groups)
         else:
             self.values = dict(model)
-        self.watch = ModelWatch(model, self.values, optimizer.param_groups, script=job.script, divided=divided)
+        self.watch = ModelWatch(model, self.values, optimizer.param_groups, script=job.script, divided=parts.partial)
+
+    def serve(self) -> str:
+        """Start this worker's server, on which partners call; returns its address."""
+        self._server = server_of(self._config, self.partners)
+        return self._server.start()
 
     @property
     def overlaps(self) -> bool:
@@ -193,7 +200,7 @@ class Workplace:
             self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._methods, ties, self._wishes)
-        trainer.weights.arrivals.on_end = self.office.mailbox.look
+        trainer.weights.arrivals.on_end = self.partners.look
         self.watch.meet(own_layout(trainer))
         trainer.watch = self.watch
         if self._reach is not None and self.overlaps:
@@ -342,17 +349,19 @@ class Workplace:
         """End what waits for others: the orders have changed. Called on the heartbeat thread."""
         if self.current is not None:
             self.current.exchange.interrupt()
-        self.office.interrupt()
+        self.partners.interrupt()
 
     def arm(self) -> None:
         """Forget earlier interruptions; read the orders after this."""
         self.trainer.exchange.arm()
-        self.office.arm()
+        self.partners.arm()
 
     def close(self) -> None:
-        self.office.close()
+        self.partners.close()
         self._close_trainer()
         self._peers.close()
+        if self._server is not None:
+            self._server.close(grace_s=0.2)
 
 
 def credit_bytes() -> int:

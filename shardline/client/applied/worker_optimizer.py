@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from shardline import pipeline as pipelines
+from shardline import division
 from shardline.cadence import Held, LocalTraining, Outgoing, Told
 from shardline.cadence.base import UNTOLD, Hyper
 from shardline.client.applied.optimizer_buckets import OptimizerBuckets, ServerStates
@@ -27,8 +27,8 @@ from shardline.core.plan import Plan
 from shardline.core.reduce import is_finite
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import same_bits
+from shardline.division import Share
 from shardline.errors import ProtocolError
-from shardline.pipeline.share import Share
 
 
 class WorkerOptimizer(LocalTraining):
@@ -37,11 +37,11 @@ class WorkerOptimizer(LocalTraining):
     def __init__(self, job: JobSpec, held: Held) -> None:
         self._job = job
         self._held = held
-        schedule = pipelines.of(job)
+        parts = division.of(job)
         # A norm is the servers' to find: it is that of all stages.
-        self.keeps = schedule.staged and job.replicas == 1 and not job.consistency.clip_norm
+        self.keeps = parts.alone and not job.consistency.clip_norm
         """Gradients stay here: nobody else has any of the same parameters."""
-        self._repeats = schedule.staged and schedule.flushes
+        self._repeats = parts.repeats
         """Stages close a step one by one, and begin it again together: this one may then be a step ahead."""
         self._buckets: OptimizerBuckets | None = None
         self._share: Share | None = None

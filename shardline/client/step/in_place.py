@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardline import codecs, pipeline
+from shardline import codecs, division
 from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
 from shardline.client.step.sink import ParameterMemory
@@ -119,7 +119,7 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
             "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
             f"{job.cadence} and {job.topology}"
         )
-    if pipeline.divided(job):
+    if division.of(job).partial:
         return (
             "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
         )

@@ -24,8 +24,8 @@ from shardline.client.step.worker_methods import WorkerMethods
 from shardline.consistency.worker import Stamp
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
+from shardline.division import Share
 from shardline.errors import ProtocolError
-from shardline.pipeline.share import Share
 from shardline.rpc.messages import data
 from shardline.waist import Payloads, Push, Want, Whole
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from shardline import division
 from shardline.cadence import Outgoing
 from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
 from shardline.client.exchange.retrying import PullSink
@@ -28,7 +29,6 @@ from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.errors import UnreachableError
-from shardline.pipeline import share_of, stepping_together
 from shardline.topology import Route
 from shardline.waist import Payloads, Push, Sender, Standing, Want
 
@@ -145,9 +145,10 @@ class Trainer:
         self.weights.forget()
         self.open.close()
         self.open.first = True
-        share = self.open.share = share_of(self.job, self.plan, units)
+        parts = division.of(self.job)
+        share = self.open.share = parts.share(self.plan, units)
         self.weights.pull_only(self.methods.own(share))
-        asked = stepping_together(self.job, posts, share, all_do=self.half.steps_with_all)
+        asked = parts.together(posts, share, all_do=self.half.steps_with_all)
         standings = self.standings(self.half.asks_for(asked))
         todo = self.half.located(standings, asked)
         before = self.methods.versions

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardline import cadence as cadences
-from shardline import codecs, consistency, fit
-from shardline import pipeline as pipelines
+from shardline import codecs, consistency, division
 from shardline import topology as topologies
 from shardline.cadence import Held, Sends, Ticks, Told
 from shardline.client.applied.worker_optimizer import WorkerOptimizer
@@ -17,7 +16,7 @@ from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
 from shardline.core.settings import EXACT, WORKER
 from shardline.core.spec import JobSpec
-from shardline.pipeline.share import Key, Share
+from shardline.division import Key, Share
 from shardline.update.torch_optim.inner import InnerOptimizers
 
 
@@ -36,9 +35,10 @@ class WorkerMethods:
         applies = job.apply == WORKER
         self.streams = self.cadence.sends is Sends.GRADIENTS and topologies.of(job).streams and not applies
         """Gradients are sent to the hops just as backward() computes them: see Topology.streams."""
-        self.unbroken = fit.goes_back(job)
+        parts = division.of(job)
+        self.unbroken = parts.goes_back
         """A pipeline of which no stage can begin a step again: passes compute with versions that the worker keeps."""
-        self.resends = pipelines.divided(job)
+        self.resends = parts.partial
         """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
         self.copies = self.cadence.sends is Sends.DELTAS or self.unbroken
         """Passes compute with other tensors than those that pulls fill."""

@@ -10,10 +10,10 @@ import torch
 
 from shardline.core.fixed import fixed
 from shardline.core.identity import Identity
+from shardline.core.parcel import Form, Parcel, ParcelKey, flat, memory_order, unflat
 from shardline.core.spec import DTYPES, dtype_name
 from shardline.core.tensor_bytes import Buffer, copy_bytes, digest, memory_of, tensor_bytes
 from shardline.errors import ProtocolError
-from shardline.pipeline.parcel import Form, Parcel, ParcelKey, flat, memory_order, unflat
 from shardline.rpc.limits import (
     MAX_DIMENSIONS,
     MAX_NAME,

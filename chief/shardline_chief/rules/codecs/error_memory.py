@@ -8,7 +8,7 @@ pipeline has no flush, stages are at different steps, which only a checkpoint br
 
 from __future__ import annotations
 
-from shardline import fit, pipeline
+from shardline import division
 from shardline.core.settings import WORKER
 from shardline.errors import TaskLostError
 from shardline_chief.rules.events import EndAsked, Progressed, TrainerLost
@@ -25,7 +25,7 @@ def applied(state: State) -> bool:
 
 def unbroken(state: State) -> bool:
     """Whether the job has a pipeline of which no stage can begin a step again."""
-    return state.job is not None and fit.goes_back(state.job)
+    return state.job is not None and division.of(state.job).goes_back
 
 
 def goes_back(state: State) -> bool:
@@ -53,18 +53,20 @@ class ErrorMemory:
         can = not hopeless and state.saves.checkpoint_step >= 0
         if moved and unbroken(state):
             assert state.job is not None
-            self._again_or_end(f"{pipeline.named(state.job, moved)} moved, and what was in the pipeline is lost", now_s)
+            self._again_or_end(
+                f"{division.of(state.job).named(moved)} moved, and what was in the pipeline is lost", now_s
+            )
             return True
         if moved and state.exact_memory and can:
             assert state.job is not None
-            whose = pipeline.named(state.job, moved)
+            whose = division.of(state.job).named(moved)
             self.recovery.again(f"the error memory of {whose} is lost (error_memory is 'exact')", now_s)
             return True
         self._drop(moved)
         if not unready or not applied(state):
             return False
         assert state.job is not None
-        named = pipeline.named(state.job, unready)
+        named = division.of(state.job).named(unready)
         why = f"the worker that takes {named} over lacks the optimizer's state (apply is 'worker')"
         if not can and not hopeless:
             # Without a checkpoint yet it waits for the first one.
@@ -102,7 +104,7 @@ class ErrorMemory:
         """Count the error memory of replicas that have moved, if they had any."""
         if moved and self.state.remembers:
             assert self.state.job is not None
-            self._dropped(pipeline.named(self.state.job, moved), len(moved))
+            self._dropped(division.of(self.state.job).named(moved), len(moved))
 
     def _dropped(self, whose: str, count: int) -> None:
         self.state.figures.dropped_memories += count

@@ -6,7 +6,7 @@ Past the deadline the last committed checkpoint stands (PROTOCOL 1.6).
 
 from __future__ import annotations
 
-from shardline import fit, pipeline
+from shardline import division
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, Cut, Hurry
 from shardline_chief.rules.events import CheckpointSaved, EndAsked, OrderAnswered, Progressed
@@ -217,9 +217,10 @@ class Ending:
     def _lost(self) -> str:
         """What others wait for in vain: a job that has failed does not go back to a checkpoint."""
         state = self.state
-        if state.job is None or not state.work.moved or not fit.goes_back(state.job):
+        if state.job is None or not state.work.moved or not division.of(state.job).goes_back:
             return ""
-        return f"; {pipeline.named(state.job, sorted(state.work.moved))} moved, and what was in the pipeline is lost"
+        named = division.of(state.job).named(sorted(state.work.moved))
+        return f"; {named} moved, and what was in the pipeline is lost"
 
     # The last checkpoint
 

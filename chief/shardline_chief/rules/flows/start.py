@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline import consistency, pipeline
+from shardline import consistency, division
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.plan import balance, make_plan
@@ -173,8 +173,8 @@ class Start:
             where = ", ".join(f"{member.task} at {member.address}" for member in state.tasks.trainers())
             state.end(
                 JobError.exit_code,
-                f"tensor_parallel shares layers among {pipeline.ranks(job)} workers of one host, but no host has as "
-                f"many: {where}; start {pipeline.ranks(job)} on one host, or choose another tensor_ranks",
+                f"tensor_parallel shares layers among {division.of(job).team} workers of one host, but no host has as "
+                f"many: {where}; start {division.of(job).team} on one host, or choose another tensor_ranks",
                 now_s,
             )
             return
@@ -190,19 +190,14 @@ class Start:
         counted = counting(job)
         until = f"until {counted.asked} {job.steps}" if job.steps else "until the script ends"
         replicas = f", {job.replicas} replicas" if state.mode.assigns_replicas else ""
-        if pipeline.of(job).staged:
-            replicas += f" in {pipeline.stages(job)} stages"
-        if pipeline.ranks(job) > 1:
-            replicas += f", layers shared by {pipeline.ranks(job)} ranks"
+        parts = division.of(job)
+        replicas += parts.described()
         mode = consistency.named(job.consistency)
         sentence = f"training from {counted.unit} {state.progress.base_step} {until}: {mode}, {there} workers"
         passes = f" ({planned})" if (planned := plan(counted, job.steps)) else ""
         state.say("running", sentence + replicas + passes)
-        if pipeline.of(job).warning:
-            state.say("pipeline", pipeline.of(job).warning, "warning")
-        if job.codec_parcels not in ("", "raw") and not pipeline.of(job).staged:
-            what = f"codec_parcels is {job.codec_parcels!r}, which changes nothing"
-            state.say("pipeline", f"{what}: without a pipeline no stage hands anything to another one", "warning")
+        for warning in parts.warnings:
+            state.say("pipeline", warning, "warning")
 
     # Waiting
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardline import pipeline
+from shardline import division
 from shardline.core.orders import Phase
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
@@ -227,8 +227,9 @@ class Takeover:
             self.ending.early = None
         if goes_back(state) and state.job is not None:
             # Standbys that are promoted now don't change that: the job goes back as soon as it trains.
-            state.work.moved.update(range(pipeline.units(state.job)))
-            state.work.unready.update(range(pipeline.units(state.job)))
+            everything_moved = range(division.of(state.job).units)
+            state.work.moved.update(everything_moved)
+            state.work.unready.update(everything_moved)
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
             back = member is not None and member.state is Life.ALIVE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline import pipeline
+from shardline import division
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
 from shardline_chief.rules.events import EndAsked, Fenced, ServerLost, StrangerLost, Tick, TrainerLost
@@ -125,7 +125,7 @@ class Workers:
                 who = f"{', '.join(self._gone_from_script())}, without which a script can't continue,"
             elif state.lacks_team and not tasks.too_few():
                 assert state.job is not None
-                who = f"a team of {pipeline.ranks(state.job)} workers of one host, which share layers,"
+                who = f"a team of {division.of(state.job).team} workers of one host, which share layers,"
             elif tasks.trainers():
                 who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
             missed = f"no replacement joined within {state.timeouts.lost_s:g} s"

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from shardline import codecs, consistency, pipeline
+from shardline import codecs, consistency, division
 from shardline.consistency import Consistency
 from shardline.core.orders import Phase
 from shardline.core.settings import EXACT
@@ -121,7 +121,7 @@ class State:
     def adopt(self, job: JobSpec) -> None:
         """The job becomes known. It pauses with fewer workers than share a layer."""
         self.job = job
-        least = max(self.settings.min_workers, pipeline.ranks(job))
+        least = max(self.settings.min_workers, division.of(job).team)
         self.tasks.settings = dataclasses.replace(self.settings, min_workers=least)
         self.progress.mode = consistency.of(job.consistency)
 
@@ -169,7 +169,7 @@ class State:
     @property
     def lacks_team(self) -> bool:
         """Whether workers are to share layers, and no host has as many of them as that takes."""
-        return self.job is not None and pipeline.ranks(self.job) > 1 and not self.work.assignment
+        return self.job is not None and division.of(self.job).team > 1 and not self.work.assignment
 
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""

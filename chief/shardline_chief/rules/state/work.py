@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardline import pipeline
-from shardline.consistency.assignment import NOWHERE, assign_teams
+from shardline import division
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
 from shardline_chief.rules.state.leases import Leases
-
-
-def assigned(
-    job: JobSpec, previous: Mapping[int, str], machines: Mapping[str, str], homes: Mapping[int, str] = NOWHERE
-) -> dict[int, str]:
-    """Task by unit: the one that the job's model names, or where it names none, about equally many for each.
-
-    machines: host of each living task, in order of index. homes: the first task of each unit. {} if nobody is living.
-    """
-    if pipeline.planned(job):
-        return pipeline.assigned(job, previous, list(machines))
-    return assign_teams(previous, machines, pipeline.cells(job), pipeline.ranks(job), homes)
 
 
 class Work:
@@ -28,7 +15,7 @@ class Work:
 
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
-        """Unit -> task: replicas, or parts of them that workers share; see shardline.pipeline."""
+        """Unit -> task: replicas, or parts of them that workers share; see shardline.division."""
         self.homes: dict[int, str] = {}
         """The first task of each unit that this chief has known."""
         self.given: dict[int, set[int]] = {}
@@ -67,7 +54,7 @@ class Work:
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in lives}
         else:
-            self.assignment = assigned(job, before, machines, self.homes)
+            self.assignment = division.of(job).assign(before, machines, self.homes)
         self.homes = {**self.assignment, **self.homes}
         self.given = {life: self.given.get(life, set()) for life in lives.values()}
         # Who has the optimizer's state, where workers have it: those that have, or had last, a replica of the stage.
@@ -83,4 +70,5 @@ class Work:
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
         self.postings += self.holders != had
-        return [f"{pipeline.named(job, numbers)} to {task}" for task, numbers in gained.items()]
+        named = division.of(job).named
+        return [f"{named(numbers)} to {task}" for task, numbers in gained.items()]

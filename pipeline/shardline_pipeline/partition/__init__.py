@@ -1,0 +1,49 @@
+"""Where to cut a model into stages: profiles of layers, what stages cost, and the search for the best ones."""
+
+from __future__ import annotations
+
+from shardline_pipeline.partition.choose import Comparison, Rated, choose, rated, smallest
+from shardline_pipeline.partition.coded import coded
+from shardline_pipeline.partition.costs import (
+    ALL_REDUCE,
+    SERVERS,
+    Cluster,
+    Costs,
+    Forecast,
+    LayerTraffic,
+    LinkLevel,
+    PlannedStage,
+    Stages,
+    kept,
+)
+from shardline_pipeline.partition.dynamic import best, candidates
+from shardline_pipeline.partition.measure import measure, shapes
+from shardline_pipeline.partition.mixed import mixed
+from shardline_pipeline.partition.profile import Handed, Layer, Profile
+
+__all__ = [
+    "ALL_REDUCE",
+    "SERVERS",
+    "Cluster",
+    "Comparison",
+    "Costs",
+    "Forecast",
+    "Handed",
+    "Layer",
+    "LayerTraffic",
+    "LinkLevel",
+    "PlannedStage",
+    "Profile",
+    "Rated",
+    "Stages",
+    "best",
+    "candidates",
+    "choose",
+    "coded",
+    "kept",
+    "measure",
+    "mixed",
+    "rated",
+    "shapes",
+    "smallest",
+]

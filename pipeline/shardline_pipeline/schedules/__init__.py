@@ -1,0 +1,1 @@
+"""Schedules of pipelines, one file each; shardline_pipeline lists them. Pure."""

@@ -1,0 +1,9 @@
+"""What happened in a pipeline: passes on a common clock, figures of its stages, and trace files. Pure."""
+
+from __future__ import annotations
+
+from shardline_pipeline.timeline.clocks import ClockOffsets
+from shardline_pipeline.timeline.passes import TaskPass, Timeline
+from shardline_pipeline.timeline.trace import passes_in, trace
+
+__all__ = ["ClockOffsets", "TaskPass", "Timeline", "passes_in", "trace"]

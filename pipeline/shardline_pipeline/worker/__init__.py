@@ -1,0 +1,1 @@
+"""What a worker does that computes parts of a replica's step."""

@@ -1,1 +1,0 @@
-"""shardline partition."""

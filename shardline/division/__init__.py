@@ -1,0 +1,26 @@
+"""Divisions: how the workers of a job share the computation of its steps.
+
+The plain one is data parallelism, in which every worker computes whole replicas. Others come from packages beside the
+library, which add to PIPELINES: pipelines, whose workers compute stages of a replica, and tensor parallelism, whose
+workers compute parts of layers. Whoever needs to know what a worker computes, pulls or pushes asks the division.
+"""
+
+from __future__ import annotations
+
+from shardline.division.base import Division, DivisionChoice, Gradients
+from shardline.division.share import Key, Share
+from shardline.division.whole import PIPELINES, WholeModel, WholeReplicas, numbered, of, of_parts
+
+__all__ = [
+    "PIPELINES",
+    "Division",
+    "DivisionChoice",
+    "Gradients",
+    "Key",
+    "Share",
+    "WholeModel",
+    "WholeReplicas",
+    "numbered",
+    "of",
+    "of_parts",
+]

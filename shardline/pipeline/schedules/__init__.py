@@ -1,1 +1,0 @@
-"""Schedules of pipelines, one file each; shardline.pipeline lists them. Pure."""

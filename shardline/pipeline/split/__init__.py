@@ -1,7 +1,0 @@
-"""Models of any form in stages: traced by torch.export, cut by torch.distributed.pipelining."""
-
-from __future__ import annotations
-
-from shardline.pipeline.split.model import Split
-
-__all__ = ["Split"]
