@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardline.certs import make_certificates
+from shardline.client.partners import server_of
 from shardline.core.identity import Identity
 from shardline.core.parcel import Parcel
 from shardline.errors import UsageError
@@ -111,7 +112,7 @@ def test_a_lane_that_one_side_does_not_offer_is_left_for_another() -> None:
     try:
         group.offices[1].close()
         group.offices[1] = make_office(1, "grpc")
-        server = group.offices[1].server()
+        server = server_of(make_config(1), group.offices[1])
         server.start()
         group.servers.append(server)
         group.addresses = (group.addresses[0], server.address, group.addresses[2])
