@@ -144,7 +144,7 @@ class StageUpdates(ReplicaSteps):
         """The most steps that any bucket had counted of a replica then."""
         self._begin(0)
 
-    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
+    def decide(self, bucket: Bucket, step: int, block: Block) -> Decision:
         """See ReplicaSteps. What is dropped because the job stops is used up as well."""
         if block.first >= self.terms.contributors:
             return Decision(Outcome.REFUSED, f"block {block} is outside the job's {self.terms.contributors} replicas")
@@ -182,12 +182,8 @@ class StageUpdates(ReplicaSteps):
             bucket.hyper = None
             raise
 
-    def completed(self, bucket: Bucket, step: int) -> None:
+    def noted(self, bucket: Bucket, step: int, *, ready: bool) -> None:
         self.storage.observers.on_publish(bucket.number)
-
-    def origins(self, workers: Collection[str]) -> Collection[str]:
-        """See ServerHalf: a replica goes on with what is its own, whichever worker has it."""
-        return [origin(replica) for replica in range(self.terms.contributors)]
 
     # Queries
 
@@ -228,10 +224,15 @@ class StageUpdates(ReplicaSteps):
 
     # Timelines
 
-    def members_changed(self, tasks: Collection[str]) -> None:
-        """See ServerHalf. A timeline begins without members."""
+    def members_changed(self, tasks: Collection[str], *, forget: bool = False) -> None:
+        """See ServerHalf. A timeline begins without members. A replica goes on whichever worker has it."""
         if not tasks:
             self._note_begin()
+        super().members_changed(self._origins, forget=forget)
+
+    @property
+    def _origins(self) -> list[str]:
+        return [origin(replica) for replica in range(self.terms.contributors)]
 
     def abandon(self) -> None:
         self._begin(0)
@@ -243,7 +244,7 @@ class StageUpdates(ReplicaSteps):
         updates.
         """
         versions = [bucket.step for bucket in self.storage.buckets]
-        own = self.origins(())
+        own = self._origins
         steps = [one.last_seq for task, one in sequences.items() if task in own]
         self._begin(max(steps, default=max(versions, default=0)))
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import grpc
 
 from shardline.codecs import CODECS
+from shardline.consistency.server import numbers
+from shardline.consistency.voted import choices as choices_of
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
@@ -26,7 +28,6 @@ from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequence
 from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.server.backend import numbers
 from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
 from shardline_ps.control.votes import Voters
@@ -85,7 +86,7 @@ def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> para
 
 def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
     standby = standbys.view(shard.number)
-    step_min, choices = shard.step_min, shard.mode.choices
+    step_min, choices = shard.step_min, choices_of(shard.mode)
     made = choices.made() if choices is not None and choices.leads else None
     return parameter_server_pb2.ShardStatus(
         shard=shard.number,
@@ -419,8 +420,8 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
         self._obey(request.term)
         released = sum(shard.cuts.release(request.step) for shard in self._store.shards.values())
         for shard in self._store.shards.values():
-            if shard.mode.choices is not None:
-                shard.mode.choices.noted(request.noted)
+            if (choices := choices_of(shard.mode)) is not None:
+                choices.noted(request.noted)
         return parameter_server_pb2.ReleaseReply(released=released)
 
     @rpc_errors.unary

@@ -442,9 +442,7 @@ class ParameterStore:
         A standby remembers them until it is promoted: records of their last pushes may still arrive.
         """
         if self.authority.members is not None:
-            origins = shard.mode.origins(self.authority.members)
-            for bucket in shard.buckets:
-                bucket.members_changed(origins)
+            shard.mode.members_changed(self.authority.members, forget=True)
 
     def _failed(self, error: Exception) -> None:
         # Looked up at the time of the call: in tests and without a chief, it is set after the shards are created.

@@ -66,8 +66,9 @@ class EagerSteps(ReplicaSteps):
             bucket.hyper = None
             raise
 
-    def completed(self, bucket: Bucket, step: int) -> None:
-        self.storage.observers.on_publish(bucket.number)
+    def noted(self, bucket: Bucket, step: int, *, ready: bool) -> None:
+        if ready:
+            self.storage.observers.on_publish(bucket.number)
 
     def _check_sum(self, bucket: Bucket, total: Partial) -> None:
         """Check that the sum is finite, even though all contributions are; a sum that is not is never applied."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardline.consistency.server import Guard, NumberedPush, ServerHalf, StepWanted, Terms
+from shardline.consistency.server import NumberedPush, Offer, ServerHalf, StepWanted, Terms
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
 from shardline.core.image import WorkerSequence
@@ -13,6 +13,7 @@ from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
+from shardline.errors import ProtocolError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Hyper, Storage
 
@@ -66,7 +67,7 @@ class NumberedPushes(ServerHalf):
 
         Call with `order` held.
 
-        outcome: as decided by admit(), here or at the primary. scale: factor still to be applied to its gradients.
+        outcome: as decided by decide(), here or at the primary. scale: factor still to be applied to its gradients.
         record: for Storage.apply_now().
         """
         raise NotImplementedError
@@ -76,25 +77,20 @@ class NumberedPushes(ServerHalf):
 
     # Contributions
 
-    def push(
-        self,
-        push: NumberedPush,
-        gradients: Mapping[int, Gradient],
-        *,
-        hyper: Hyper | None = None,
-        guard: Guard = lambda: None,
-        then: Callable[[], None] = lambda: None,
-    ) -> tuple[Decision, int]:
+    def admit(self, offer: Offer) -> tuple[Decision, int]:
+        push, gradients, hyper = offer.push, offer.gradients, offer.hyper
+        if push is None:
+            raise ProtocolError("the consistency mode of this job takes whole pushes, not single buckets of a step")
         storage = self.storage
         self._check(gradients, hyper)
         # A codec may have turned finite values into infinities.
         skip = push.skip or (self.terms.nan_policy == "skip" and not all_finite(gradients.values()))
         with storage.order:
-            refused = guard()
+            refused = offer.guard()
             if refused is not None:
                 return refused, 0
             last = self._last(push.task, push.incarnation)
-            decision = self.admit(push, last, skip=skip)
+            decision = self.decide(push, last, skip=skip)
             lag = last.staleness
             if decision.outcome in COUNTED:
                 applied = decision.outcome is not Outcome.SKIPPED
@@ -109,12 +105,12 @@ class NumberedPushes(ServerHalf):
                     context = _context(last, push.base_version)
                     self.take(totals, context, outcome=last.outcome, scale=push.scale, record=record)
                 self.counted(push)
-            then()
+            offer.then()
         for bucket in storage.buckets:
             storage.observers.on_publish(bucket.number)
         return decision, lag
 
-    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
+    def decide(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
         """Whether a push counts: APPLIED, COUNTED (applied with a later one) or SKIPPED. last: the previous one.
 
         Call with `order` held.
@@ -161,6 +157,9 @@ class NumberedPushes(ServerHalf):
             return Outcome.WAITING
         return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
 
+    def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> dict[int, int]:
+        return {replica: self.progress(replica) for replica in replicas}
+
     def progress(self, replica: int) -> int:
         return min(bucket.step for bucket in self.storage.buckets)
 
@@ -178,7 +177,7 @@ class NumberedPushes(ServerHalf):
 
     # Timelines
 
-    def sequences(self) -> dict[str, WorkerSequence]:
+    def settle(self) -> dict[str, WorkerSequence]:
         return {task: WorkerSequence(push.incarnation, push.last_seq) for task, push in self.pushes.items()}
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:

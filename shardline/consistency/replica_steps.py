@@ -6,15 +6,15 @@ A bucket at `step` t has theta_t, collects contributions of step t, and still pu
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
-from shardline.consistency.server import Guard, ServerHalf, StepWanted, Terms
+from shardline.consistency.server import Offer, ServerHalf, StepWanted, Terms, numbers
 from shardline.core.gradients import Gradient, check_gradient, on_device
 from shardline.core.outcome import COUNTED, Decision, Outcome
 from shardline.core.reduce import Block, is_node
 from shardline.core.spec import TensorKind
-from shardline.errors import TensorError
+from shardline.errors import ProtocolError, TensorError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Hyper, Storage
 
@@ -74,7 +74,7 @@ class ReplicaSteps(ServerHalf):
 
     # Decided by subclasses
 
-    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
+    def decide(self, bucket: Bucket, step: int, block: Block) -> Decision:
         """Whether a contribution counts. Call with the bucket's lock held."""
         stop = self.storage.stop_step
         if stop is not None and step >= stop:
@@ -104,23 +104,17 @@ class ReplicaSteps(ServerHalf):
         """A bucket has all contributions of its step. Called with its lock held."""
         raise NotImplementedError
 
-    def completed(self, bucket: Bucket, step: int) -> None:
-        """Called after complete(), without the lock."""
+    def noted(self, bucket: Bucket, step: int, *, ready: bool) -> None:
+        """Called after a contribution was counted, without the lock. ready: it was the last, see complete()."""
         raise NotImplementedError
 
     # Contributions
 
-    def contribute(
-        self,
-        bucket: int,
-        step: int,
-        block: Block,
-        gradient: Gradient,
-        *,
-        hyper: Hyper | None = None,
-        nonfinite: Collection[str] = (),
-        guard: Guard = lambda: None,
-    ) -> Decision:
+    def admit(self, offer: Offer) -> tuple[Decision, int]:
+        if offer.push is not None:
+            raise ProtocolError("the consistency mode of this job takes the buckets of a step, not numbered pushes")
+        ((bucket, gradient),) = offer.gradients.items()
+        step, block = offer.step, offer.block
         storage, to = self.storage, self.storage.buckets[bucket]
         bound = check_gradient(
             gradient,
@@ -133,17 +127,17 @@ class ReplicaSteps(ServerHalf):
         brought = to.spec.kind is TensorKind.BUFFER and gradient.values is not None
         if brought and block.first and self.one_brings_buffers:
             raise TensorError(f"buffer {to.names[0]!r} comes from replica 0, not from replicas {block}")
-        storage.check_hyper(to, hyper)
+        storage.check_hyper(to, offer.hyper)
         with to.lock:
-            decision = guard() or self.admit(to, step, block)
+            decision = offer.guard() or self.decide(to, step, block)
             if decision.outcome is Outcome.DUPLICATE:
                 if step == to.step and to.contributions.bits_differ(block, gradient.fingerprint):
                     decision = self._mismatch(to, step, block)
-                return decision
+                return decision, 0
             if decision.outcome is not Outcome.COUNTED:
-                return decision
+                return decision, 0
             self._add(to, block, gradient, bound)
-            self.counted(to, block, nonfinite, hyper)
+            self.counted(to, block, offer.nonfinite, offer.hyper)
             ready = self.ready(to)
             if ready:
                 self.complete(to)
@@ -152,9 +146,8 @@ class ReplicaSteps(ServerHalf):
             with storage.lock:
                 storage.tally.pushes += 1
         storage.observers.on_counted()
-        if ready:
-            self.completed(to, step)
-        return COUNTED if self.outcome is Outcome.COUNTED else Decision(self.outcome)
+        self.noted(to, step, ready=ready)
+        return (COUNTED if self.outcome is Outcome.COUNTED else Decision(self.outcome)), 0
 
     def _add(self, to: Bucket, block: Block, gradient: Gradient, bound: float) -> None:
         values, borrowed = on_device(gradient, to.device)
@@ -185,6 +178,13 @@ class ReplicaSteps(ServerHalf):
         if want.at_least:
             return Outcome.SERVED if want.step <= bucket.step else Outcome.WAITING
         return serve_pull(want.step, bucket_step=bucket.step, oldest=bucket.oldest)
+
+    def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> dict[int, int]:
+        return {replica: self.progress(replica) for replica in replicas}
+
+    def late(self) -> str:
+        missing = self.waiting_for()
+        return f"replicas {numbers(missing)}" if missing else super().late()
 
     def progress(self, replica: int) -> int:
         found = []

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardline.consistency.choosing import StepChoices
 from shardline.core.choices import Choices
 from shardline.core.contributions import Partial
 from shardline.core.fixed import fixed
@@ -25,7 +24,6 @@ from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import Plan
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
-from shardline.errors import ProtocolError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Hyper, Storage
 
@@ -97,57 +95,48 @@ class Staged:
     totals: list[Partial]
 
 
+@fixed(kw_only=True)
+class Offer:
+    """Gradients that a mode may admit: those of one bucket of a step, or of a whole numbered push."""
+
+    gradients: Mapping[int, Gradient]
+    """By bucket. The shard takes over their tensors, unless they are borrowed."""
+    step: int = 0
+    block: Block = Block(0, 1)
+    push: NumberedPush | None = None
+    """The push that they are, if it has a number; `step` and `block` say nothing then."""
+    hyper: Hyper | None = None
+    nonfinite: Collection[str] = ()
+    """Tensors that the worker found not finite."""
+    guard: Guard = lambda: None
+    """Called under the lock before anything counts, so that nothing of another timeline does."""
+    then: Callable[[], None] = lambda: None
+    """Called under `order` after a numbered push, for an answer that no other push can precede."""
+
+
 class ServerHalf:
-    """A mode's half at one shard. Subclasses take contributions by bucket or by push, according to `whole_pushes`."""
+    """A mode's half at one shard: what counts (admit), what a pull gets (serve), and who is not waited for any more."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         self.storage = storage
         self.terms = terms
 
-    # Contributions
+    def admit(self, offer: Offer) -> tuple[Decision, int]:
+        """Count gradients, once; returns the decision and the staleness of a numbered push.
 
-    def contribute(
-        self,
-        bucket: int,
-        step: int,
-        block: Block,
-        gradient: Gradient,
-        *,
-        hyper: Hyper | None = None,
-        nonfinite: Collection[str] = (),
-        guard: Guard = lambda: None,
-    ) -> Decision:
-        """Count one bucket of a contribution to a step.
-
-        The shard takes over the gradient's tensor, unless it is borrowed. nonfinite: tensors that the worker found not
-        finite. guard is called under the bucket's lock, so that nothing of another timeline counts. Raises TensorError
-        or NonFiniteError and leaves the bucket unchanged.
+        What closes a step, or a push, applies it. Raises TensorError or NonFiniteError and changes nothing.
         """
-        raise ProtocolError("the consistency mode of this job takes whole pushes, not single buckets of a step")
-
-    def push(
-        self,
-        push: NumberedPush,
-        gradients: Mapping[int, Gradient],
-        *,
-        hyper: Hyper | None = None,
-        guard: Guard = lambda: None,
-        then: Callable[[], None] = lambda: None,
-    ) -> tuple[Decision, int]:
-        """Count a whole push, once; returns the decision and its staleness.
-
-        Under `order`, guard() is called before the decision and then() after it, for a reply that no other push can
-        precede. Raises TensorError or NonFiniteError and changes nothing.
-        """
-        raise ProtocolError("the consistency mode of this job takes the buckets of a step, not whole numbered pushes")
-
-    # Queries
+        raise NotImplementedError
 
     def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """Whether a pull may be answered now: SERVED, WAITING or OVERTAKEN.
 
         No lock is needed; without it the caller checks afterwards whether the values it sends were overwritten.
         """
+        raise NotImplementedError
+
+    def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> dict[int, int]:
+        """The step of each replica, for a worker that asks for its position; see waist.ShardService.standing()."""
         raise NotImplementedError
 
     def progress(self, replica: int) -> int:
@@ -165,47 +154,17 @@ class ServerHalf:
         """Replicas missing in the lowest open step."""
         return []
 
-    def slowest(self) -> list[str]:
-        """Workers whose pushes the pulls of others wait for; empty if none waits."""
-        return []
-
-    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
-        """A worker has asked for its position. begins: it computes from now on; False: it pushes nothing until then."""
-
-    # Votes, if a step waits for a verdict
-
-    last_verdict: Applied | None = None
-    """The last known verdict; its step may not be published yet."""
-
-    def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
-        """The shard's vote on a complete step; None if there is nothing to vote on any more."""
-        return None
-
-    def waits_for(self, staged: Staged) -> bool:
-        """Whether this vote is still open."""
-        return False
-
-    def decided(self, staged: Staged, verdict: Applied) -> None:
-        """Store the verdict of an open vote, so that a new lead can learn it."""
-
-    def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
-        """Apply or skip a step in every bucket; does nothing if the shard was restored since the vote."""
-
-    choices: StepChoices | None = None
-    """Whose gradients make each step, if a step closes before all replicas have contributed."""
+    def late(self) -> str:
+        """Whom waiting pulls wait for, for a sentence."""
+        return "pushes of other workers"
 
     # Timelines
 
-    def members_changed(self, tasks: Collection[str]) -> None:
-        """Set the admitted workers. Returns at once."""
-
-    def origins(self, workers: Collection[str]) -> Collection[str]:
-        """Whose updates may come from now on, by PushContext.task: what the rule keeps for others is dropped."""
-        return workers
-
-    def sequences(self) -> dict[str, WorkerSequence]:
-        """What a cut stores besides the buckets: the last push of each worker that they contain. `order` held."""
-        return {}
+    def members_changed(self, tasks: Collection[str], *, forget: bool = False) -> None:
+        """Set the admitted workers. forget: rules drop what they keep for others. Returns at once."""
+        if forget:
+            for bucket in self.storage.buckets:
+                bucket.members_changed(tasks)
 
     def abandon(self) -> None:
         """The history ends here: nothing that is open will be applied. restored() follows."""
@@ -213,21 +172,22 @@ class ServerHalf:
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """The buckets are those of a cut, which held these pushes."""
 
-    # Standby
+    # Copies
 
-    def settle(self) -> None:
-        """Apply everything that is counted but not applied, before a bucket is copied for a cut or a standby.
+    def settle(self) -> dict[str, WorkerSequence]:
+        """Apply everything that is counted but not applied, before buckets are copied for a cut or a standby.
 
-        Contributions to steps need not be applied: workers resend them. Call with `order` held, and no bucket's lock.
+        Contributions to steps need not be applied: workers resend them. Returns what a cut stores besides the buckets:
+        the last push of each worker that they contain. Call with `order` held, and no bucket's lock.
         """
+        return {}
 
     def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
         """What a standby has to know besides the buckets. Call with `order` held."""
-        return (), self.last_verdict
+        return (), None
 
     def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
         """Become the standby of a shard with this result of remembered(); its buckets are copied."""
-        self.last_verdict = verdict
 
     def replay(self, record: Record, *, whole: bool) -> None:
         """Repeat the primary's update, only for copied buckets. whole: all are copied, and recall() was called."""
@@ -237,10 +197,14 @@ class ServerHalf:
             with bucket.lock:
                 bucket.hyper = part.hyper
                 bucket.apply(total, scale=record.scale, skip=record.skip)
-        if record.verdict is not None:
-            self.last_verdict = record.verdict
 
     @staticmethod
     def total_of(values: torch.Tensor | None, present: tuple[bool, ...], bucket: Bucket) -> Partial:
         """A recorded gradient on the bucket's device."""
         return Partial(values.to(bucket.device) if values is not None else None, present)
+
+
+def numbers(values: Sequence[int], limit: int = 8) -> str:
+    """The numbers as text, shortened for a message."""
+    shown = ", ".join(str(value) for value in values[:limit])
+    return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

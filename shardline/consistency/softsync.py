@@ -13,6 +13,7 @@ from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import NumberedPush, ServerHalf, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled
+from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, Record
@@ -67,9 +68,9 @@ class SoftSyncPushes(NumberedPushes):
         self._sums: dict[int, Partial] = {}
         """The open sum, by bucket."""
 
-    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
+    def decide(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
         """See NumberedPushes. COUNTED if the sum lacks more pushes."""
-        decision = super().admit(push, last, skip=skip)
+        decision = super().decide(push, last, skip=skip)
         workers = self._members or len(self.pushes.keys() | {push.task})
         if decision.outcome is Outcome.APPLIED and self._summed + 1 < max(1, workers // self._n):
             return replace(decision, outcome=Outcome.COUNTED)
@@ -112,9 +113,10 @@ class SoftSyncPushes(NumberedPushes):
 
     # Timelines
 
-    def members_changed(self, tasks: Collection[str]) -> None:
+    def members_changed(self, tasks: Collection[str], *, forget: bool = False) -> None:
         """See ServerHalf. An open sum stays open: the next push applies it if it is complete now."""
         self._members = len(tasks)
+        super().members_changed(tasks, forget=forget)
 
     def abandon(self) -> None:
         with self.storage.order:
@@ -123,11 +125,12 @@ class SoftSyncPushes(NumberedPushes):
 
     # Copies
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, WorkerSequence]:
         """See ServerHalf: apply the mean of the pushes so far. A standby does the same at this record."""
         if self._summed:
             nothing = [(bucket, Partial(None, none_present(bucket.spec))) for bucket in self.storage.buckets]
             self._apply(self.storage.record(nothing))
+        return super().settle()
 
     def replay(self, record: Record, *, whole: bool) -> None:
         if record.push is not None:

@@ -14,13 +14,12 @@ from typing import ClassVar
 from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import progress
-from shardline.consistency.server import Guard, ServerHalf, ShardVote, Staged, Terms
+from shardline.consistency.server import ServerHalf, ShardVote, Staged, Terms
 from shardline.consistency.voted import VotedSteps
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.choices import choice_of, members
 from shardline.core.contributions import Partial
-from shardline.core.gradients import Gradient
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.records import Applied, AppliedPush, Record
@@ -157,10 +156,10 @@ class SpareSteps(VotedSteps):
 
     # Contributions
 
-    def admit(self, bucket: Bucket, step: int, block: Block) -> Decision:
+    def decide(self, bucket: Bucket, step: int, block: Block) -> Decision:
         if block.count != 1:
             return Decision(Outcome.REFUSED, f"replicas {block} were pushed as one; with spares each is pushed alone")
-        counts = super().admit(bucket, step, block)
+        counts = super().decide(bucket, step, block)
         return admit_spare(counts, step, block.first, bucket_step=bucket.step, choice=self.known.of(step))
 
     def ready(self, bucket: Bucket) -> bool:
@@ -178,24 +177,9 @@ class SpareSteps(VotedSteps):
             if step.buckets[replica] == len(self.storage.buckets):
                 step.arrived.append(replica)
 
-    def contribute(
-        self,
-        bucket: int,
-        step: int,
-        block: Block,
-        gradient: Gradient,
-        *,
-        hyper: Hyper | None = None,
-        nonfinite: Collection[str] = (),
-        guard: Guard = lambda: None,
-    ) -> Decision:
-        decision = super().contribute(bucket, step, block, gradient, hyper=hyper, nonfinite=nonfinite, guard=guard)
-        if decision.outcome is self.outcome:
-            self._look(step)
-        return decision
-
-    def completed(self, bucket: Bucket, step: int) -> None:
-        """Does nothing: _look() reports a complete step."""
+    def noted(self, bucket: Bucket, step: int, *, ready: bool) -> None:
+        """See _look(), which reports a complete step."""
+        self._look(step)
 
     def _look(self, step: int | None) -> None:
         """Choose if possible, and report once each that the choice is wanted, and that all of it is here.

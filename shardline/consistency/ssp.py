@@ -188,8 +188,8 @@ class PacedByTheSlowest(AsynchronousPushes):
         self._clocks = Clocks(slack)
         """Guarded by the storage's lock, but for `held`."""
 
-    def admit(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
-        decision = super().admit(push, last, skip=skip)
+    def decide(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:
+        decision = super().decide(push, last, skip=skip)
         if decision.outcome not in COUNTED:
             return decision
         with self.storage.lock:
@@ -200,15 +200,17 @@ class PacedByTheSlowest(AsynchronousPushes):
         with self.storage.lock:
             self._clocks.pushed(push.task, push.incarnation, push.clock)
 
-    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
+    def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> dict[int, int]:
+        """See ServerHalf. Who names replicas computes from now on; who names none rests, and holds up nobody."""
         with self.storage.lock:
-            if begins:
+            if replicas:
                 self._clocks.begin(task, incarnation)
             else:
                 self._clocks.rest(task)
         # Have waiting pulls check whether they still have to wait.
         for bucket in self.storage.buckets:
             self.storage.observers.on_publish(bucket.number)
+        return super().standing(task, incarnation, replicas)
 
     def serve(self, bucket: Bucket, want: StepWanted) -> Outcome:
         """See ServerHalf. Once the job stops, nobody waits: the others may push no more."""
@@ -219,15 +221,17 @@ class PacedByTheSlowest(AsynchronousPushes):
     def progress(self, replica: int) -> int:
         return self._clocks.least
 
-    def slowest(self) -> list[str]:
+    def late(self) -> str:
         with self.storage.lock:
-            return self._clocks.slowest()
+            slowest = self._clocks.slowest()
+        return f"pushes of {', '.join(slowest[:8])}" if slowest else super().late()
 
     # Timelines
 
-    def members_changed(self, tasks: Collection[str]) -> None:
+    def members_changed(self, tasks: Collection[str], *, forget: bool = False) -> None:
         with self.storage.lock:
             self._clocks.admit(tasks)
+        super().members_changed(tasks, forget=forget)
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf. All workers begin anew, at equal clocks."""

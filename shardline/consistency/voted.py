@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, ShardVote, Staged, Terms
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import norm_parts
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
-from shardline.core.records import Applied
+from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.storage.bucket import Bucket
@@ -42,6 +43,10 @@ class VotedSteps(ReplicaSteps):
     """Contributions are staged; the shard votes on its mean gradient and applies the verdict in all buckets."""
 
     outcome: ClassVar[Outcome] = Outcome.STAGED
+    choices: StepChoices | None = None
+    """Whose gradients make each step, if a step closes before all replicas have contributed."""
+    last_verdict: Applied | None = None
+    """The last known verdict; its step may not be published yet."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         super().__init__(storage, terms)
@@ -65,7 +70,9 @@ class VotedSteps(ReplicaSteps):
     def complete(self, bucket: Bucket) -> None:
         """Does nothing: the step waits for the other buckets."""
 
-    def completed(self, bucket: Bucket, step: int) -> None:
+    def noted(self, bucket: Bucket, step: int, *, ready: bool) -> None:
+        if not ready:
+            return
         for other in self.storage.buckets:
             with other.lock:
                 if other.step != step or not self.ready(other):
@@ -120,15 +127,18 @@ class VotedSteps(ReplicaSteps):
         return bucket.contributions.take()
 
     def waits_for(self, staged: Staged) -> bool:
+        """Whether this vote is still open."""
         return self._staged is staged
 
     def decided(self, staged: Staged, verdict: Applied) -> None:
+        """Store the verdict of an open vote, so that a new lead can learn it."""
         with self.storage.lock:
             # Not if the shard went back meanwhile: then other steps follow.
             if self.waits_for(staged):
                 self.last_verdict = verdict
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
+        """Apply or skip a step in every bucket; does nothing if the shard was restored since the vote."""
         self.apply(staged, Applied(step=staged.step, scale=scale, skip=skip))
 
     def apply(self, staged: Staged, verdict: Applied) -> None:
@@ -156,7 +166,18 @@ class VotedSteps(ReplicaSteps):
             self._completed.discard(staged.step)
             self.storage.tally.skipped_steps += verdict.skip
 
-    # Timelines
+    # Standbys and timelines
+
+    def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
+        return (), self.last_verdict
+
+    def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
+        self.last_verdict = verdict
+
+    def replay(self, record: Record, *, whole: bool) -> None:
+        super().replay(record, whole=whole)
+        if record.verdict is not None:
+            self.last_verdict = record.verdict
 
     def abandon(self) -> None:
         self._epoch += 1
@@ -196,3 +217,13 @@ class _StagedUpdate:
 
     def closed(self) -> None:
         self.steps.close(self.staged, self.verdict)
+
+
+def votes(mode: ServerHalf) -> VotedSteps | None:
+    """A mode whose complete steps wait for a verdict; None if this one applies them itself."""
+    return mode if isinstance(mode, VotedSteps) else None
+
+
+def choices(mode: ServerHalf) -> StepChoices | None:
+    """Whose gradients make each step; None if all replicas' do."""
+    return mode.choices if isinstance(mode, VotedSteps) else None

@@ -1,20 +1,20 @@
-"""Interfaces between the server half of push and pull and the service that hosts the parameters.
+"""What lies between the server half of push and pull and the service that hosts the parameters.
 
-DataPlane serves any implementation of Backend and HostedShard over every lane. Two kinds of threads meet here: the
+DataPlane serves the shards of any Backend over every lane. Two kinds of threads meet here: the
 server's event loop answers calls, and a thread pool does the tensor work.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shardline.codecs.coding import JobCoding
 from shardline.consistency.base import Consistency
-from shardline.consistency.server import Guard, NumberedPush, StepWanted
+from shardline.consistency.server import NumberedPush, Offer, Terms
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
@@ -23,9 +23,8 @@ from shardline.server.buffers import Buffers
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
-from shardline.storage.bucket import Bucket
 from shardline.storage.publication import Publication
-from shardline.storage.shard import Hyper
+from shardline.storage.shard import Storage
 
 T = TypeVar("T")
 
@@ -43,136 +42,82 @@ class Sums(Protocol):
         ...
 
 
-class HostedShard(Protocol):
-    """One shard. Any thread may call it, unless a method says otherwise."""
+class HostedShard:
+    """A shard as push and pull see it: its storage, and the job's mode over it. Any thread may use it."""
 
-    @property
-    def number(self) -> int:
-        """Number in the plan."""
-        ...
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """In the plan's order."""
-        ...
-
-    @property
-    def consistency(self) -> Consistency:
+    def __init__(
+        self,
+        storage: Storage,
+        consistency: Consistency,
+        terms: Terms,
+        *,
+        publication: Publication,
+        summing: Sums | None = None,
+    ) -> None:
+        """summing: set if workers run the optimizer, on the mean gradients that this shard publishes."""
+        self.storage, self.publication, self.summing = storage, publication, summing
+        self.number, self.buckets, self.tally = storage.number, storage.buckets, storage.tally
+        self.consistency = consistency
         """The job's mode; its traits say how pushes come and what may be pulled."""
-        ...
-
-    @property
-    def publication(self) -> Publication:
-        """Memory of the published values."""
-        ...
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors in the whole plan; a push can't name more, but for the loss."""
-        ...
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas that make one update."""
-        ...
-
-    @property
-    def on_host(self) -> bool:
+        self.mode = consistency.server_half(storage, terms)
+        """What counts, when it is applied, what is served."""
+        self.tensors, self.replicas = len(terms.plan.tensors), terms.contributors
+        """Number of tensors in the whole plan; number of replicas that make one update."""
+        self.on_host = all(bucket.device.type == "cpu" for bucket in self.buckets)
         """Whether the values are in host memory."""
-        ...
 
     @property
     def counts_inline(self) -> bool:
         """Counting a small bucket takes microseconds, including the update: no vote and no standby to wait for."""
-        ...
+        return self.on_host and not self.consistency.waits_for_verdict
 
     @property
     def position(self) -> tuple[int, int]:
         """step_min and version."""
-        ...
+        step, version = self.buckets[0].step, self.buckets[0].version
+        for bucket in self.buckets:
+            step = bucket.step if bucket.step < step else step
+            version = bucket.version if bucket.version < version else version
+        return step, version
 
     @property
     def step_min(self) -> int:
         """The open step: the lowest over all buckets."""
-        ...
+        return min([bucket.step for bucket in self.buckets])
 
     @property
     def step_max(self) -> int:
         """The highest open step over all buckets."""
-        ...
+        return max([bucket.step for bucket in self.buckets])
 
     @property
     def version(self) -> int:
         """Number of updates that every bucket has seen."""
-        ...
+        return self.storage.version
 
     @property
     def stop_step(self) -> int | None:
         """Last step of the job, if known."""
-        ...
-
-    @property
-    def summing(self) -> Sums | None:
-        """Set if workers run the optimizer, on the mean gradients that this shard publishes."""
-        ...
+        return self.storage.stop_step
 
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
         """Set one bucket's initial values; a repetition changes nothing."""
-        ...
+        held = self.buckets[bucket]
+        with held.lock:
+            fresh = held.initialize(values)
+        self.storage.observers.on_publish(bucket)
+        return Decision(Outcome.COUNTED if fresh else Outcome.DUPLICATE)
 
-    def contribute(
-        self,
-        bucket: int,
-        step: int,
-        block: Block,
-        gradient: Gradient,
-        *,
-        hyper: Hyper | None = None,
-        nonfinite: Collection[str] = (),
-        guard: Guard = lambda: None,
-    ) -> Decision:
-        """Count one bucket of a contribution to a step; see consistency.server.ServerHalf.contribute()."""
-        ...
+    def contribute(self, bucket: int, step: int, block: Block, gradient: Gradient, **more: Any) -> Decision:
+        """Offer one bucket of a step to the mode; more: see Offer."""
+        return self.mode.admit(Offer(gradients={bucket: gradient}, step=step, block=block, **more))[0]
 
-    def push(
-        self,
-        push: NumberedPush,
-        gradients: Mapping[int, Gradient],
-        *,
-        hyper: Hyper | None = None,
-        guard: Guard = lambda: None,
-        then: Callable[[], None] = lambda: None,
-    ) -> tuple[Decision, int]:
-        """Count a whole push; see consistency.server.ServerHalf.push()."""
-        ...
-
-    def serve(self, bucket: int, want: StepWanted) -> Outcome:
-        """Whether a pull of a bucket may be answered now: SERVED, WAITING or OVERTAKEN. Needs no lock."""
-        ...
-
-    def waiting_for(self) -> list[int]:
-        """Replicas missing in the open step."""
-        ...
-
-    def slowest(self) -> list[str]:
-        """Workers whose pushes the pulls of others wait for."""
-        ...
-
-    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
-        """Note that a worker begins to compute, or rests; see consistency.server.ServerHalf.asked()."""
-        ...
-
-    def progress(self, replica: int) -> int:
-        """The step that a replica has to work on."""
-        ...
-
-    def last_push(self, task: str, incarnation: int = 0) -> int:
-        """Sequence number of the last counted push of an incarnation (0 = the latest); 0 if there is none."""
-        ...
+    def push(self, push: NumberedPush, gradients: Mapping[int, Gradient], **more: Any) -> tuple[Decision, int]:
+        """Offer a whole numbered push to the mode; more: see Offer."""
+        return self.mode.admit(Offer(gradients=gradients, push=push, **more))
 
     async def answerable(self) -> None:
         """Wait until the state that an answer reports can't be lost with this process. On the loop."""
-        ...
 
 
 class Backend(Protocol):
@@ -240,9 +185,3 @@ class Backend(Protocol):
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         """Record that a pull was answered in full."""
         ...
-
-
-def numbers(values: Sequence[int], limit: int = 8) -> str:
-    """The numbers as text, shortened for a message."""
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

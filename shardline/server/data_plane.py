@@ -159,12 +159,11 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         known = shard.replicas
         if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
             raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
-        shard.asked(request.data.task, request.data.incarnation, begins=bool(request.replicas))
-        for replica in request.replicas:
-            step = await backend.work(shard.progress, replica)
-            reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
+        task, incarnation = request.data.task, request.data.incarnation
+        steps = await backend.work(shard.mode.standing, task, incarnation, tuple(request.replicas))
+        reply.replicas.extend(data_pb2.ReplicaProgress(replica=replica, step=step) for replica, step in steps.items())
         reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
-        reply.last_seq = shard.last_push(request.data.task, request.data.incarnation)
+        reply.last_seq = shard.mode.last_push(task, incarnation)
         reply.wants_state = shard.summing is not None and shard.summing.wants_state()
         return reply
 

@@ -22,7 +22,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
-from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.server.backend import Backend, HostedShard
 from shardline.server.slots import QUICK_BYTES
 from shardline.storage.bucket import Bucket, Intact
 from shardline.waist import CHUNK_BYTES
@@ -91,7 +91,7 @@ def refer_bucket(
     assert want.step is not None
     intact = bucket.writes.intact(want.step)
     # The step is written last when a step is applied, so everything that it says is published is complete.
-    outcome = shard.serve(number, want)
+    outcome = shard.mode.serve(shard.buckets[number], want)
     if outcome is not Outcome.SERVED:
         return outcome
     if want.step <= bucket.overwritten:
@@ -139,7 +139,7 @@ def encode_bucket(
     with bucket.lock:
         if not bucket.initialized:
             return Outcome.NOT_CONFIGURED
-        outcome = shard.serve(number, want)
+        outcome = shard.mode.serve(shard.buckets[number], want)
         if outcome is not Outcome.SERVED:
             return outcome
         step = bucket.step if want.step is None or want.at_least else want.step
@@ -228,7 +228,7 @@ def _tell_state(
     if shard is not None:
         end.step, end.version = shard.position
         if outcome is Outcome.WAITING:
-            end.waiting_for.extend(shard.waiting_for())
+            end.waiting_for.extend(shard.mode.waiting_for())
         if shard.summing is not None:
             end.wants_state = shard.summing.wants_state(buckets)
             end.hyper.extend(hyper_to_proto(shard.summing.hyper))
@@ -393,10 +393,8 @@ def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) ->
 
 
 def _lacks(shard: HostedShard, want: StepWanted) -> str:
-    missing, slowest = shard.waiting_for(), shard.slowest()
     what = f"step {want.step}" if want.step is not None else "a pull"
-    whom = f"pushes of {', '.join(slowest[:8])}" if slowest else "pushes of other workers"
-    return f"{what} is waiting for {f'replicas {numbers(missing)}' if missing else whom}"
+    return f"{what} is waiting for {shard.mode.late()}"
 
 
 async def _published(backend: Backend, shard: HostedShard, number: int, want: StepWanted) -> None:

@@ -24,7 +24,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, dtype_from_proto, hyp
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
-from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import all_ended
 from shardline.server.incoming_push import (
     IncomingPush,
@@ -226,9 +226,9 @@ class PushReceiver:
         """What the push is waiting for, and what the user can do."""
         if not push.in_tree:
             return "Unfinished pushes of other workers use it; this push is retried"
-        missing = await self._backend.work(push.shard.waiting_for)
+        late = await self._backend.work(push.shard.mode.late)
         return (
-            f"Step {push.shard.step_min} is waiting for replicas {numbers(missing)}: check what delays their workers; "
+            f"Step {push.shard.step_min} is waiting for {late}: check what delays their workers; "
             "this push is retried until then"
         )
 
@@ -477,7 +477,7 @@ class PushReceiver:
         if push.rejected is None:
             ack.step, ack.version = shard.position
             if shard.consistency.whole_pushes:
-                ack.next_seq = shard.last_push(header.data.task) + 1
+                ack.next_seq = shard.mode.last_push(header.data.task) + 1
             others = [found for found in push.decisions.items() if found[1].outcome is not decision.outcome]
             for number, item in sorted(others, key=lambda found: found[0]):
                 ack.buckets.append(

@@ -246,7 +246,7 @@ class Bucket:
         return answer
 
     def members_changed(self, workers: Collection[str]) -> None:
-        """Only these workers, see ServerHalf.origins, push from now on: drop what the rule keeps for others.
+        """Only these push from now on, by PushContext.task: drop what the rule keeps for others.
 
         Takes the lock itself, and only if the rule keeps anything per worker.
         """

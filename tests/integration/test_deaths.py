@@ -190,7 +190,7 @@ def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_th
         quick.tick([1])
         quick.trainer.send()
         (shard,) = cluster.shards
-        wait_for(lambda: shard.progress(1) == 1, "both stages of replica 1 to be counted")
+        wait_for(lambda: shard.mode.progress(1) == 1, "both stages of replica 1 to be counted")
         for units, own in (([0, 1], {0, 1}), ([3], {1}), ([0, 1, 2], {0, 1})):
             found = cluster.worker(0)
             assert found.trainer.locate(units, cluster.timeline) == own

@@ -70,7 +70,7 @@ def test_a_worker_that_joins_late_goes_on_from_the_slowest_at_every_shard() -> N
         for batch in range(3):
             push(second, batch)
             push(first, batch)
-        assert [shard.progress(0) for shard in cluster.shards] == [8, 8]
+        assert [shard.mode.progress(0) for shard in cluster.shards] == [8, 8]
         assert [shard.version for shard in cluster.shards] == [11, 11]
 
 

@@ -315,7 +315,7 @@ class AppliedModel:
     def locate(self, process: Process) -> None:
         if not process.replicas:
             return
-        standings = [[shard.progress(replica) for replica in process.replicas] for shard in self.shards]
+        standings = [[shard.mode.progress(replica) for replica in process.replicas] for shard in self.shards]
         step = min(map(min, standings))
         if process.timeline != self.timeline:
             who = Identity(f"worker/{process.incarnation}", process.incarnation)

@@ -220,10 +220,10 @@ class PipelineModel(PipelineChief):
             outcome=Outcome.SERVED,
             reason="",
             timeline=self.timeline,
-            replicas={replica: shard.progress(replica) for replica in replicas},
+            replicas={replica: shard.mode.progress(replica) for replica in replicas},
             step_max=shard.step_max,
             version=shard.version,
-            last_seq=shard.last_push(""),
+            last_seq=shard.mode.last_push(""),
         )
 
     def locate(self, process: Process) -> None:
@@ -351,7 +351,7 @@ class PipelineModel(PipelineChief):
 
     def closed(self, process: Process, replicas: Iterable[int]) -> bool:
         """Whether all stages have counted what these replicas bring to this step."""
-        found = min(shard.progress(replica) for shard in self.shards for replica in replicas)
+        found = min(shard.mode.progress(replica) for shard in self.shards for replica in replicas)
         return process.begun.timeline == self.timeline and found > process.step
 
     def next(self, process: Process, chain: Chain, stop: int) -> list[tuple[int, bool]]:

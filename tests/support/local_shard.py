@@ -73,10 +73,10 @@ class LocalShard:
             outcome=Outcome.SERVED,
             reason="",
             timeline=timeline,
-            replicas={replica: shard.progress(replica) for replica in replicas},
+            replicas={replica: shard.mode.progress(replica) for replica in replicas},
             step_max=shard.step_max,
             version=shard.version,
-            last_seq=shard.last_push(who.task, who.incarnation),
+            last_seq=shard.mode.last_push(who.task, who.incarnation),
             wants_state=shard.summing is not None and shard.summing.wants_state(),
         )
 
@@ -140,7 +140,7 @@ class LocalShard:
             step=step,
             version=version,
             staleness=lag,
-            next_seq=shard.last_push(who.task) + 1 if shard.consistency.whole_pushes else 0,
+            next_seq=shard.mode.last_push(who.task) + 1 if shard.consistency.whole_pushes else 0,
             timeline=self.backend.timeline,
             mismatch=decision.mismatch,
         )
@@ -236,7 +236,7 @@ class LocalShard:
             step=step,
             version=version,
             timeline=self.backend.timeline,
-            waiting_for=tuple(shard.waiting_for()) if waits else (),
+            waiting_for=tuple(shard.mode.waiting_for()) if waits else (),
             wants_state=shard.summing is not None and shard.summing.wants_state(),
             hyper=shard.summing.hyper if shard.summing is not None else {},
         )

@@ -67,7 +67,7 @@ class Driver:
         self, worker: int, gradient: torch.Tensor | None = None, *, scale: float = 1.0, clock: int | None = None
     ) -> tuple[Decision, int]:
         task = f"worker/{worker}"
-        seq = self.shard.last_push(task, 1) + 1
+        seq = self.shard.mode.last_push(task, 1) + 1
         flat = {
             bucket.number: torch.zeros(bucket.spec.elements) if gradient is None else gradient[: bucket.spec.elements]
             for bucket in self.shard.buckets
@@ -275,7 +275,7 @@ def test_a_clock_that_goes_back_is_refused_and_nothing_is_lost(clock: int) -> No
     decision, _ = driver.decide(0, clock=clock)
     assert decision.outcome is Outcome.REFUSED
     assert f"worker/0 has clock {clock}, and the shard has counted up to clock 3" in decision.reason
-    assert (driver.shard.version, driver.shard.last_push("worker/0", 1)) == (3, 3)
+    assert (driver.shard.version, driver.shard.mode.last_push("worker/0", 1)) == (3, 3)
     assert driver.push(0) is Outcome.APPLIED
     decision, _ = driver.decide(1, clock=0)
     assert decision.outcome is Outcome.REFUSED
@@ -323,7 +323,7 @@ def test_who_joins_begins_where_the_slowest_is() -> None:
     driver.push(0)
     driver.shard.mode.members_changed([f"worker/{worker}" for worker in range(3)])
     driver.shard.asked("worker/2", 1, begins=True)
-    assert driver.shard.progress(0) == 5
+    assert driver.shard.mode.progress(0) == 5
     assert driver.may_pull(0) and driver.may_pull(2)
     driver.push(0)
     assert not driver.may_pull(0)
@@ -339,7 +339,7 @@ def test_a_restored_shard_begins_with_equal_clocks() -> None:
         driver.push(0)
     assert not driver.may_pull(0)
     driver.shard.restore(cut.in_order(), cut.sequences)
-    assert driver.may_pull(0) and driver.shard.progress(0) == 0
+    assert driver.may_pull(0) and driver.shard.mode.progress(0) == 0
 
 
 def test_a_stopped_shard_holds_nobody_back() -> None:
@@ -444,10 +444,10 @@ def test_a_replica_that_is_too_far_ahead_waits_until_the_slowest_of_the_stage_is
     for step in range(3):
         assert shard.contribute(0, step, Block(0, 1), ones).outcome is Outcome.COUNTED
         assert pull(step + 1) is (Outcome.WAITING if step == 2 else Outcome.SERVED)
-    assert shard.waiting_for() == [1]
+    assert shard.mode.waiting_for() == [1]
     assert shard.serve(0, StepWanted(step=None)) is Outcome.SERVED
     assert shard.contribute(0, 0, Block(1, 1), ones).outcome is Outcome.COUNTED
-    assert pull(3) is Outcome.SERVED and pull(4) is Outcome.WAITING and shard.waiting_for() == []
+    assert pull(3) is Outcome.SERVED and pull(4) is Outcome.WAITING and shard.mode.waiting_for() == []
     # At the end the slowest may come no more.
     shard.request_cut(4, stop=True)
     assert pull(4) is Outcome.SERVED
@@ -475,7 +475,7 @@ def test_replicas_of_stages_have_states_of_their_own_as_workers_of_the_whole_mod
         step = ours.counted[replica]
         assert staged.contribute(0, step, Block(replica, 1), given).outcome is Outcome.COUNTED
         task = f"worker/{replica}"
-        push = NumberedPush(task=task, incarnation=1, seq=whole.last_push(task) + 1, base_version=whole.version)
+        push = NumberedPush(task=task, incarnation=1, seq=whole.mode.last_push(task) + 1, base_version=whole.version)
         whole.push(push, {0: Gradient(gradient, (True,), fingerprint=1)})
         assert torch.equal(ours.values, theirs.values), number
         assert torch.equal(ours.answer(ours.step, "worker/0"), theirs.answer(theirs.step, "worker/0"))
@@ -503,11 +503,11 @@ def test_after_a_cut_all_replicas_begin_where_the_furthest_was() -> None:
     assert cut is not None
     assert {task: held.last_seq for task, held in cut.sequences.items()} == {"replica/0": 2, "replica/1": 2}
     shard.restore(cut.in_order(), cut.sequences)
-    assert [shard.progress(replica) for replica in range(2)] == [2, 2]
+    assert [shard.mode.progress(replica) for replica in range(2)] == [2, 2]
     assert push(0, 1, 1) is Outcome.DUPLICATE and push(0, 1, 2) is Outcome.COUNTED
     # A checkpoint of other shards does not tell: no replica has done more steps than there were updates.
     shard.restore(cut.in_order())
-    assert [shard.progress(replica) for replica in range(2)] == [3, 3]
+    assert [shard.mode.progress(replica) for replica in range(2)] == [3, 3]
     assert push(0, 1, 3) is Outcome.COUNTED and push(0, 1, 3) is Outcome.DUPLICATE
     assert shard.buckets[0].counted == [3, 4]
 
@@ -520,12 +520,12 @@ def test_whoever_asks_late_where_a_timeline_begins_hears_the_same_as_all_others(
     for bucket, replica, steps in ((0, 0, 2), (1, 0, 3), (0, 1, 1), (1, 1, 1)):
         for step in range(steps):
             assert shard.contribute(bucket, step, Block(replica, 1), ones).outcome is Outcome.COUNTED
-    assert [shard.progress(replica) for replica in range(2)] == [0, 0]
+    assert [shard.mode.progress(replica) for replica in range(2)] == [0, 0]
     # A server has failed over: another timeline, with all values.
     shard.mode.members_changed(())
     shard.mode.members_changed(["worker/0"])
     for _ in range(2):
-        assert ([shard.progress(replica) for replica in range(2)], shard.last_push("worker/0")) == ([2, 1], 3)
+        assert ([shard.mode.progress(replica) for replica in range(2)], shard.mode.last_push("worker/0")) == ([2, 1], 3)
         shard.contribute(0, 2, Block(0, 1), ones)
 
 

@@ -81,11 +81,11 @@ def test_partial_pushes_of_one_replica_count_bucket_by_bucket() -> None:
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
         assert [bucket.step for bucket in shard.buckets] == [0, 1, 0]
         # Its replica still has to contribute the rest.
-        assert shard.progress(0) == 0
+        assert shard.mode.progress(0) == 0
         result = await push(store, part(1))
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_DUPLICATE
         await push(store, part(0, 2))
-        assert [bucket.step for bucket in shard.buckets] == [1, 1, 1] and shard.progress(0) == 1
+        assert [bucket.step for bucket in shard.buckets] == [1, 1, 1] and shard.mode.progress(0) == 1
         with pytest.raises(ProtocolError, match="the partial push names no bucket"):
             await push(store, part())
         await nothing_is_left(store)

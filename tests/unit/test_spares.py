@@ -245,10 +245,10 @@ def test_a_dropped_replica_is_told_the_next_step() -> None:
     job = Job(3)
     for replica in (0, 1):
         job.push(replica, 0)
-    assert [job.shards[0].progress(replica) for replica in range(3)] == [1, 1, 1]
+    assert [job.shards[0].mode.progress(replica) for replica in range(3)] == [1, 1, 1]
     assert job.shards[0].mode.waiting_for() == []
     job.apply()
-    assert [job.shards[0].progress(replica) for replica in range(3)] == [1, 1, 1]
+    assert [job.shards[0].mode.progress(replica) for replica in range(3)] == [1, 1, 1]
 
 
 def test_another_shard_asks_as_soon_as_it_has_enough_and_waits_for_the_chosen() -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from shardline.consistency import Consistency
-from shardline.consistency.server import ShardVote, Staged, StepWanted, Terms
+from shardline.consistency.server import NumberedPush, Offer, ShardVote, Staged, StepWanted, Terms
+from shardline.consistency.voted import choices as choices_of
+from shardline.consistency.voted import votes
 from shardline.core.contributions import Contributions, Partial, Present
 from shardline.core.gradients import Gradient
-from shardline.core.outcome import Outcome
+from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec, Slice
 from shardline.core.reduce import Block
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.storage.bucket import Bucket
-from shardline.storage.shard import ByteCount, Observers, Storage
+from shardline.storage.shard import ByteCount, Hyper, Observers, Storage
 from shardline.update import BucketRule
 from shardline.waist import Standing
 
@@ -149,7 +151,7 @@ class VirtualServer:
         """Steps that wait for a verdict."""
 
         def complete(step: int) -> None:
-            if self.half.choices is not None and self.half.choices.of(step) is None:
+            if self.choices is not None and self.choices.of(step) is None:
                 on_choice(self, step)
                 return
             self.completed.append(step)
@@ -158,8 +160,8 @@ class VirtualServer:
         observers = Observers(on_publish=self._changed.add, on_complete=complete)
         self.storage = VirtualStorage(number, plans, terms.contributors, observers, on_step, in_tree=mode.sums_in_tree)
         self.buckets = self.storage.buckets
-        self.half = half = mode.server_half(self.storage, terms)
-        self.contribute, self.push = half.contribute, half.push
+        self.half = mode.server_half(self.storage, terms)
+        self._votes, self.choices = votes(self.half), choices_of(self.half)
 
     # What workers do
 
@@ -190,14 +192,21 @@ class VirtualServer:
         for act, life in replies:
             act(life, answer)
 
+    def contribute(
+        self, bucket: int, step: int, block: Block, gradient: Gradient, hyper: Hyper | None = None
+    ) -> Decision:
+        return self.half.admit(Offer(gradients={bucket: gradient}, step=step, block=block, hyper=hyper))[0]
+
+    def push(self, push: NumberedPush, gradients: Mapping[int, Gradient], hyper: Hyper | None = None) -> None:
+        self.half.admit(Offer(gradients=gradients, push=push, hyper=hyper))
+
     def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> Standing:
-        """The position of a worker that begins; see ServerHalf.asked()."""
-        self.half.asked(task, incarnation, begins=bool(replicas))
+        """The position of a worker that begins."""
         return Standing(
             outcome=Outcome.SERVED,
             reason="",
             timeline=1,
-            replicas={replica: self.half.progress(replica) for replica in replicas},
+            replicas=self.half.standing(task, incarnation, replicas),
             step_max=max(bucket.step for bucket in self.buckets),
             version=self.storage.version,
             last_seq=self.half.last_push(task, incarnation),
@@ -205,10 +214,8 @@ class VirtualServer:
 
     def members_changed(self, tasks: Sequence[str]) -> None:
         """Only these workers are admitted from now on."""
-        self.half.members_changed(tasks)
-        for bucket in self.buckets:
-            bucket.members_changed(tasks)
-            self._changed.add(bucket.number)
+        self.half.members_changed(tasks, forget=True)
+        self._changed.update(range(len(self.buckets)))
 
     def settle(self) -> None:
         """PulledBucket the pulls that no longer have to wait."""
@@ -222,5 +229,10 @@ class VirtualServer:
     # Verdicts
 
     def vote(self) -> tuple[ShardVote, Staged] | None:
-        """The vote on the oldest step that waits for a verdict; see ServerHalf.vote()."""
-        return self.half.vote(self.completed.pop(0))
+        """The vote on the oldest step that waits for a verdict."""
+        assert self._votes is not None, "only steps that wait for a verdict are complete"
+        return self._votes.vote(self.completed.pop(0))
+
+    def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
+        assert self._votes is not None
+        self._votes.apply_verdict(staged, scale=scale, skip=skip)

@@ -274,7 +274,7 @@ class Simulation:
 
     def _tell(self) -> None:
         """Answer those whose step the lead has chosen for, one exchange later."""
-        lead = self.servers[0].half.choices if self._asking else None
+        lead = self.servers[0].choices if self._asking else None
         asking, self._asking = self._asking, []
         for server, step in asking:
             choice = lead.of(step) if lead is not None else None
@@ -284,8 +284,8 @@ class Simulation:
                 self.clock.after(2 * self.setup.network.latency_s, self._adopt, server, step, choice)
 
     def _adopt(self, server: VirtualServer, step: int, choice: int) -> None:
-        assert server.half.choices is not None
-        server.half.choices.adopt(step, choice)
+        assert server.choices is not None
+        server.choices.adopt(step, choice)
         server.settle()
 
     def _vote(self) -> None:
@@ -304,7 +304,7 @@ class Simulation:
         scale = clip_scale(norm, terms.clip_norm) if terms.clip_norm > 0.0 else 1.0
         skip = terms.nan_policy == "skip" and any(vote.nonfinite for vote, _ in known)
         for server, (_, staged) in zip(self.servers, known, strict=True):
-            server.half.apply_verdict(staged, scale=scale, skip=skip)
+            server.apply_verdict(staged, scale=scale, skip=skip)
         for server in self.servers:
             server.settle()
 

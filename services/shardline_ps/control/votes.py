@@ -16,6 +16,8 @@ import grpc
 
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.server import ShardVote, Staged
+from shardline.consistency.voted import VotedSteps, votes
+from shardline.consistency.voted import choices as choices_of
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.records import Applied
 from shardline.core.timeouts import Timeouts
@@ -93,15 +95,17 @@ class Voters:
         if shard is None:
             # The shard was retired after the step was complete.
             return
-        if shard.mode.choices is not None and shard.mode.choices.of(step) is None:
+        mode = votes(shard.mode)
+        assert mode is not None, "only steps that wait for a verdict are reported"
+        if mode.choices is not None and mode.choices.of(step) is None:
             # The shard reports the step again once the chosen contributions are here.
-            await self._learn(shard, shard.mode.choices, step)
+            await self._learn(shard, mode.choices, step)
             return
-        found = await store.work(shard.mode.vote, step)
+        found = await store.work(mode.vote, step)
         if found is None:
             return
         vote, staged = found
-        verdict = await self._ask(shard, vote, staged)
+        verdict = await self._ask(shard, mode, vote, staged)
         if verdict is not None and verdict.nonfinite and not verdict.skip:
             # Contributions were checked one by one; it is their sum that isn't finite. Nothing is applied anywhere.
             store.on_failure(
@@ -112,9 +116,9 @@ class Voters:
             )
             return
         if verdict is not None:
-            await store.work(lambda: shard.mode.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
+            await store.work(lambda: mode.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
 
-    async def _ask(self, shard: Shard, vote: ShardVote, staged: Staged) -> Verdict | None:
+    async def _ask(self, shard: Shard, mode: VotedSteps, vote: ShardVote, staged: Staged) -> Verdict | None:
         """The lead's verdict, requested until it comes; None if the shard or its contributions are gone.
 
         The timeline may change meanwhile: a shard that keeps its values still needs the verdict.
@@ -122,13 +126,13 @@ class Voters:
         ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
         started_s = awake_s()
         told = False
-        while self._store.shards.get(shard.number) is shard and shard.mode.waits_for(staged):
+        while self._store.shards.get(shard.number) is shard and mode.waits_for(staged):
             timeline = self._store.authority.timeline
             verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
                 decided = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
                 # From here on a new lead is informed of the verdict, even before it is applied: see tell_verdicts().
-                shard.mode.decided(staged, decided)
+                mode.decided(staged, decided)
                 if timeline != self._store.authority.timeline:
                     self._spawn(self._tell(shard.number, decided))
                 return verdict
@@ -145,10 +149,11 @@ class Voters:
         self._lead.renew(self._store.authority.timeline)
         self._wake_askers()
         for number, shard in self._store.shards.items():
-            if shard.mode.choices is not None:
-                self._spawn(self._tell_choice(shard, shard.mode.choices))
-            if shard.mode.last_verdict is not None:
-                self._spawn(self._tell(number, shard.mode.last_verdict))
+            mode = votes(shard.mode)
+            if mode is not None and mode.choices is not None:
+                self._spawn(self._tell_choice(shard, mode.choices))
+            if mode is not None and mode.last_verdict is not None:
+                self._spawn(self._tell(number, mode.last_verdict))
 
     async def _tell(self, number: int, decided: Applied) -> None:
         timeline = self._store.authority.timeline
@@ -232,7 +237,7 @@ class Voters:
         store, loop = self._store, asyncio.get_running_loop()
         until_s = loop.time() + self._timeouts.server_wait_s
         while 0 in store.shards and timeline == store.authority.timeline:
-            made, choices = self._choice_made, store.shard(0).mode.choices
+            made, choices = self._choice_made, choices_of(store.shard(0).mode)
             if choices is None:
                 raise ProtocolError(f"step {step}: the job's mode has no choices")
             choice = choices.of(step)
@@ -268,7 +273,7 @@ class Voters:
         if self._heard[0] != timeline:
             self._heard = timeline, set()
         heard, lead = self._heard[1], self._store.shard(0)
-        choices = lead.mode.choices
+        choices = choices_of(lead.mode)
         if choices is None or shard >= len(lead.settings.plan.shards) or choice >> lead.settings.replicas:
             raise ProtocolError(f"shard {shard}, step {step}: there is no such shard or replica, or nothing to choose")
         heard.add(shard)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from shardline import consistency
-from shardline.consistency.server import StepWanted, Terms
+from shardline.consistency.server import Terms
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
-from shardline.core.outcome import Decision, Outcome
+from shardline.server.backend import HostedShard
 from shardline.storage.publication import Publication
 from shardline.storage.shard import Observers
 from shardline.update import chosen
@@ -23,11 +21,11 @@ from shardline_ps.standby.record_log import RecordLog
 __all__ = ["Gradient", "Shard", "ShardSettings"]
 
 
-class Shard:
-    """What the rest of a ps knows about a shard; see shardline.server.backend.HostedShard for what push and pull use.
+class Shard(HostedShard):
+    """A shard on a server: with cuts, a standby, and the optimizer's state where workers run it."""
 
-    storage: buckets, locks, publication, cuts. mode: what counts, when it is applied, what is served.
-    """
+    storage: ShardStorage
+    summing: Summing | None
 
     def __init__(
         self,
@@ -37,18 +35,9 @@ class Shard:
         publication: Publication | None = None,
         observers: Observers | None = None,
     ) -> None:
-        self.number = number
         self.settings = settings
-        self.tensors, self.replicas = len(settings.plan.tensors), settings.replicas
-        """See HostedShard; so is `on_host`."""
-        self.on_host = settings.device.type == "cpu"
-        self.consistency = consistency.of(settings.consistency)
-        self.storage = ShardStorage(number, settings, publication=publication, observers=observers or Observers())
-        self.buckets = self.storage.buckets
-        self.publication = self.storage.publication
-        self.cuts = self.storage.cuts
-        self.tally = self.storage.tally
-        self.summing = Summing(number, self.storage) if settings.aggregates else None
+        storage = ShardStorage(number, settings, publication=publication, observers=observers or Observers())
+        self.cuts = storage.cuts
         rule = chosen(settings.rule)
         terms = Terms(
             plan=settings.plan,
@@ -57,33 +46,11 @@ class Shard:
             replayed=settings.replayed,
             share=lambda staleness: rule.share(settings.rule, staleness) or 1.0,
         )
-        self.mode = mode = self.consistency.server_half(self.storage, terms)
-        # Push and pull are answered by the mode.
-        self.contribute, self.push, self.waiting_for = mode.contribute, mode.push, mode.waiting_for
-        self.progress, self.last_push = mode.progress, mode.last_push
-        self.slowest, self.asked = mode.slowest, mode.asked
+        summing = Summing(number, storage) if settings.aggregates else None
+        mode = consistency.of(settings.consistency)
+        super().__init__(storage, mode, terms, publication=storage.publication, summing=summing)
 
     # Reading
-
-    @property
-    def position(self) -> tuple[int, int]:
-        step, version = self.buckets[0].step, self.buckets[0].version
-        for bucket in self.buckets:
-            step = bucket.step if bucket.step < step else step
-            version = bucket.version if bucket.version < version else version
-        return step, version
-
-    @property
-    def step_min(self) -> int:
-        return min([bucket.step for bucket in self.buckets])
-
-    @property
-    def step_max(self) -> int:
-        return max([bucket.step for bucket in self.buckets])
-
-    @property
-    def version(self) -> int:
-        return self.storage.version
 
     @property
     def initialized(self) -> bool:
@@ -105,15 +72,8 @@ class Shard:
         return self.storage.log
 
     @property
-    def stop_step(self) -> int | None:
-        return self.storage.stop_step
-
-    @property
     def counts_inline(self) -> bool:
-        return self.on_host and not self.consistency.waits_for_verdict and self.log is None
-
-    def serve(self, bucket: int, want: StepWanted) -> Outcome:
-        return self.mode.serve(self.buckets[bucket], want)
+        return super().counts_inline and self.log is None
 
     async def answerable(self) -> None:
         log = self.storage.log
@@ -124,28 +84,18 @@ class Shard:
     def observers(self) -> Observers:
         return self.storage.observers
 
-    # Contributions
-
-    def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
-        held = self.buckets[bucket]
-        with held.lock:
-            fresh = held.initialize(values)
-        self.observers.on_publish(bucket)
-        return Decision(Outcome.COUNTED if fresh else Outcome.DUPLICATE)
-
     # Cuts, restore, stop
 
     def request_cut(self, step: int, *, stop: bool) -> tuple[bool, int]:
         """Cut at `step`; returns (whether it has passed already, highest step). stop: go no further than it."""
         if not self.consistency.consistent_cuts:
             with self.storage.order:
-                self.mode.settle()
+                # Taken at the same instant: a restored shard must know which pushes it includes.
+                sequences = self.mode.settle()
                 images = []
                 for bucket in self.buckets:
                     with bucket.lock:
                         images.append(bucket.image())
-                # Taken at the same instant: a restored shard must know which pushes it includes.
-                sequences = self.mode.sequences()
             self.cuts.store_all(step, images, sequences)
             if stop:
                 self.storage.stop_step = 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from shardline.consistency.voted import choices as choices_of
 from shardline.core.records import Begin, Head
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
@@ -275,8 +276,9 @@ class StandbyStream:
         shard = self.shard
         with shard.storage.order:
             pushes, verdict = shard.mode.remembered()
-            choices = shard.mode.choices.made() if shard.mode.choices is not None else None
-            self.log.mark(copy, pushes=pushes, verdict=verdict, choices=choices)
+            choices = choices_of(shard.mode)
+            made = choices.made() if choices is not None else None
+            self.log.mark(copy, pushes=pushes, verdict=verdict, choices=made)
 
     # The end
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+from shardline.consistency.voted import choices as choices_of
 from shardline.core.records import Begin, Digest, Image, Mark, Record
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import FencedError, ProtocolError
@@ -106,8 +107,8 @@ class Standby:
         if lacking:
             raise ProtocolError(f"the copy of shard {shard.number} ended without buckets {lacking[:8]}")
         shard.mode.recall(mark.pushes, mark.verdict)
-        if shard.mode.choices is not None:
-            shard.mode.choices.inherit(mark.choices)
+        if (choices := choices_of(shard.mode)) is not None:
+            choices.inherit(mark.choices)
         self.synced = True
 
     def _compare(self, frame: Digest) -> None:

@@ -73,11 +73,12 @@ class EveryPushes(NumberedPushes):
                 self.storage.hold(total.held_bytes)
                 self._open[bucket.number] = gathered + 1, total
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, WorkerSequence]:
         """Drops open sums, which is good enough for a toy: primary and standby then count from the same push."""
         for _, kept in self._open.values():
             self.storage.hold(-kept.held_bytes)
         self._open.clear()
+        return super().settle()
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf."""
