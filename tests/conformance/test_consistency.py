@@ -13,6 +13,7 @@ import torch
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock
 from shardline.consistency.server import NumberedPush, StepWanted
+from shardline.consistency.voted import choices
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -58,9 +59,9 @@ class Job:
         self.shard = Shard(0, settings, observers=observers) if shard is None else shard
         self.shard.storage.observers = observers
         self.shard.mode.members_changed(["worker/0", "worker/1"])
-        if self.shard.mode.choices is not None:
+        if (known := choices(self.shard.mode)) is not None:
             # There is no other shard that could know more.
-            self.shard.mode.choices.heard_all()
+            known.heard_all()
         if shard is None:
             for bucket in self.shard.buckets:
                 self.shard.initialize(bucket.number, torch.full((bucket.spec.elements,), 2.0))
@@ -274,9 +275,10 @@ def test_a_standby_takes_over_with_the_same_bits(spec: ConsistencySpec) -> None:
     assert standby.synced and standby.promote(0) == ""
     heir = Job(spec, standby.shard)
     assert same(heir.values(), job.values())
-    assert heir.shard.mode.sequences() == job.shard.mode.sequences()
-    if job.shard.mode.choices is not None and heir.shard.mode.choices is not None:
-        assert heir.shard.mode.choices.made() == job.shard.mode.choices.made()
+    assert heir.shard.mode.settle() == job.shard.mode.settle()
+    mine, theirs = choices(job.shard.mode), choices(heir.shard.mode)
+    if mine is not None and theirs is not None:
+        assert theirs.made() == mine.made()
     for each_job in (heir, alone):
         each_job.update()
     assert same(heir.values(), alone.values())
@@ -324,7 +326,7 @@ def copy_to_standby(job: Job) -> tuple[Standby, Callable[[], None]]:
         link()
     with shard.storage.order:
         pushes, verdict = shard.mode.remembered()
-        known = shard.mode.choices
+        known = choices(shard.mode)
         log.mark(1, pushes=pushes, verdict=verdict, choices=known.made() if known is not None else None)
     link()
     return standby, link

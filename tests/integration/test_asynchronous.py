@@ -254,7 +254,7 @@ def test_a_restored_shard_expects_the_push_after_the_last_one_in_its_cut() -> No
         assert pushes == {"worker/0": WorkerSequence(1, 3)}
         assert {image.version for image in images} == {3}
         control.restore(cluster.timeline, 0, lambda: images, pushes)
-        assert cluster.shards[0].mode.sequences() == {"worker/0": WorkerSequence(1, 3)}
+        assert cluster.shards[0].mode.settle() == {"worker/0": WorkerSequence(1, 3)}
         assert float(cluster.state().params["b"]) == -3.0
 
 

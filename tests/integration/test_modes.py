@@ -35,7 +35,8 @@ def test_the_fastest_waits_for_the_slowest_until_that_has_pushed_or_rests() -> N
             push(fast, batch)
         ahead = threading.Thread(target=push, args=(fast, 2), daemon=True)
         ahead.start()
-        wait_for(lambda: all(shard.slowest() == ["worker/1"] for shard in cluster.shards), "the fast one to wait")
+        late = "pushes of worker/1"
+        wait_for(lambda: all(shard.mode.late() == late for shard in cluster.shards), "the fast one to wait")
         assert [shard.version for shard in cluster.shards] == [3, 3]
         same = cluster.worker(0).trainer
         same.weights.sinks[1].begin()
@@ -53,7 +54,10 @@ def test_the_fastest_waits_for_the_slowest_until_that_has_pushed_or_rests() -> N
         push_again = threading.Thread(target=push, args=(fast, 4), daemon=True)
         push_again.start()
         wait_for(lambda: all(shard.version == 5 for shard in cluster.shards), "one more push")
-        wait_for(lambda: all(shard.slowest() == ["worker/1"] for shard in cluster.shards), "the fast one to wait again")
+        wait_for(
+            lambda: all(shard.mode.late() == late for shard in cluster.shards),
+            "the fast one to wait again",
+        )
         # No work is left for the slow one.
         slow.trainer.standings(())
         push_again.join(10.0)

@@ -329,7 +329,7 @@ def test_two_asynchronous_loops_lose_nothing_when_one_of_them_meets_the_end_of_a
         run(cluster)
         assert trap.left == 0
         for shard in cluster.shards:
-            assert {task: held.last_seq for task, held in shard.mode.sequences().items() if held.last_seq} == {
+            assert {task: held.last_seq for task, held in shard.mode.settle().items() if held.last_seq} == {
                 "worker/0": STEPS,
                 "worker/1": STEPS,
             }

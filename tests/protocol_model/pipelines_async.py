@@ -206,7 +206,7 @@ class AsyncPipelineModel(PipelineModel):
         if not self.answerable([number]):
             return
         ahead = StepWanted(step=process.step + 1, at_least=True)
-        if any(shard.serve(bucket, ahead) is Outcome.WAITING for bucket in numbers):
+        if any(shard.mode.serve(shard.buckets[bucket], ahead) is Outcome.WAITING for bucket in numbers):
             self.held += 1
             return
         self.load(process, shard, numbers, -1)

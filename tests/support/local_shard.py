@@ -68,12 +68,12 @@ class LocalShard:
         shard, who = self.backend.shard(self.number), sender.who
         if any(replica >= shard.replicas for replica in replicas):
             raise ProtocolError(f"replicas {list(replicas)[:8]} are asked for; the job has {shard.replicas}")
-        shard.asked(who.task, who.incarnation, begins=bool(replicas))
+        steps = shard.mode.standing(who.task, who.incarnation, replicas)
         return Standing(
             outcome=Outcome.SERVED,
             reason="",
             timeline=timeline,
-            replicas={replica: shard.mode.progress(replica) for replica in replicas},
+            replicas=steps,
             step_max=shard.step_max,
             version=shard.version,
             last_seq=shard.mode.last_push(who.task, who.incarnation),
@@ -287,7 +287,7 @@ def _give(shard: HostedShard, number: int, want: StepWanted, coding: Coding, sin
     with bucket.lock:
         if not bucket.initialized:
             return Outcome.NOT_CONFIGURED
-        outcome = shard.serve(number, want)
+        outcome = shard.mode.serve(shard.buckets[number], want)
         if outcome is not Outcome.SERVED:
             return outcome
         step = bucket.step if want.step is None or want.at_least else want.step

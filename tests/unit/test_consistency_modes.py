@@ -56,7 +56,7 @@ class Driver:
         self.base = dict.fromkeys(range(workers), 0)
         self.lags: list[int] = []
         for worker in range(workers):
-            self.shard.asked(f"worker/{worker}", 1, begins=True)
+            self.shard.mode.standing(f"worker/{worker}", 1, (0,))
 
     def push(self, worker: int, gradient: torch.Tensor | None = None, *, scale: float = 1.0) -> Outcome:
         decision, lag = self.decide(worker, gradient, scale=scale)
@@ -82,7 +82,7 @@ class Driver:
 
     def may_pull(self, worker: int) -> bool:
         want = StepWanted(step=None, task=f"worker/{worker}")
-        found = {self.shard.serve(bucket.number, want) for bucket in self.shard.buckets}
+        found = {self.shard.mode.serve(bucket, want) for bucket in self.shard.buckets}
         assert found in ({Outcome.SERVED}, {Outcome.WAITING})
         return found == {Outcome.SERVED}
 
@@ -259,12 +259,12 @@ def test_the_slowest_is_named_and_holds_nobody_up_once_it_rests_or_leaves() -> N
             driver.push(0)
             driver.push(1)
         assert not driver.may_pull(0) and not driver.may_pull(1) and driver.may_pull(2)
-        assert driver.shard.slowest() == ["worker/2"]
+        assert driver.shard.mode.late() == "pushes of worker/2"
         if leaves:
             driver.shard.mode.members_changed(["worker/0", "worker/1"])
         else:
-            driver.shard.asked("worker/2", 1, begins=False)
-        assert driver.may_pull(0) and driver.may_pull(1) and driver.shard.slowest() == []
+            driver.shard.mode.standing("worker/2", 1, ())
+        assert driver.may_pull(0) and driver.may_pull(1) and driver.shard.mode.late() == "pushes of other workers"
 
 
 @pytest.mark.parametrize("clock", [0, 2, 3])
@@ -322,12 +322,12 @@ def test_who_joins_begins_where_the_slowest_is() -> None:
         driver.push(1)
     driver.push(0)
     driver.shard.mode.members_changed([f"worker/{worker}" for worker in range(3)])
-    driver.shard.asked("worker/2", 1, begins=True)
+    driver.shard.mode.standing("worker/2", 1, (0,))
     assert driver.shard.mode.progress(0) == 5
     assert driver.may_pull(0) and driver.may_pull(2)
     driver.push(0)
     assert not driver.may_pull(0)
-    assert driver.shard.slowest() == ["worker/1", "worker/2"]
+    assert driver.shard.mode.late() == "pushes of worker/1, worker/2"
 
 
 def test_a_restored_shard_begins_with_equal_clocks() -> None:
@@ -439,13 +439,13 @@ def test_a_replica_that_is_too_far_ahead_waits_until_the_slowest_of_the_stage_is
     ones = Gradient(torch.ones(64), (True,), fingerprint=1)
 
     def pull(steps: int) -> Outcome:
-        return shard.serve(0, StepWanted(step=steps, at_least=True))
+        return shard.mode.serve(shard.buckets[0], StepWanted(step=steps, at_least=True))
 
     for step in range(3):
         assert shard.contribute(0, step, Block(0, 1), ones).outcome is Outcome.COUNTED
         assert pull(step + 1) is (Outcome.WAITING if step == 2 else Outcome.SERVED)
     assert shard.mode.waiting_for() == [1]
-    assert shard.serve(0, StepWanted(step=None)) is Outcome.SERVED
+    assert shard.mode.serve(shard.buckets[0], StepWanted(step=None)) is Outcome.SERVED
     assert shard.contribute(0, 0, Block(1, 1), ones).outcome is Outcome.COUNTED
     assert pull(3) is Outcome.SERVED and pull(4) is Outcome.WAITING and shard.mode.waiting_for() == []
     # At the end the slowest may come no more.
@@ -481,7 +481,7 @@ def test_replicas_of_stages_have_states_of_their_own_as_workers_of_the_whole_mod
         assert torch.equal(ours.answer(ours.step, "worker/0"), theirs.answer(theirs.step, "worker/0"))
         if number == 12:
             # Workers come and go, and a replica goes on with what is its own; so it does from a checkpoint.
-            ours.members_changed(staged.mode.origins(["worker/7"]))
+            staged.mode.members_changed(["worker/7"], forget=True)
             staged.restore([ours.image()], {})
 
 

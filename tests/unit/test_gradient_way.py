@@ -109,7 +109,7 @@ class Cut(nn.Module):
 
 
 HOLDERS = {
-    *("Outgoing", "Partial", "Gradient", "Payload", "Slot", "Encoded"),
+    *("Outgoing", "Partial", "Gradient", "Offer", "Payload", "Slot", "Encoded"),
 }
 """Small values of the project that the bytes are passed in."""
 HEAD = 4096

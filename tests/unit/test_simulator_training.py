@@ -94,7 +94,7 @@ def test_steps_with_spares_have_the_bits_of_the_reference_with_their_choices(ser
     contents = training_contents(job, made)
     simulation = Simulation(made, contents)
     simulation.run()
-    made_by = [server.half.choices.made() for server in simulation.servers if server.half.choices is not None]
+    made_by = [server.choices.made() for server in simulation.servers if server.choices is not None]
     choices = [members(made_by[0].at(step) or 0) for step in range(20)]
     assert all(one == made_by[0] for one in made_by) and len(made_by) == servers
     assert all(len(choice) == 4 for choice in choices) and len(set(map(tuple, choices))) > 1

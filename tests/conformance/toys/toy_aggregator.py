@@ -8,144 +8,78 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig
-from shardline.consistency.eager import Eager
-from shardline.consistency.replica_steps import admit_push, serve_pull
-from shardline.consistency.server import Guard, NumberedPush, StepWanted
-from shardline.core.contributions import Contributions
-from shardline.core.gradients import Gradient
+from shardline.consistency.eager import Eager, EagerSteps
+from shardline.consistency.server import ServerHalf, Terms
+from shardline.core.contributions import Contributions, Partial
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
-from shardline.core.plan import BucketSpec, Plan, ShardSpec
-from shardline.core.reduce import Block
-from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.plan import Plan, ShardSpec
+from shardline.core.push_context import PushContext
 from shardline.errors import ProtocolError
 from shardline.lanes import LANES
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1.parameter_server_pb2_grpc import add_ParameterServerServicer_to_server
+from shardline.server.backend import HostedShard
 from shardline.server.buffers import Buffers
 from shardline.server.data_plane import DataPlane
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
-from shardline.storage.bucket import WriteCounts
+from shardline.storage.bucket import Bucket
 from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline.storage.shard import ByteCount, Observers, Storage
 
 T = TypeVar("T")
 
 
-class SumBlock:
-    """One bucket: the sums of the last two steps, and the contributions to the open step so far."""
+class SumBucket(Bucket):
+    """A bucket whose values are the sum of the last step's contributions."""
 
-    def __init__(self, number: int, spec: BucketSpec, names: tuple[str, ...], members: int, publication: Publication):
-        self.lock, self.number, self.spec, self.names = threading.Lock(), number, spec, names
-        self.step = self.version = self.changed_step = 0
-        self.writes = WriteCounts()
-        self.overwritten, self.initialized = -1, True
-        self.gathered = Contributions(spec, members)
-        self._values = areas(publication, number, spec, keeps_previous=True)
-
-    def values_at(self, step: int) -> torch.Tensor:
-        return self._values[step & 1]
-
-    def bytes_at(self, step: int) -> memoryview:
-        return tensor_bytes(self._values[step & 1])
-
-    def answer(self, step: int, task: str) -> torch.Tensor:
-        return self.values_at(step)
-
-    def close(self) -> None:
-        """All members have contributed: publish their sum in place of the older one."""
-        total, self.overwritten = self.gathered.take(), self.step - 1
-        self.writes.begin(self.step + 1)
-        following = self.values_at(self.step + 1)
-        following.zero_() if total.values is None else following.copy_(total.values)
-        self.gathered.clear()
-        self.version, self.changed_step = self.version + 1, self.step + 1
-        self.step += 1
+    def update(
+        self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None, context: PushContext
+    ) -> bool:
+        target.zero_() if total.values is None else target.copy_(total.values)
+        return True
 
 
-class SumShard:
-    """A shardline.server.backend.HostedShard."""
+class Sums(EagerSteps):
+    divisor = 1
 
-    on_host, counts_inline, stop_step = True, True, None
-    summing = None
-    consistency = Eager()
 
-    def __init__(
-        self, number: int, plan: Plan, members: int, publication: Publication, notify: Callable[[int, int], None]
-    ) -> None:
-        self.number, self.tensors, self.replicas = number, len(plan.tensors), members
-        self.publication, self._notify = publication, notify
-        self.buckets = [
-            SumBlock(n, spec, tuple(plan.tensors[s.tensor].name for s in spec.slices), members, publication)
-            for n, spec in enumerate(plan.shards[number].buckets)
-        ]
+class Adding(Eager):
+    """Synchronous steps whose contributions are added up, not averaged."""
 
-    @property
-    def step_min(self) -> int:
-        return min(block.step for block in self.buckets)
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        return Sums(storage, terms)
 
-    @property
-    def step_max(self) -> int:
-        return max(block.step for block in self.buckets)
 
-    version = step_min
-
-    @property
-    def position(self) -> tuple[int, int]:
-        return self.step_min, self.version
-
+class SumShard(HostedShard):
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
         raise ProtocolError("an aggregator has no first values")
 
-    def contribute(
-        self, bucket: int, step: int, block: Block, gradient: Gradient, *, guard: Guard = lambda: None, **unused: Any
-    ) -> Decision:
-        to, members = self.buckets[bucket], self.replicas
-        with to.lock:
-            decision = guard() or admit_push(step, to.gathered.counted, block, bucket_step=to.step, replicas=members)
-            if decision.outcome is Outcome.COUNTED:
-                values, mark, borrowed = gradient.values, gradient.fingerprint, gradient.borrowed
-                to.gathered.add(block, values, gradient.present, mark, borrowed=borrowed)
-                if to.gathered.complete:
-                    to.close()
-        self._notify(self.number, bucket)
-        return decision
 
-    def push(self, push: NumberedPush, gradients: Mapping[int, Gradient], **more: Any) -> tuple[Decision, int]:
-        raise ProtocolError("an aggregator takes the buckets of a step")
-
-    def serve(self, bucket: int, want: StepWanted) -> Outcome:
-        step = self.buckets[bucket].step
-        return serve_pull(step if want.step is None else want.step, bucket_step=step)
-
-    def waiting_for(self) -> list[int]:
-        return min(self.buckets, key=lambda block: block.step).gathered.missing()
-
-    def slowest(self) -> list[str]:
-        return []
-
-    def asked(self, task: str, incarnation: int, *, begins: bool) -> None:
-        """Nobody is held back."""
-
-    def progress(self, replica: int) -> int:
-        return min(block.step + (replica in block.gathered.counted) for block in self.buckets)
-
-    def last_push(self, task: str, incarnation: int = 0) -> int:
-        return 0
-
-    async def answerable(self) -> None:
-        """Returns at once: there is no standby."""
+def sum_shard(
+    number: int, plan: Plan, members: int, publication: Publication, notify: Callable[[int, int], None]
+) -> SumShard:
+    waiting, buckets = ByteCount(), []
+    for index, spec in enumerate(plan.shards[number].buckets):
+        gathered = Contributions(spec, members, on_held=waiting.add)
+        pub = areas(publication, index, spec, keeps_previous=True)
+        bucket = SumBucket(number, index, spec, plan.tensors, lambda device: None, contributions=gathered, pub=pub)
+        bucket.initialize(torch.zeros(spec.elements))
+        buckets.append(bucket)
+    storage = Storage(number, buckets, Observers(on_publish=lambda bucket: notify(number, bucket)), waiting)
+    terms = Terms(plan=plan, contributors=members, nan_policy="stop")
+    return SumShard(storage, Adding(), terms, publication=publication)
 
 
 class Aggregator:
@@ -174,7 +108,7 @@ class Aggregator:
         loop = self.server.loop
         self._signals = {(s, b): Signal(loop) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))}
         self.shards = {
-            number: SumShard(number, plan, replicas, self._publication(spec), self._changed)
+            number: sum_shard(number, plan, replicas, self._publication(spec), self._changed)
             for number, spec in enumerate(plan.shards)
         }
         self.address = self.server.start()
