@@ -248,7 +248,7 @@ def test_a_death_changes_no_bit(tmp_path: Path, dying: str, options: dict[str, b
 
 
 FULL = """
-from shardline.client import room
+from shardline_pipeline.worker import memory as room
 
 looks = []
 
