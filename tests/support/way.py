@@ -22,7 +22,7 @@ from tests.support.services import Services
 from tests.support.sources import ROOT
 
 FOLDERS = {"shardline": "library", "worker": "worker", "services": "server"}
-WARM, TRACED = 3, 5
+WARM, TRACED = 3, 20
 """Steps before the trace, and steps of it. A file counts if every traced step enters it: heartbeats don't."""
 
 
