@@ -45,13 +45,13 @@ def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -
         environ[VARIABLE] = os.pathsep.join(names)
 
 
-def load() -> None:
-    """Import the installed ones and run the named files, each once.
+def load(*, installed_too: bool = True) -> None:
+    """Run the named files, each once, and import the installed packages, which needs torch.
 
     Raises UsageError naming the file and line of an error.
     """
     global _loading
-    names = [INSTALLED, *named()]
+    names = [INSTALLED, *named()] if installed_too else named()
     if all(path in _loaded for path in names):
         return
     with _lock:
@@ -60,11 +60,9 @@ def load() -> None:
             return
         _loading = True
         try:
-            if INSTALLED not in _loaded:
-                _loaded[INSTALLED] = packages()
             for path in names:
                 if path not in _loaded:
-                    _loaded[path] = run_file(Path(path), "plugin")
+                    _loaded[path] = run_file(Path(path), "plugin") if path else packages()
         except JobError as error:
             raise UsageError(f"plugin {error}") from error
         finally:

@@ -87,7 +87,7 @@ class Roles:
         return row
 
     def __iter__(self) -> Iterator[str]:
-        plugins.load()
+        plugins.load(installed_too=False)
         return iter(tuple(self._rows))
 
     def __contains__(self, name: object) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import grpc
 
 from shardline.codecs import CODECS
+from shardline.consistency import choices as choices_of
 from shardline.consistency.server import numbers
-from shardline.consistency.voted import choices as choices_of
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome

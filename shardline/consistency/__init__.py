@@ -9,7 +9,7 @@ from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.eager import Eager
 from shardline.consistency.softsync import SoftSync
 from shardline.consistency.ssp import SSP
-from shardline.consistency.voted import Voted
+from shardline.consistency.voted import Voted, VotedSteps, choices, votes
 from shardline.core.spec import ConsistencySpec
 from shardline.errors import JobError
 from shardline.seams import Table
@@ -25,8 +25,11 @@ __all__ = [
     "Eager",
     "SoftSync",
     "Sync",
+    "VotedSteps",
+    "choices",
     "named",
     "of",
+    "votes",
 ]
 
 Sync, Async = Eager, Asynchronous

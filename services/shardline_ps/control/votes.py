@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
+from shardline.consistency import VotedSteps, votes
+from shardline.consistency import choices as choices_of
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.server import ShardVote, Staged
-from shardline.consistency.voted import VotedSteps, votes
-from shardline.consistency.voted import choices as choices_of
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.records import Applied
 from shardline.core.timeouts import Timeouts

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from shardline.consistency.voted import choices as choices_of
+from shardline.consistency import choices as choices_of
 from shardline.core.records import Begin, Head
 from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from shardline.consistency.voted import choices as choices_of
+from shardline.consistency import choices as choices_of
 from shardline.core.records import Begin, Digest, Image, Mark, Record
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import FencedError, ProtocolError
