@@ -203,7 +203,8 @@ def task_command(
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
     """What all tasks have in their environment."""
     settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
-    return {**settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
+    # A forked task has gRPC from its parent, which must not write a line for each stranger either.
+    return {"GRPC_VERBOSITY": "ERROR", **settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
 
 
 def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:

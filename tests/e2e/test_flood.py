@@ -24,7 +24,7 @@ from tests.e2e.support import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300)]
 
 FLOOD_S = 2.0
 PER_S = 200
