@@ -62,9 +62,9 @@ def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for name in CODED:
         coding = Coding(CODECS.parse(name), make_plan([tensor], 1)).bucket(0, 0)
         part = gradient[: coding.layout.bucket.elements]
-        payload = bytearray(coding.encoder.encode(part, Turn()))
-        yield f"{name}, encoding", functools.partial(coding.encoder.encode, part, Turn())
-        yield f"{name}, decoding", functools.partial(coding.decoder.decode, payload, Turn())
+        payload = bytearray(coding.coder.encode(part, Turn()))
+        yield f"{name}, encoding", functools.partial(coding.coder.encode, part, Turn())
+        yield f"{name}, decoding", functools.partial(coding.coder.decode, payload, Turn())
 
 
 def median_ms(action: Callable[[], object], levels: list[str | None], repeats: int) -> list[float]:

@@ -141,7 +141,7 @@ def train(task: Task, up: str, down: str, seed: int, traffic: Traffic | None = N
                 if replica == 0:
                     traffic.pushed += len(tensor_bytes_of(sent))
                     traffic.raw += bucket.nbytes
-                found = coding.push.bucket(0, number).decoder.decode(bytearray(sent), Turn(step))
+                found = coding.push.bucket(0, number).coder.decode(bytearray(sent), Turn(step))
                 before = flat_bucket(plan, bucket, gradients)
                 fill(plan, bucket, before + found / REPLICAS, gradients)
         encoders.settle()
@@ -152,8 +152,8 @@ def train(task: Task, up: str, down: str, seed: int, traffic: Traffic | None = N
 def pull(coding: Any, server: Parameters, worker: Parameters, number: int, step: int) -> int:
     """One bucket from the server to the worker; its bytes."""
     turn = Turn(step, receiver="worker", base=step - 1 if step else None, changed=step, memory=server.memories[number])
-    sent = bytearray(coding.encoder.encode(server.bucket(number), turn))
-    worker.load(number, coding.decoder.decode(sent, Turn(step, memory=worker.memories[number])))
+    sent = bytearray(coding.coder.encode(server.bucket(number), turn))
+    worker.load(number, coding.coder.decode(sent, Turn(step, memory=worker.memories[number])))
     return len(sent)
 
 
@@ -168,7 +168,7 @@ def sent_bytes(up: str, down: str) -> tuple[int, int]:
         one.begin(0, 1)
         pushed += len(tensor_bytes_of(one.encode(0, number, 0, values)))
         memory: dict[MemoryKey, torch.Tensor] = {}
-        encoder = coding.pull.bucket(0, number).encoder
+        encoder = coding.pull.bucket(0, number).coder
         for step in (1, 2):
             moved = values + 1e-3 * step * torch.randn(bucket.elements, generator=draw)
             found = encoder.encode(moved, Turn(step, receiver="w", base=step - 1, changed=step, memory=memory))

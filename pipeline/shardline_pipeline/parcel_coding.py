@@ -94,7 +94,7 @@ class ParcelCoding:
             replica=key.replica,
             seed=derive(self._seed, key.step, key.replica, key.stage, key.microbatch, key.back, number),
         )
-        payload = borrowed_tensor(coder.encoder.encode(values, turn), "uint8")
+        payload = borrowed_tensor(coder.coder.encode(values, turn), "uint8")
         return payload, Form(self._name, dtype, tuple(value.shape), order)
 
     def decode(self, value: torch.Tensor, form: Form | None, key: ParcelKey, what: str) -> torch.Tensor:
@@ -108,7 +108,7 @@ class ParcelCoding:
         if misfit:
             raise ProtocolError(f"{where}: {misfit} of it")
         try:
-            values = coder.decoder.decode(memory_of(value), Turn())
+            values = coder.coder.decode(memory_of(value), Turn())
         except ProtocolError as error:
             raise ProtocolError(f"{where}: {error}") from error
         return unflat(values, form.shape, form.order)
@@ -128,8 +128,9 @@ class ParcelCoding:
         piece = Slice(tensor=0, first_row=0, rows=tensor.rows, offset=0, elements=elements)
         bucket = BucketSpec(dtype=tensor.dtype, kind=TensorKind.PARAM, elements=elements, slices=(piece,))
         layout = Layout(bucket=bucket, tensors=(tensor,))
-        coders = (codec.coder(layout),) * 2
-        return BucketCoding(codec, self._name, layout, *coders, codec.usual_bytes(layout), *codec.sizes(layout))
+        return BucketCoding(
+            codec, self._name, layout, codec.coder(layout), codec.usual_bytes(layout), *codec.sizes(layout)
+        )
 
 
 def is_encoded(value: torch.Tensor) -> bool:

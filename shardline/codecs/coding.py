@@ -31,8 +31,7 @@ class BucketCoding:
     name: str
     """The codec's name in messages."""
     layout: Layout
-    encoder: Coder
-    decoder: Coder
+    coder: Coder
     usual_bytes: int
     least_bytes: int
     max_bytes: int
@@ -109,8 +108,7 @@ class Coding:
         # What is owed may be sent at any time, see Turn.whole.
         least, most = codec.sizes(layout)
         most = spec.nbytes if codec.memory is not Memory.NONE else most
-        coder = codec.coder(layout)
-        return BucketCoding(codec, str(codec), layout, coder, coder, usual, least, most)
+        return BucketCoding(codec, str(codec), layout, codec.coder(layout), usual, least, most)
 
     def measure(self, shard: int, number: int, values: torch.Tensor, data: Buffer, turn: Turn) -> bool:
         """In every MEASURED_EVERYth step: note how far what was sent is from what was to be. Returns whether it did.
@@ -122,7 +120,7 @@ class Coding:
         if not due or self.bucket(shard, number).codec.exact or not (values.is_floating_point() or values.is_complex()):
             return False
         # A decoder may keep the bytes, and change its memory.
-        found = self.bucket(shard, number).decoder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))
+        found = self.bucket(shard, number).coder.decode(bytearray(data), replace(turn, memory=dict(turn.memory)))
         owed = self._owed(shard, number, turn)
         error = values - found if owed is None else owed
         self._errors[shard, number] = (turn.step, _square(error), _square(found + error))

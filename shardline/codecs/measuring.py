@@ -54,10 +54,10 @@ def measure_codec(codec: Codec, plan: Plan, values: Mapping[str, torch.Tensor]) 
 
     def encode() -> list[Buffer]:
         # Without the memory of earlier steps, each pass does the same work.
-        return [coder.encoder.encode(flat, Turn(LATE)) for coder, flat in zip(coders, flats, strict=True)]
+        return [coder.coder.encode(flat, Turn(LATE)) for coder, flat in zip(coders, flats, strict=True)]
 
     def decode() -> list[torch.Tensor]:
-        return [coder.decoder.decode(data, Turn(LATE)) for coder, data in zip(coders, payloads, strict=True)]
+        return [coder.coder.decode(data, Turn(LATE)) for coder, data in zip(coders, payloads, strict=True)]
 
     encode_s = _median_s(encode)
     # As they lie in a server's memory.
@@ -65,7 +65,7 @@ def measure_codec(codec: Codec, plan: Plan, values: Mapping[str, torch.Tensor]) 
     decode_s = _median_s(decode)
     for number, flat in enumerate(flats):
         turn = Turn(LATE)
-        coding.measure(0, number, flat, coders[number].encoder.encode(flat, turn), turn)
+        coding.measure(0, number, flat, coders[number].coder.encode(flat, turn), turn)
     return CodecFigures(
         codec=str(codec),
         raw_bytes=sum(bucket.nbytes for bucket in plan.shards[0].buckets),

@@ -89,7 +89,7 @@ class PushEncoders:
         self, shard: int, bucket: int, replica: int, values: torch.Tensor, present: Sequence[bool] = ()
     ) -> Buffer:
         coding = self.coding.bucket(shard, bucket)
-        encoder = coding.encoder
+        encoder = coding.coder
         number = self._numbers.get(shard, 0)
         who = replica if self._sender is None else self._sender
         if coding.codec.memory is Memory.NONE:

@@ -164,7 +164,7 @@ def encode_bucket(
         values = bucket.answer(step, want.task)
         # The only copy is made under the lock, so no reader sees a torn bucket.
         values = values.cpu()
-        payload = memoryview(written.encoder.encode(values, turn))
+        payload = memoryview(written.coder.encode(values, turn))
         if stands and written.codec.memory.keeps(want.have, step):
             # The step is in the memory all the same, which all receivers share.
             state.unchanged = True

@@ -106,11 +106,11 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
     if not slot.coding.codec.is_view:
         # The decoded values may be larger than the payload that was checked.
         stable = memory if slot.moved or slot.coding.fixed_size else bytes(memory)
-        return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
+        return Gradient(slot.coding.coder.decode(stable, turn), slot.present, mark)
     if slot.borrowed:
         values = borrowed_tensor(memory, slot.spec.dtype) if ticket is None else ticket.tensor(slot.spec.dtype)
     else:
-        values = slot.coding.decoder.decode(memory, turn)
+        values = slot.coding.coder.decode(memory, turn)
     return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)
 
 

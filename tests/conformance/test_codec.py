@@ -123,7 +123,7 @@ def test_after_a_warm_up_payloads_are_as_short_as_it_says(codec: Codec) -> None:
     assert written.usual_bytes <= written.max_bytes
     memory: dict[MemoryKey, torch.Tensor] = {}
     for seed in range(3):
-        payload = written.encoder.encode(numbers(written.layout, seed=seed), Turn(late + seed, memory=memory))
+        payload = written.coder.encode(numbers(written.layout, seed=seed), Turn(late + seed, memory=memory))
         assert len(payload) <= written.usual_bytes or codec.direction is Direction.PULL
 
 
@@ -145,8 +145,8 @@ def test_tensors_that_it_does_not_take_travel_to_the_bit(codec: Codec) -> None:
             assert kind is TensorKind.PARAM and dtype in FLOATS and written.codec == codec, (dtype, kind)
             continue
         values = numbers(written.layout)
-        payload = bytes(written.encoder.encode(values, PLAIN_TURN))
-        back = written.decoder.decode(payload, PLAIN_TURN)
+        payload = bytes(written.coder.encode(values, PLAIN_TURN))
+        back = written.coder.decode(payload, PLAIN_TURN)
         assert written.codec.exact and bytes(tensor_bytes(back)) == bytes(tensor_bytes(values)), (dtype, kind)
 
 
@@ -182,7 +182,7 @@ def test_a_payload_is_never_longer_than_it_said(codec: Codec, dtype: str) -> Non
     written = first(codec, model(dtype))
     assert written.max_bytes <= written.layout.bucket.nbytes
     for scale in (0.0, 1e-30, 1.0, 1e30):
-        payload = written.encoder.encode(numbers(written.layout, scale=scale), turn())
+        payload = written.coder.encode(numbers(written.layout, scale=scale), turn())
         assert len(payload) <= written.max_bytes, scale
         assert len(payload) == written.max_bytes or not written.fixed_size, scale
         assert written.misfit(len(payload)) == "", scale
@@ -195,16 +195,16 @@ def test_a_view_is_one_and_what_is_none_keeps_nothing_of_its_source(codec: Codec
     written = first(codec, model())
     values = numbers(written.layout)
     before = values.clone()
-    payload = written.encoder.encode(values, turn())
+    payload = written.coder.encode(values, turn())
     assert torch.equal(values, before)
     kept = bytes(payload)
     values.zero_()
     assert (bytes(payload) != kept) is codec.is_view
     memory = bytearray(kept)
-    back = written.decoder.decode(memory, turn())
+    back = written.coder.decode(memory, turn())
     assert not codec.is_view or back.data_ptr() == torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     # Decoding must not write through to read-only bytes.
-    written.decoder.decode(kept, turn()).zero_()
+    written.coder.decode(kept, turn()).zero_()
     assert kept == bytes(memory)
 
 
@@ -223,13 +223,13 @@ def test_element_wise_codecs_come_back_within_their_bound(codec: Codec, dtype: s
     written = first(codec, plan)
     tensor = torch.zeros(written.layout.bucket.elements, dtype=DTYPES[dtype])
     tensor[: len(values)] = torch.tensor(values, dtype=DTYPES[dtype])
-    payload = bytes(written.encoder.encode(tensor, PLAIN_TURN))
-    back = written.decoder.decode(payload, PLAIN_TURN)
+    payload = bytes(written.coder.encode(tensor, PLAIN_TURN))
+    back = written.coder.decode(payload, PLAIN_TURN)
     assert back.dtype == tensor.dtype and back.shape == tensor.shape
     tiny = 2.0**-25 if codec.name == "fp16" else 1e-38 if codec.name == "bf16" else 0.0
     assert bool(((back - tensor).abs() <= RELATIVE_ERROR[codec.name] * tensor.abs() + tiny).all())
     # What has been sent once is sent again unchanged.
-    assert bytes(written.encoder.encode(back, PLAIN_TURN)) == payload
+    assert bytes(written.coder.encode(back, PLAIN_TURN)) == payload
 
 
 def test_rounding_codecs_halve_float32_and_quarter_float64() -> None:
@@ -247,8 +247,8 @@ def test_padding_and_absent_slices_come_back_as_zeros(codec: Codec, dtype: str) 
     absent = next(n for n, piece in enumerate(slices) if piece.elements > 1)
     values[slices[absent].offset : slices[absent].end] = 0.0
     present = tuple(number != absent for number in range(len(slices)))
-    payload = bytes(written.encoder.encode(values, Turn(seed=7, present=present)))
-    back = written.decoder.decode(payload, Turn(present=present))
+    payload = bytes(written.coder.encode(values, Turn(seed=7, present=present)))
+    back = written.coder.decode(payload, Turn(present=present))
     assert back.shape == values.shape and back.dtype == values.dtype
     covered = torch.zeros(len(values), dtype=torch.bool)
     for number, piece in enumerate(slices):
@@ -263,7 +263,7 @@ def test_what_is_not_finite_is_so_on_the_other_side_and_in_no_memory(codec: Code
     values = numbers(written.layout)
     values[5] = bad
     memory: dict[MemoryKey, torch.Tensor] = {}
-    back = written.decoder.decode(bytes(written.encoder.encode(values, turn(memory=memory))), turn())
+    back = written.coder.decode(bytes(written.coder.encode(values, turn(memory=memory))), turn())
     assert not bool(back.isfinite().all())
     assert all(bool(held.isfinite().all()) for held in memory.values())
 
@@ -276,12 +276,12 @@ def test_the_same_turn_gives_the_same_bits_whatever_the_process_drew_before(code
     def encoded(step: int, replica: int, noise: int) -> bytes:
         torch.manual_seed(noise)
         random.seed(noise)
-        return bytes(written.encoder.encode(values, turn(step, replica)))
+        return bytes(written.coder.encode(values, turn(step, replica)))
 
     for step, replica in ((0, 0), (3, 1)):
         assert encoded(step, replica, 1) == encoded(step, replica, 2)
     payload = encoded(0, 0, 1)
-    ways = [written.decoder.decode(payload, turn()) for _ in range(2)]
+    ways = [written.coder.decode(payload, turn()) for _ in range(2)]
     assert torch.equal(*ways)
 
 
@@ -300,7 +300,7 @@ def test_random_numbers_depend_on_seed_step_replica_and_tensor() -> None:
 @functools.cache
 def sample(codec: Codec) -> tuple[BucketCoding, bytes]:
     written = first(codec, model())
-    return written, bytes(written.encoder.encode(numbers(written.layout), turn()))
+    return written, bytes(written.coder.encode(numbers(written.layout), turn()))
 
 
 @EACH
@@ -330,7 +330,7 @@ def is_refused_or_stays_within_the_bucket(codec: Codec, data: st.DataObject) -> 
         case "any":
             payload = bytearray(data.draw(st.binary(max_size=200)))
     try:
-        back = written.decoder.decode(payload, turn())
+        back = written.coder.decode(payload, turn())
     except ProtocolError:
         return
     assert written.misfit(len(payload)) == "" or len(payload) <= written.layout.bucket.nbytes
@@ -344,7 +344,7 @@ def test_a_fixed_size_allows_no_other_length(codec: Codec, extra: int) -> None:
     size = written.max_bytes + extra
     assert written.misfit(size) == f"codec {codec} makes {written.max_bytes} bytes"
     with pytest.raises(ProtocolError, match=f"payload of {size} bytes for {written.layout.bucket.elements} "):
-        written.decoder.decode(bytes(size), PLAIN_TURN)
+        written.coder.decode(bytes(size), PLAIN_TURN)
 
 
 @EACH
@@ -354,7 +354,7 @@ def test_a_lying_payload_takes_no_memory(codec: Codec) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            written.decoder.decode(lie, turn())
+            written.coder.decode(lie, turn())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -374,7 +374,7 @@ def push(worker: PushEncoders, step: int, values: torch.Tensor, replica: int = 0
 
 
 def decoded(worker: PushEncoders, payload: bytes) -> torch.Tensor:
-    return worker.coding.bucket(0, 0).decoder.decode(payload, turn())
+    return worker.coding.bucket(0, 0).coder.decode(payload, turn())
 
 
 def remembered(worker: PushEncoders, replica: int = 0) -> torch.Tensor:
@@ -393,7 +393,7 @@ def remembered(worker: PushEncoders, replica: int = 0) -> torch.Tensor:
 def test_a_codec_without_memory_leaves_none(codec: Codec) -> None:
     memory: dict[MemoryKey, torch.Tensor] = {}
     written = first(codec, model())
-    written.encoder.encode(numbers(written.layout), turn(memory=memory))
+    written.coder.encode(numbers(written.layout), turn(memory=memory))
     assert bool(memory) is (codec.memory is not Memory.NONE)
 
 
@@ -647,4 +647,4 @@ def test_the_toys_size_depends_on_the_numbers() -> None:
     written = first(CODECS.parse("top:ratio=0.25"), model())
     dense, sparse = numbers(written.layout), numbers(written.layout)
     sparse[1:] = 0.0
-    assert len(written.encoder.encode(sparse, turn())) < len(written.encoder.encode(dense, turn())) <= written.max_bytes
+    assert len(written.coder.encode(sparse, turn())) < len(written.coder.encode(dense, turn())) <= written.max_bytes

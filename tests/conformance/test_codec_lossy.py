@@ -199,7 +199,7 @@ def test_a_payload_has_the_size_that_is_documented(text: str) -> None:
     plan = make_plan(keep_whole(JobCodec.both(codec), [spec("matrix", (512, 512))]), 1)
     total = 0
     for number, bucket in enumerate(plan.shards[0].buckets):
-        encoder = Coding(codec, plan).bucket(0, number).encoder
+        encoder = Coding(codec, plan).bucket(0, number).coder
         total += len(encoder.encode(draw("normal", bucket.elements), Turn(1)))
     assert 8 * total / 512**2 == pytest.approx(BITS[text], rel=0.02)
 
@@ -229,8 +229,8 @@ def test_the_bits_do_not_depend_on_where_the_plan_cuts(codec: Lossy) -> None:
                     values[places[-1][2]] = whole[tensor.name][places[-1][1]]
                 written = coding.bucket(shard, number)
                 for step in range(2):
-                    payload = bytes(written.encoder.encode(values, Turn(step, 1, 7, memory=memory)))
-                back = written.decoder.decode(payload, Turn())
+                    payload = bytes(written.coder.encode(values, Turn(step, 1, 7, memory=memory)))
+                back = written.coder.decode(payload, Turn())
                 for name, mine, there in places:
                     end[name][mine] = back[there]
         ends.append(end)

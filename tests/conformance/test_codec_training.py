@@ -241,7 +241,7 @@ def test_a_payload_that_the_toy_cannot_have_made_is_refused_and_nothing_changes(
         assert isinstance(written.codec, toy_codec.Top)
         before = cluster.state().params
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(written.encoder), "encode", lambda self, values, turn: b"\xff" * written.usual_bytes)
+            patch.setattr(type(written.coder), "encode", lambda self, values, turn: b"\xff" * written.usual_bytes)
             for replica in range(3):
                 worker.compute(0, replica)
             with pytest.raises(Exception, match="claims 4294967295 bytes"):

@@ -41,7 +41,7 @@ def seeds(name: str) -> list[Seed]:
         spoilt = values.clone()
         spoilt[7] = float("nan")
         for one in (values, values * 1e-30, torch.zeros_like(values), spoilt):
-            found.append(Seed(written, bytes(written.encoder.encode(one, Turn(0))), {}))
+            found.append(Seed(written, bytes(written.coder.encode(one, Turn(0))), {}))
         found.append(_second(written, values))
     return found
 
@@ -52,9 +52,9 @@ def _second(written: BucketCoding, values: torch.Tensor) -> Seed:
     had: dict[MemoryKey, torch.Tensor] = {}
     for step in (0, 1):
         turn = Turn(step, base=step - 1 if step else None, changed=step, memory=sent)
-        payload = bytes(written.encoder.encode(values * (1.0 + 0.001 * step), turn))
+        payload = bytes(written.coder.encode(values * (1.0 + 0.001 * step), turn))
         if not step:
-            written.decoder.decode(bytearray(payload), Turn(step, memory=had))
+            written.coder.decode(bytearray(payload), Turn(step, memory=had))
     return Seed(written, payload, had)
 
 
@@ -86,7 +86,7 @@ def check(name: str, seed: Seed, data: bytearray) -> bool:
     before = {key: value.clone() for key, value in seed.memory.items()}
     memory = dict(seed.memory)
     try:
-        found = written.decoder.decode(data, Turn(1, memory=memory))
+        found = written.coder.decode(data, Turn(1, memory=memory))
     except ProtocolError:
         if memory.keys() != before.keys():
             raise Broken(f"codec {name}: a refused payload changed the memory: {_text(given)}") from None

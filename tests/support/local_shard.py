@@ -257,7 +257,7 @@ def _gradient(shard: HostedShard, item: Payload, codings: Coding) -> Gradient:
             item.ready.synchronize()
         values = item.data.reshape(-1).view(DTYPES[spec.dtype]).clone()
     else:
-        values = coding.decoder.decode(bytes(item.octets), Turn(present=present))
+        values = coding.coder.decode(bytes(item.octets), Turn(present=present))
     return Gradient(values, present, item.fingerprint, item.bound if item.bound > 0.0 else math.inf)
 
 

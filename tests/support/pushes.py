@@ -89,7 +89,7 @@ def bucket_head(store: ParameterStore, number: int) -> data_pb2.BucketHeader:
 def encoded(store: ParameterStore, number: int) -> bytes:
     """A gradient of ones."""
     assert store.configuration is not None
-    return bytes(store.coding.push.bucket(0, number).encoder.encode(torch.ones(ELEMENTS), PLAIN_TURN))
+    return bytes(store.coding.push.bucket(0, number).coder.encode(torch.ones(ELEMENTS), PLAIN_TURN))
 
 
 def bucket_frame(store: ParameterStore, number: int) -> data_pb2.PushFrame:

@@ -42,7 +42,7 @@ class Sender:
     def send(self, base: int | None, step: int | None = None) -> bytearray:
         step = self.step if step is None else step
         turn = Turn(step, receiver="worker/0", base=base, changed=self.changed, memory=self.memory)
-        return bytearray(self.written.encoder.encode(self.values, turn))
+        return bytearray(self.written.coder.encode(self.values, turn))
 
 
 class Receiver:
@@ -57,7 +57,7 @@ class Receiver:
         payload = self.sender.send(self.have, step)
         self.nbytes = len(payload)
         self.have = step
-        return self.sender.written.decoder.decode(payload, Turn(step, memory=self.memory))
+        return self.sender.written.coder.decode(payload, Turn(step, memory=self.memory))
 
 
 def test_every_receiver_has_the_same_and_errors_do_not_add_up() -> None:
@@ -178,7 +178,7 @@ def test_changes_that_cannot_be_meant_are_refused() -> None:
     receiver.pull()
     sender.advance()
     change = sender.send(0)
-    decode = sender.written.decoder.decode
+    decode = sender.written.coder.decode
     with pytest.raises(ProtocolError, match="a change of step 0, of which this task has nothing"):
         decode(change, Turn(1))
     other: Memory = {("", 0, "value"): torch.zeros(ELEMENTS)}

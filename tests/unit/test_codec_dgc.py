@@ -35,8 +35,8 @@ def run(codec: DGC, steps: int = STEPS) -> tuple[list[torch.Tensor], list[torch.
         for piece in bucket.layout.bucket.slices:
             generator = torch.Generator().manual_seed(100 * step + piece.tensor)
             values[piece.offset : piece.end] = torch.randn(piece.elements, generator=generator)
-        payload = bytes(bucket.encoder.encode(values, Turn(step, memory=memory)))
-        back = bucket.decoder.decode(payload, Turn())
+        payload = bytes(bucket.coder.encode(values, Turn(step, memory=memory)))
+        back = bucket.coder.decode(payload, Turn())
         for found, flat in ((gradients, values), (decoded, back)):
             found.append(torch.cat([flat[piece.offset : piece.end] for piece in bucket.layout.bucket.slices]))
     return gradients, decoded, memory

@@ -27,18 +27,18 @@ def test_every_pattern_of_bits_comes_back(dtype: str) -> None:
     elements, generator = bucket.layout.bucket.elements, torch.Generator().manual_seed(1)
     patterns = torch.randint(0, 256, (elements * DTYPES[dtype].itemsize,), generator=generator, dtype=torch.uint8)
     for values in (patterns.view(DTYPES[dtype]), torch.full((elements,), float("nan"), dtype=DTYPES[dtype])):
-        payload = bytes(bucket.encoder.encode(values, PLAIN_TURN))
+        payload = bytes(bucket.coder.encode(values, PLAIN_TURN))
         assert len(payload) <= bucket.max_bytes == bucket.layout.bucket.nbytes
-        back = bucket.decoder.decode(payload, PLAIN_TURN)
+        back = bucket.coder.decode(payload, PLAIN_TURN)
         assert bytes(tensor_bytes(back)) == bytes(tensor_bytes(values))
 
 
 def test_gradients_get_smaller_and_noise_is_sent_as_it_is() -> None:
     bucket = written()
     values = torch.randn(bucket.layout.bucket.elements, generator=torch.Generator().manual_seed(1)) * 1e-3
-    assert len(bucket.encoder.encode(values, PLAIN_TURN)) < 0.95 * bucket.layout.bucket.nbytes
+    assert len(bucket.coder.encode(values, PLAIN_TURN)) < 0.95 * bucket.layout.bucket.nbytes
     noise = torch.randint(-(2**31), 2**31 - 1, (len(values),), generator=torch.Generator().manual_seed(1))
-    payload = bucket.encoder.encode(noise.to(torch.int32).view(torch.float32), PLAIN_TURN)
+    payload = bucket.coder.encode(noise.to(torch.int32).view(torch.float32), PLAIN_TURN)
     assert len(payload) == bucket.layout.bucket.nbytes
 
 
@@ -51,7 +51,7 @@ def test_a_bomb_is_refused_before_it_takes_memory(says_its_size: bool) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=f"for a bucket of {bucket.layout.bucket.nbytes}"):
-            bucket.decoder.decode(bomb, PLAIN_TURN)
+            bucket.coder.decode(bomb, PLAIN_TURN)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -65,10 +65,10 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
     head = zstandard.frame_header_size
     lie = small[: head(small)] + large[head(large) :]
     with pytest.raises(ProtocolError, match="no Zstandard frame"):
-        bucket.decoder.decode(lie, PLAIN_TURN)
+        bucket.coder.decode(lie, PLAIN_TURN)
     for bad in (small + b"\x00", small[:-1], b"", b"\x28\xb5\x2f\xfd", small + small):
         with pytest.raises(ProtocolError):
-            bucket.decoder.decode(bad, PLAIN_TURN)
+            bucket.coder.decode(bad, PLAIN_TURN)
 
 
 @pytest.mark.parametrize("level", [0, 20, -3])

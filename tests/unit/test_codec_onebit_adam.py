@@ -43,9 +43,9 @@ class Bucket:
         """One step by gradients without padding; returns what was applied, the mean of what was decoded."""
         decoded = torch.zeros_like(self.values)
         for replica, (memory, gradient) in enumerate(zip(self.memories, gradients, strict=True)):
-            payload = bytes(self.coding.encoder.encode(self.wide(gradient), Turn(step, replica, memory=memory)))
+            payload = bytes(self.coding.coder.encode(self.wide(gradient), Turn(step, replica, memory=memory)))
             self.payloads.append(len(payload))
-            decoded += self.coding.decoder.decode(payload, Turn())
+            decoded += self.coding.coder.decode(payload, Turn())
         decoded /= len(gradients)
         self.rule.apply(self.values, decoded, clock=step)
         return self.narrow(decoded)

@@ -26,9 +26,9 @@ PLAN = make_plan([TensorSpec(name="w", shape=(64, 64), dtype="float32")], 1)
 
 def through(values: torch.Tensor, *, step: int = 0) -> torch.Tensor:
     written = Coding(SignVote(), PLAN).bucket(0, 0)
-    data = bytearray(written.encoder.encode(values, Turn(step)))
+    data = bytearray(written.coder.encode(values, Turn(step)))
     assert len(data) == 4 + 64 * 64 // 8
-    return written.decoder.decode(data, Turn(step))
+    return written.coder.decode(data, Turn(step))
 
 
 def test_a_value_becomes_its_sign_and_zeros_one_or_the_other() -> None:

@@ -27,7 +27,7 @@ def embedding() -> BucketCoding:
 
 
 def payload_of(bucket: BucketCoding, values: torch.Tensor) -> bytes:
-    return bytes(bucket.encoder.encode(values, PLAIN_TURN))
+    return bytes(bucket.coder.encode(values, PLAIN_TURN))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -45,7 +45,7 @@ def test_every_pattern_of_bits_comes_back(dtype: str) -> None:
         values[1], values[2] = -0.0, float("nan")
         payload = payload_of(bucket, values)
         assert len(payload) <= bucket.max_bytes <= bucket.layout.bucket.nbytes
-        back = bucket.decoder.decode(payload, PLAIN_TURN)
+        back = bucket.coder.decode(payload, PLAIN_TURN)
         assert bytes(tensor_bytes(back)) == bytes(tensor_bytes(values))
 
 
@@ -92,8 +92,8 @@ def test_exact_changes_leave_no_error_and_need_no_refresh(by: str) -> None:
     sizes = []
     for step in range(250):
         turn = Turn(step, receiver="worker/0", base=step - 1 if step else None, changed=step, memory=memory)
-        payload = bytearray(bucket.encoder.encode(values, turn))
-        found = bucket.decoder.decode(payload, Turn(step, memory=held))
+        payload = bytearray(bucket.coder.encode(values, turn))
+        found = bucket.coder.decode(payload, Turn(step, memory=held))
         assert bytes(tensor_bytes(found)) == bytes(tensor_bytes(values))
         sizes.append(len(payload))
         values = values.clone()

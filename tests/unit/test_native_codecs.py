@@ -53,9 +53,9 @@ def steps(codec: Lossy, dtype: str, width: int) -> list[bytes]:
             values = numbers(step, torch.float32, bucket.elements, finite=True).to(getattr(torch, dtype))
             turn = Turn(step, 0, 7, memory=dict[MemoryKey, torch.Tensor](memory))
             coder = coding.bucket(0, number)
-            data = bytes(coder.encoder.encode(values, turn))
+            data = bytes(coder.coder.encode(values, turn))
             memory = turn.memory
-            found += [data, coder.decoder.decode(placed(data, 0), turn).numpy().tobytes()]
+            found += [data, coder.coder.decode(placed(data, 0), turn).numpy().tobytes()]
             found += [memory[key].numpy().tobytes() for key in sorted(memory)]
     return found
 

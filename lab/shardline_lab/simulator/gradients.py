@@ -188,7 +188,7 @@ def _coded(coding: Coding, place: Place, values: torch.Tensor, turn: Turn) -> to
     found = coding.bucket(*place)
     if found.codec.is_view:
         return values
-    return found.decoder.decode(bytearray(found.encoder.encode(values, turn)), PLAIN_TURN)
+    return found.coder.decode(bytearray(found.coder.encode(values, turn)), PLAIN_TURN)
 
 
 def parameters(plan: Plan, servers: Sequence[VirtualServer], model: nn.Module) -> dict[str, torch.Tensor]:

@@ -239,7 +239,7 @@ class BucketSink:
             values = borrowed_tensor(octets(payload), spec.dtype)
         else:
             turn = Turn(arrival.step, memory=named.memory(self._shard, arrival.bucket, ""))
-            values = written.decoder.decode(octets(payload), turn)
+            values = written.coder.decode(octets(payload), turn)
         self._layout.load(self._shard, arrival.bucket, values)
         self._keep_buffers(arrival.bucket)
 

@@ -398,7 +398,7 @@ def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tens
     """The INIT push of one shard. values: flat CPU tensors by bucket. coding: JobCoding.plain."""
     payloads = []
     for b, (bucket, flat) in enumerate(zip(coding.plan.shards[shard].buckets, values, strict=True)):
-        data = coding.bucket(shard, b).encoder.encode(flat, PLAIN_TURN)
+        data = coding.bucket(shard, b).coder.encode(flat, PLAIN_TURN)
         payloads.append(
             Payload(
                 bucket=b,
