@@ -116,9 +116,9 @@ class LaunchOptions:
         if self.workers < 0 or self.evaluators < 0:
             raise UsageError("--workers and --evaluators can't be negative")
         for role, count in self.tasks:
-            if role in ROLES.declared or role not in ROLES or count < 1:
-                more = ", ".join(set(ROLES) - set(ROLES.declared)) or "none"
-                raise UsageError(f"--tasks {role}={count}: give a number of tasks of a role of a plugin; there: {more}")
+            if role in ROLES.declared or role not in ROLES:
+                instead = "use --ps, --workers or --evaluators, or load its plugin: --plugin FILE"
+                raise UsageError(f"--tasks {role}={count}: no plugin has added this role; {instead}")
         if self.workers == 0 and not self.chief_trains:
             raise UsageError("--workers is 0, so no task would train; add workers, or use --chief-trains")
         trainers = self.workers + self.chief_trains

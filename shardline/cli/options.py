@@ -96,8 +96,8 @@ def check_tasks(
     """Convert ROLE=N texts to pairs."""
     pairs = [text.partition("=") for text in value]
     for role, _, count in pairs:
-        if not count.isdecimal():
-            raise click.BadParameter(f"{role!r} has no number of tasks; use ROLE=N, such as aggregator=2")
+        if not count.isdecimal() or int(count) < 1:
+            raise click.BadParameter(f"{role!r} needs a number of tasks, at least 1; use ROLE=N, such as aggregator=2")
     return tuple((role, int(count)) for role, _, count in pairs)
 
 
