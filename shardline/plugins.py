@@ -1,9 +1,7 @@
-"""Methods from outside the package: Python files that add residents to the tables of shardline.seams.
+"""Methods and roles from outside the library: Python files that add to its tables, and installed packages.
 
-SHARDLINE_PLUGINS lists them, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs them
+SHARDLINE_PLUGINS lists the files, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs them
 once, servers too: a plugin is code chosen by the person who starts the task, and is never sent over the network.
-
-The roles are outside the library too: installed() finds them.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from shardline.errors import JobError, UsageError
 from shardline.host.python_file import run_file
 
 VARIABLE = "SHARDLINE_PLUGINS"
-INSTALLED = ""
-"""Stands for installed packages among the names of files."""
 
 _lock = threading.RLock()
 _loaded: dict[str, object] = {}
@@ -45,13 +41,10 @@ def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -
         environ[VARIABLE] = os.pathsep.join(names)
 
 
-def load(*, installed_too: bool = True) -> None:
-    """Run the named files, each once, and import the installed packages, which needs torch.
-
-    Raises UsageError naming the file and line of an error.
-    """
+def load() -> None:
+    """Run the named files, each once. Raises UsageError naming the file and line of an error."""
     global _loading
-    names = [INSTALLED, *named()] if installed_too else named()
+    names = named()
     if all(path in _loaded for path in names):
         return
     with _lock:
@@ -62,15 +55,16 @@ def load(*, installed_too: bool = True) -> None:
         try:
             for path in names:
                 if path not in _loaded:
-                    _loaded[path] = run_file(Path(path), "plugin") if path else packages()
+                    _loaded[path] = run_file(Path(path), "plugin")
         except JobError as error:
             raise UsageError(f"plugin {error}") from error
         finally:
             _loading = False
 
 
+@functools.cache
 def packages() -> tuple[ModuleType, ...]:
-    """Installed packages with methods of their own, under entry points of `shardline.plugins`."""
+    """Import the installed packages with methods of their own, which import torch: those of `shardline.plugins`."""
     return tuple(entry.load() for entry in importlib.metadata.entry_points(group="shardline.plugins"))
 
 

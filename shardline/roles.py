@@ -87,7 +87,7 @@ class Roles:
         return row
 
     def __iter__(self) -> Iterator[str]:
-        plugins.load(installed_too=False)
+        plugins.load()
         return iter(tuple(self._rows))
 
     def __contains__(self, name: object) -> bool:

@@ -71,8 +71,7 @@ class Table(Generic[R]):
             self.add(resident)
 
     def __iter__(self) -> Iterator[type[R]]:
-        plugins.load()
-        return iter(tuple(self._classes.values()))
+        return (self._classes[name] for name in self.names)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -92,6 +91,7 @@ class Table(Generic[R]):
 
     @property
     def names(self) -> tuple[str, ...]:
+        plugins.packages()
         plugins.load()
         return tuple(self._classes)
 

@@ -165,7 +165,7 @@ class LaunchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Settings of all tasks, by the names of their flags, for --settings-file; a task reads those of its role."""
-        files = {**vars(self.security), "run_dir": self.run_dir, "replay": self.replay}
+        paths = {**vars(self.security), "run_dir": self.run_dir, "replay": self.replay}
         return {
             "cluster": str(cluster_path(self.out)),
             "out": str(self.out),
@@ -176,7 +176,7 @@ class LaunchOptions:
             "page": self.page or "off",
             **{name: getattr(self, name) for name in AS_GIVEN},
             # Absolute, since a script may change its folder; never the secrets themselves.
-            **{name: str(path.absolute()) for name, path in files.items() if isinstance(path, Path)},
+            **{name: str(path.absolute()) for name, path in paths.items() if isinstance(path, Path)},
         }
 
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
@@ -203,17 +203,15 @@ def task_command(
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
     """What all tasks have in their environment."""
     settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
-    # A forked task has gRPC from its parent, which must not write a line for each stranger either.
-    return {"GRPC_VERBOSITY": "ERROR", **settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
+    return {**settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
 
 
 def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of a task; the number of threads is left to the job."""
     settings = common_environment(base)
     if options.runs_script(task):
-        for name in FOR_SCRIPTS:
-            value = options.settings().get(name)
-            if value is not None:
+        for name, value in options.settings().items():
+            if name in FOR_SCRIPTS:
                 settings[f"SHARDLINE_{name.upper()}"] = str(int(value)) if isinstance(value, bool) else str(value)
         settings |= {"SHARDLINE_TASK": task, LIFE_FD: str(life_fd)}
         # As torchrun does: otherwise each of several processes would use all cores, at the others' expense.

@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = main(sys.argv[1:])
         lifeline.leave(code)
         return code
+    # Before gRPC is imported, here and in all tasks of a launcher: each stranger whose handshake fails costs a line.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments = list(argv)
     if "--" in arguments:
         cut = arguments.index("--")

@@ -146,8 +146,8 @@ def read_settings(context: click.Context, _parameter: click.Parameter, path: Pat
     """Take defaults of the flags from a launcher's JSON file, which has those of all roles."""
     if path is not None:
         try:
-            found = json.loads(files.read_text(path, SETTINGS_BYTES))
-        except (OSError, ValueError) as error:
+            found = dict(json.loads(files.read_text(path, SETTINGS_BYTES)))
+        except (OSError, ValueError, TypeError) as error:
             raise click.BadParameter(f"{path} can't be read: {error}") from None
         # A flag that is hidden is for another role.
         own = {option.name for option in context.command.params if not getattr(option, "hidden", False)}

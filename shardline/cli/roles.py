@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,6 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     if wants_place(flags["task"]):
         # Until its index is known, its log lines carry the role only.
         log.setup(role)
-    if flags["tls_cert"] is not None:
-        # Otherwise each stranger whose handshake fails costs a line.
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     config = options.role_config(role, flags)
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
