@@ -1,7 +1,7 @@
 """Methods and roles from outside the library: Python files that add to its tables, and installed packages.
 
-SHARDLINE_PLUGINS lists the files, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs them
-once, servers too: a plugin is code chosen by the person who starts the task, and is never sent over the network.
+SHARDLINE_PLUGINS lists the files, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs
+them once, servers too: a plugin is code chosen by the person who starts the task, and is never sent over the network.
 """
 
 from __future__ import annotations
