@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import gc
+import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -36,3 +38,13 @@ def pytest_collection_finish() -> None:
     """Hide what is imported from the collector: going through torch and all tests takes it a third of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Put the environment back: the command's own entry sets variables for the tasks that it starts."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
