@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import os
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
-from shardline import errors, methods, plugins
+from shardline import errors, methods
 from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, page, stop
 from shardline.cli.health import health
@@ -44,14 +42,20 @@ def exit_codes() -> str:
     return "\n".join(lines)
 
 
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@plugin
+def name_plugins() -> None:
+    """Take --plugin from the arguments of a command that is not known yet."""
+
+
 class Commands(click.Group):
     """The commands, among them one for each role that a plugin adds."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command; plugins named in its arguments are read before."""
         name = args[0]
-        if name not in self.commands and ("--plugin" in args or plugins.named()):
-            plugins.add(Path(path) for flag, path in itertools.pairwise(args) if flag == "--plugin")
+        if name not in self.commands:
+            name_plugins.make_context(name, args[1:])
             if name in ROLES:
                 self.add_command(role_command(name))
         return super().resolve_command(ctx, args)

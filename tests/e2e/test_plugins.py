@@ -104,7 +104,7 @@ def test_a_role_of_a_plugin_joins_is_healthy_exchanges_counts_and_stops(
         cluster.start("chief/0", "--job", job, "--out", tmp_path / "out", "--plugin", ROLE)
         cluster.start("ps/0", "--plugin", ROLE)
         cluster.start("worker/0", "--job", job, "--plugin", ROLE)
-        cluster.start("aggregator/0", "--plugin", ROLE)
+        cluster.start("aggregator/0", f"--plugin={ROLE}")
         wait_for_event(tmp_path / "out", "joined", "aggregator/0 joined")
         client = ChiefClient(cluster.tasks["chief"][0], Timeouts(total_s=15))
         row = wait_until(lambda: alive(client, "aggregator/0"), "the aggregator's first heartbeat")

@@ -283,6 +283,7 @@ def test_a_flag_of_another_role_is_accepted_and_said_not_to_be_read(
 def test_help_needs_neither_torch_nor_grpc() -> None:
     code = (
         "import sys; from shardline.cli.main import main; assert main(['train', '--help']) == 0;"
+        "from shardline.roles import ROLES; assert tuple(ROLES)[0] == 'chief';"
         "heavy = {'torch', 'grpc', 'rich', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
