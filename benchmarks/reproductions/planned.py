@@ -17,6 +17,7 @@ from shardline_pipeline.partition import (
     PlannedStage,
     Profile,
     choose,
+    forecast_of,
 )
 
 WORKERS = 8
@@ -83,12 +84,13 @@ def costs(profile: Profile, microbatches: int, sync: str = ALL_REDUCE) -> Costs:
 def counted(profile: Profile, sync: str) -> tuple[float, float]:
     """Bytes on all wires per microbatch: data parallel, and convolutions on all workers but one, which has the rest."""
     end, convolutions = len(profile.layers), len(profile.layers) - 3
-    whole = costs(profile, WORKERS, sync).forecast((PlannedStage(first=0, end=end, workers=tuple(range(WORKERS))),))
-    split = costs(profile, WORKERS - 1, sync).forecast(
+    whole = forecast_of(costs(profile, WORKERS, sync), (PlannedStage(first=0, end=end, workers=tuple(range(WORKERS))),))
+    split = forecast_of(
+        costs(profile, WORKERS - 1, sync),
         (
             PlannedStage(first=0, end=convolutions, workers=tuple(range(WORKERS - 1))),
             PlannedStage(first=convolutions, end=end, workers=(WORKERS - 1,)),
-        )
+        ),
     )
     return whole.bytes / WORKERS, split.bytes / (WORKERS - 1)
 

@@ -12,7 +12,7 @@ from shardline.job import load_job
 from shardline_pipeline import schedule_named
 from shardline_pipeline.cli.partition import exchanges
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, shapes
+from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, forecast_of, shapes
 from tests.e2e.support import PATIENCE_S, mortal_cluster, scrape, summary_of, total, wait_for_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
@@ -63,7 +63,7 @@ def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path:
         PlannedStage(first=span.start, end=span.stop, workers=(2 * number, 2 * number + 1))
         for number, span in enumerate(spans)
     )
-    predicted = costs.forecast(plan)
+    predicted = forecast_of(costs, plan)
     with mortal_cluster(path, out, workers=6) as cluster:
         wait_for_step(out, STEPS // 2)
         groups = json.loads((out / "prometheus-targets.json").read_text())

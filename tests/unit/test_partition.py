@@ -29,6 +29,7 @@ from shardline_pipeline.partition import (
     Stages,
     best,
     choose,
+    forecast_of,
     mixed,
     unbroken,
 )
@@ -284,7 +285,7 @@ def test_the_hierarchical_search_equals_looking_at_every_plan() -> None:
 def test_the_forecast_of_a_plan_is_what_the_search_compares() -> None:
     for costs in cases():
         for plan in itertools.islice(every_flat_plan(costs.count, costs.cluster.workers), 20):
-            assert costs.forecast(plan).seconds == pytest.approx(plan_seconds(costs, plan)), (costs, plan)
+            assert forecast_of(costs, plan).seconds == pytest.approx(plan_seconds(costs, plan)), (costs, plan)
 
 
 def several_are_balanced(seed: int) -> bool:
@@ -422,7 +423,7 @@ def test_a_stage_needs_its_versions_and_what_its_microbatches_keep(
     if schedule == "stash":
         # With 8 microbatches a step only passes that begin before the step's end are in the step before.
         expected = [1000 * (copies + 1) + 7 * count for copies, count in zip([3, 3, 2], held, strict=True)]
-    assert list(costs.forecast(plan).memory_bytes) == expected
+    assert list(forecast_of(costs, plan).memory_bytes) == expected
 
 
 # Mixed pipelines
@@ -459,7 +460,7 @@ def test_a_mixed_pipeline_is_never_slower_than_a_sequential_one_and_uses_each_la
     plan = mixed(costs, workers, also=[sequential])
     assert plan is not None
     assert [number for stage in plan for number in range(stage.first, stage.end)] == list(range(len(times)))
-    assert costs.forecast(plan).seconds <= costs.forecast(sequential).seconds
+    assert forecast_of(costs, plan).seconds <= forecast_of(costs, sequential).seconds
     assert {worker for stage in plan for worker in stage.workers} <= set(range(workers))
 
 
@@ -478,12 +479,12 @@ def test_as_many_blocks_as_workers_are_a_sequential_pipeline(times: list[int], w
 def test_a_mixed_plan_of_two_workers_is_within_a_sixth_of_the_best_one(times: list[int]) -> None:
     costs = costs_of(*((float(s), 1, 0, 0) for s in times), workers=2)
     every = [
-        costs.forecast(stages_of([range(n, n + 1) for n in range(len(times))], homes)).seconds
+        forecast_of(costs, stages_of([range(n, n + 1) for n in range(len(times))], homes)).seconds
         for homes in itertools.product(range(2), repeat=len(times))
     ]
     plan = mixed(costs, 2)
     assert plan is not None
-    assert min(every) <= costs.forecast(plan).seconds <= 7 / 6 * min(every) + 1e-9
+    assert min(every) <= forecast_of(costs, plan).seconds <= 7 / 6 * min(every) + 1e-9
 
 
 def test_refining_moves_a_border_while_that_helps() -> None:
@@ -502,7 +503,7 @@ def test_both_ends_in_one_worker_are_faster_than_any_sequential_pipeline() -> No
     sequential, found = best(costs, copies=1), mixed(costs, 2)
     assert sequential is not None and found is not None
     assert [stage.workers for stage in found] == [(0,), (1,), (0,)]
-    assert costs.forecast(sequential).seconds / costs.forecast(found).seconds == pytest.approx(7 / 6)
+    assert forecast_of(costs, sequential).seconds / forecast_of(costs, found).seconds == pytest.approx(7 / 6)
 
 
 # Profiles
@@ -519,7 +520,7 @@ def test_workers_that_share_cores_wait_for_each_other(
             profile=Profile(layers=layers(*[(1.0, 1, 1, 1)] * 4), samples=1), schedule=schedule or FLUSH,
             cluster=Cluster(levels=(LinkLevel(count=4),), cores=cores), microbatches=8,
         )  # fmt: skip
-        assert costs.forecast(stages if schedule else (every,)).seconds == pytest.approx(needed)
+        assert forecast_of(costs, stages if schedule else (every,)).seconds == pytest.approx(needed)
 
 
 def test_a_profile_is_written_and_read() -> None:

@@ -14,7 +14,7 @@ from benchmarks.stage_memory import measured
 from shardline.job import Job
 from shardline_pipeline import schedule_named
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, shapes
+from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, forecast_of, shapes
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]
@@ -86,6 +86,6 @@ def test_each_stage_needs_the_predicted_memory(
         PlannedStage(first=first, end=end, workers=(number,))
         for number, (first, end) in enumerate(itertools.pairwise(ends))
     )
-    predicted = costs.forecast(plan).memory_bytes
+    predicted = forecast_of(costs, plan).memory_bytes
     for stage, needed in enumerate(measured(job, STEPS)):
         assert needed == pytest.approx(predicted[stage], rel=within), f"stage {stage}"

@@ -34,7 +34,7 @@ from shardline_lab.simulator.gradients import training_contents
 from shardline_pipeline import PIPELINES, bubble, schedule_named
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile
+from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile, forecast_of
 from shardline_pipeline.runner import AtHome, StageRunner
 
 FLUSHING = [one.name for one in PIPELINES if schedule_named(one.name).staged and schedule_named(one.name).flushes]
@@ -263,8 +263,8 @@ def test_what_the_partitioner_predicts_without_a_flush_is_what_is_simulated() ->
             microbatches=microbatches,
             bucket_bytes=max(4 * bucket.elements for shard in plan.shards for bucket in shard.buckets),
         )
-        forecast = predicted.forecast(
-            tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(stages))
+        forecast = forecast_of(
+            predicted, tuple(PlannedStage(first=number, end=number + 1, workers=(number,)) for number in range(stages))
         )
         errors.append(seconds / forecast.seconds - 1)
     # It is a bound: what stages exchange at the same time may have to wait longer for a server's link.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -14,11 +14,10 @@ from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.storage.shard import Hyper
+from shardline_lab.simulator.clock import VirtualClock
 from shardline_lab.simulator.links import MessageStream
+from shardline_lab.simulator.result import RunCounts
 from shardline_lab.simulator.servers import NOTHING, PulledBucket, VirtualServer
-
-if TYPE_CHECKING:
-    from shardline_lab.simulator.simulation import Simulation
 
 FORWARD = 1 / 3
 """Share of the forward pass in a pass: the backward pass computes twice as much."""
@@ -42,6 +41,23 @@ class Gradients(Protocol):
         """Hyper-parameters that are sent with it."""
 
 
+class SimulatedJob(Protocol):
+    """Parts of a simulation that its workers use."""
+
+    clock: VirtualClock
+    tally: RunCounts
+    servers: list[VirtualServer]
+    overlap: bool
+    """Gradients leave during the backward pass."""
+    exchange_s: float
+    sums_blocks: bool
+    whole_pushes: bool
+
+    def draws_in(self, step: int) -> int: ...
+
+    def ahead_in(self, step: int) -> float: ...
+
+
 class VirtualWorker:
     """One worker. Every event of it belongs to one of its lives, and does nothing once that has ended.
 
@@ -51,7 +67,7 @@ class VirtualWorker:
     def __init__(
         self,
         index: int,
-        job: Simulation,
+        job: SimulatedJob,
         half: WorkerHalf,
         times: Iterator[float],
         streams: tuple[Sequence[MessageStream], Sequence[MessageStream]],

@@ -106,7 +106,7 @@ def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Cost
 
 def spec_of(job: Job, model: nn.Sequential) -> JobSpec:
     """The job's identity, with each tensor's layer in front of its name."""
-    from shardline_pipeline.split.units import Units
+    from shardline_pipeline.split.model import Units
 
     if not isinstance(model, Units):
         return job.spec(model)
@@ -140,7 +140,7 @@ def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
     from shardline_pipeline.hosts import assign_hosts, planned_hosts
     from shardline_pipeline.model import Pipeline
     from shardline_pipeline.partition import PlannedStage
-    from shardline_pipeline.split.units import Units
+    from shardline_pipeline.split.model import Units
 
     if not schedule_named(job.pipeline).staged:
         return None

@@ -9,7 +9,6 @@ from shardline_pipeline.partition.costs import (
     SERVERS,
     Cluster,
     Costs,
-    Forecast,
     LayerTraffic,
     LinkLevel,
     PlannedStage,
@@ -17,6 +16,7 @@ from shardline_pipeline.partition.costs import (
     kept,
 )
 from shardline_pipeline.partition.dynamic import best, candidates
+from shardline_pipeline.partition.forecast import Forecast, forecast_of
 from shardline_pipeline.partition.measure import measure, shapes
 from shardline_pipeline.partition.mixed import mixed
 from shardline_pipeline.partition.profile import Handed, Layer, Profile
@@ -40,6 +40,7 @@ __all__ = [
     "candidates",
     "choose",
     "coded",
+    "forecast_of",
     "kept",
     "measure",
     "mixed",

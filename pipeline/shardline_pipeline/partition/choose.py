@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from shardline.errors import JobError
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.partition.costs import Costs, Forecast, PlannedStage, Stages, kept
+from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages, kept
 from shardline_pipeline.partition.dynamic import candidates
+from shardline_pipeline.partition.forecast import Forecast, forecast_of
 from shardline_pipeline.partition.mixed import mixed
 from shardline_pipeline.schedules.whole import Undivided
 
@@ -70,7 +71,7 @@ def choose(costs: Costs, *, allow_mixed: bool = False) -> Comparison:
 def smallest(costs: Costs) -> float:
     """Memory that the largest worker of a pipeline needs at least, of one with as many stages as there are workers."""
     free = replace(costs, cluster=replace(costs.cluster, memory_bytes=float("inf")))
-    found = [max(free.forecast(plan).memory_bytes) for plan in _staged(free, 1)]
+    found = [max(forecast_of(free, plan).memory_bytes) for plan in _staged(free, 1)]
     return min(found, default=float("inf"))
 
 
@@ -80,7 +81,7 @@ def replicas_of(plan: Stages) -> int:
 
 
 def rated(costs: Costs, plan: Stages) -> Rated:
-    forecast = kept(costs, plan).forecast(plan)
+    forecast = forecast_of(kept(costs, plan), plan)
     return Rated(plan=plan, forecast=forecast, fits=max(forecast.memory_bytes) <= costs.cluster.memory_bytes)
 
 

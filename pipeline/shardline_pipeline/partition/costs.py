@@ -2,7 +2,7 @@
 
 A step has `microbatches` microbatches; a stage on r workers computes every r-th of them on each (PipeDream's 1F1B-RR),
 and exchanges its parameters once per step. Everything that a worker sends and receives shares its link, which carries
-both directions at a time. How long a step takes is in flushed.py and unbroken.py, by whether the schedule flushes.
+both directions at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import cached_property
 from shardline.errors import UsageError
 from shardline_pipeline.base import PipelineSchedule
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.partition import flushed, unbroken
 from shardline_pipeline.partition.activations import Activations
 from shardline_pipeline.partition.profile import Profile
 from shardline_pipeline.schedules.unbroken import Unbroken
@@ -80,30 +79,6 @@ class PlannedStage:
 
 Stages = tuple[PlannedStage, ...]
 """Stages in order. A worker may have several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What a plan is expected to take. Per step."""
-
-    seconds: float
-    limit: str
-    """What takes most of it: "computing", "links" or "servers"; without a flush also "way", of microbatches through the
-    stages and back, or "updates", of gradients to the servers and of parameters back."""
-    waits_s: float = 0.0
-    """Of it, with a flush: for parameters on their way, when the passes are done."""
-    parameter_bytes: float
-    """Pushed and pulled, or all-reduced, by all workers."""
-    parcel_bytes: float
-    """Activations and their gradients."""
-    compute_s: tuple[float, ...]
-    """By worker."""
-    link_s: tuple[float, ...]
-    memory_bytes: tuple[float, ...]
-
-    @property
-    def bytes(self) -> float:
-        return self.parameter_bytes + self.parcel_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,42 +238,8 @@ class Costs:
         )
         return trained * (1 + self.optimizer_bytes) + max(moments)
 
-    # A plan
-
-    def forecast(self, plan: Stages) -> Forecast:
-        """What a plan takes. Of costs for it, see kept()."""
-        used = sorted({worker for stage in plan for worker in stage.workers})
-        compute, link, memory = (dict.fromkeys(used, 0.0) for _ in range(3))
-        behind, slots = 0, sum(len(stage.workers) for stage in plan)
-        parameters = parcels = 0.0
-        for stage in reversed(plan):
-            first, end, copies = stage.first, stage.end, len(stage.workers)
-            needed = self.memory_bytes(first, end, copies=copies, behind=behind, slots=slots)
-            for worker in stage.workers:
-                compute[worker] += self.compute_s(first, end, copies)
-                link[worker] += self.link_s(first, end, copies)
-                memory[worker] += needed
-            behind += copies
-            parameters += self._exchanged(first, end, copies)
-            parcels += sum(self.parcels(first, end, copies)) * copies / 2
-        if self.schedule.flushes:
-            times = {"computing": flushed.passes_s(self, plan), **flushed.waits(self, plan)}
-            waits = max(times["links"], times["servers"])
-        else:
-            times, waits = unbroken.times(self, plan), 0.0
-        limit = max(times, key=lambda name: times[name])
-        return Forecast(
-            seconds=times["computing"] + waits if self.schedule.flushes else times[limit],
-            limit=limit,
-            waits_s=waits,
-            parameter_bytes=parameters,
-            parcel_bytes=parcels,
-            compute_s=tuple(compute[worker] for worker in used),
-            link_s=tuple(link[worker] for worker in used),
-            memory_bytes=tuple(memory[worker] for worker in used),
-        )
-
-    def _exchanged(self, first: int, end: int, copies: int) -> float:
+    def all_exchange_bytes(self, first: int, end: int, copies: int) -> float:
+        """Bytes that all workers of a stage exchange, in both directions."""
         if self.ring:
             return copies * self.ring_bytes(first, end, copies)
         each = self.total("push", first, end) + self.total("pull", first, end)

@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from shardline_pipeline.partition import groups
+from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages
 from shardline_pipeline.partition.groups import Item, Travel
-
-if TYPE_CHECKING:
-    from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages
 
 Measure = tuple[float, ...]
 

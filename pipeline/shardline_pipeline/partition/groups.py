@@ -7,10 +7,8 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shardline_pipeline.partition.costs import Costs, LinkLevel, Stages
+from shardline_pipeline.partition.costs import Costs, LinkLevel, Stages
 
 Item = tuple[float, float, float]
 """(head start, bytes, time of the last ones) of an exchange."""

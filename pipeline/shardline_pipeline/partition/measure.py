@@ -22,7 +22,7 @@ from shardline.core.parcel import memory_order, only_input
 from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything, to_device
 from shardline.errors import JobError, calling
 from shardline_pipeline.partition.profile import Handed, Layer, Profile
-from shardline_pipeline.split.units import Unit, Units
+from shardline_pipeline.split.model import Unit, Units
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]

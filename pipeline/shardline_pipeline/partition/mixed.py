@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages
 from shardline_pipeline.partition.dynamic import points
+from shardline_pipeline.partition.forecast import forecast_of
 
 MULTIPLES = (1, 2, 3, 4)
 """Blocks per worker that are tried."""
@@ -37,7 +38,7 @@ def mixed(
 
 def score(costs: Costs, plan: Stages) -> Score:
     """What is compared: seconds of a step, then bytes on all wires."""
-    found = costs.forecast(plan)
+    found = forecast_of(costs, plan)
     return found.seconds, found.bytes
 
 
@@ -142,4 +143,4 @@ def _neighbours(costs: Costs, plan: Stages) -> Iterator[Stages]:
 
 
 def _fits(costs: Costs, plan: Stages) -> bool:
-    return max(costs.forecast(plan).memory_bytes) <= costs.cluster.memory_bytes
+    return max(forecast_of(costs, plan).memory_bytes) <= costs.cluster.memory_bytes

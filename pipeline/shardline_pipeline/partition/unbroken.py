@@ -19,15 +19,11 @@ m, a and o are those of one worker of the stage: it computes every r-th microbat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from shardline_pipeline.base import PipelineSchedule
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.partition import flushed, groups
+from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages
 from shardline_pipeline.schedules.unbroken import Unbroken
-
-if TYPE_CHECKING:
-    from shardline_pipeline.base import PipelineSchedule
-    from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages
 
 Measure = flushed.Measure
 
