@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.process import ContenderError
-from shardline.client.exchange.outcomes import Restart
-from shardline.client.exchange.retrying import Observer
-from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.step.trainer import Trainer
-from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.api.workplace import Ties, Wishes, make_trainer
+from shardline.client.exchange.shard_exchange import Observer, Restart
+from shardline.client.step.trainer import Trainer, WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.codecs import keep_whole, of
 from shardline.config import RoleConfig

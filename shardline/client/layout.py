@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from shardline.client.exchange.arrivals import Key
 from shardline.core.plan import Plan, span_of
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import digest, is_stored, same_bits, tensor_bytes
+from shardline.division import Key
 from shardline.errors import MismatchError, TensorError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.core.timeouts import Timeouts

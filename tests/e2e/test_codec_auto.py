@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300)]
 # Raw pushes take long, as over a slow link; the chief measures for a shorter time than usual.
 SLOW_WHEN_RAW = """
 import time
-from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.exchange.shard_exchange import StepFigures
 from shardline.lanes.grpc.client import GrpcLane
 from shardline_chief.rules.codecs import choice
 

@@ -149,8 +149,8 @@ def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, 
 
 
 FAILS_ONCE = """
-from shardline.client.exchange.retrying import Retrying
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.exchange.shard_exchange import Retrying
+from shardline.client.exchange.shard_exchange import Restart
 
 whole, failed = Retrying.exchange, []
 

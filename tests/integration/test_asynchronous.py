@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange.outcomes import Restart, Stopped
+from shardline.client.exchange.shard_exchange import Restart, Stopped
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.data import BatchSource, derive, seed_everything

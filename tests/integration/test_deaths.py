@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.api.step_runner import WorkerState
-from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
+from shardline.client.api.step_loop import WorkerState
+from shardline.client.exchange.shard_exchange import Interrupted, Restart, ShardTask, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import Lane

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.outcomes import Interrupted, ShardTask
-from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
 from shardline.client.layout import ModelLayout, same_bits
-from shardline.client.step.sink import BucketSink
+from shardline.client.step.weights import BucketSink
 from shardline.codecs import coding_of
 from shardline.consistency.server import NumberedPush
 from shardline.core.gradients import Gradient

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.job import Job

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.client.layout import copy_each
-from shardline.client.step.open_step import Expected
+from shardline.client.step.staging import Expected
+from shardline.division import Key
 from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import Lane
 from shardline.model import named_values

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.tcp.client import TcpLane

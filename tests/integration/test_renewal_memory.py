@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.core.plan import ShardSpec
 from shardline.errors import UnreachableError
 from shardline.storage.publication import Publication

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Interrupted, Restart
-from shardline.client.step.sink import BucketSink
+from shardline.client.exchange.shard_exchange import Interrupted, Restart
+from shardline.client.step.weights import BucketSink
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError

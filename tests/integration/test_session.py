@@ -21,7 +21,7 @@ import shardline
 from shardline.client.api import connect as connecting
 from shardline.client.api.session import Session
 from shardline.client.api.stepper import Do
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from tests.support.jobs import make_job
 from tests.support.services import TIMEOUTS, Services, backward, batch, make_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardline.client.exchange.outcomes import Overtaken
+from shardline.client.exchange.shard_exchange import Overtaken
 from shardline.core.choices import Choices, members
 from shardline.core.outcome import Outcome
 from shardline.job import Job

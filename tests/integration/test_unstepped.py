@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.api import step_runner
+from shardline.client.api import step_loop
 from shardline.client.api.stepper import MissingSteps
 from shardline.errors import JobError
 from tests.support.services import Services, backward, make_model
@@ -21,7 +21,7 @@ NO_STEP = r"step 3: optimizer.step\(\) was not called in \d+ passes of the loop,
 def test_a_worker_for_whose_step_the_others_wait_ends_the_job(
     start: Callable[..., Services], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_runner, "MissingSteps", lambda timeout_s: MissingSteps(1.0))
+    monkeypatch.setattr(step_loop, "MissingSteps", lambda timeout_s: MissingSteps(1.0))
     services = start(ps=2, workers=2)
 
     def diligent() -> None:
@@ -62,7 +62,7 @@ def test_gradients_that_are_accumulated_by_hand_are_no_error(
     start: Callable[..., Services], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker alone: nobody waits for it. The step counts what its passes added up."""
-    monkeypatch.setattr(step_runner, "MissingSteps", lambda timeout_s: MissingSteps(0.0))
+    monkeypatch.setattr(step_loop, "MissingSteps", lambda timeout_s: MissingSteps(0.0))
     services = start(ps=1, workers=1)
     session = services.connect()
     w = nn.Parameter(torch.zeros(4))

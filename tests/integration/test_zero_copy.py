@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.client.step.in_place import InPlace, regions
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.core.plan import make_plan

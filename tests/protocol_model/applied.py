@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.cadence import Held, Outgoing, Told
-from shardline.client.applied.optimizer_buckets import ServerStates
-from shardline.client.applied.worker_optimizer import WorkerOptimizer
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.applied.worker_optimizer import ServerStates, WorkerOptimizer
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.client.layout import ModelLayout
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity

@@ -12,8 +12,8 @@ import torch
 import shardline_pipeline as pipeline
 from shardline import consistency
 from shardline.cadence import Outgoing, Told
-from shardline.client.applied.optimizer_buckets import ServerStates
-from shardline.client.exchange.outcomes import Restart
+from shardline.client.applied.worker_optimizer import ServerStates
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.client.layout import ModelLayout
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from shardline import division, topology
-from shardline.client.exchange.outcomes import StepFigures
-from shardline.client.exchange.retrying import Observer
-from shardline.client.factory import Ties, Wishes, make_trainer, own_layout
-from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.api.workplace import Ties, Wishes, make_trainer, own_layout
+from shardline.client.exchange.shard_exchange import Observer, StepFigures
+from shardline.client.step.trainer import WorkerMethods
 from shardline.client.watch.model_watch import ModelWatch
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig

@@ -11,11 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shardline.client.factory import Wishes
-from shardline.client.overlap.gate import Gate
-from shardline.client.overlap.reach import Reach
-from shardline.client.overlap.watching import StepWatch
-from shardline.client.step.open_step import Expected
+from shardline.client.api.workplace import Wishes
+from shardline.client.overlap.gate import Gate, Reach, StepWatch
+from shardline.client.step.staging import Expected
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane

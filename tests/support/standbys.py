@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.client.exchange.shard_exchange import Interrupted, Restart
 from shardline.core.placement import Placement
 from shardline.core.status import ShardStatus
 from shardline.errors import UnreachableError

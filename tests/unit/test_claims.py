@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardline.client.step.open_step import PushTools, filled_payloads
-from shardline.client.step.staging import Allocate, GradientStaging, no_memory
+from shardline.client.step.staging import Allocate, GradientStaging, PushTools, filled_payloads, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.consistency.server import NumberedPush

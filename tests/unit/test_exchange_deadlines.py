@@ -9,13 +9,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from shardline.client.exchange import arrivals, shard_exchange
-from shardline.client.exchange.arrivals import Arrivals
-from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
-from shardline.client.exchange.shard_exchange import Exchange, Running
+from shardline.client.exchange import shard_exchange
+from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
 from shardline.client.exchange.streaming_payloads import ReadyPayloads
 from shardline.client.layout import ModelLayout
-from shardline.client.step.sink import BucketSink
+from shardline.client.step import weights
+from shardline.client.step.weights import Arrivals, BucketSink
 from shardline.codecs import coding_of
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
@@ -36,7 +35,7 @@ TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_exchange, "LOOK_S", LOOK_S)
-    monkeypatch.setattr(arrivals, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(weights, "LOOK_S", LOOK_S)
 
 
 def running(shards: Sequence[int], *, grace_looks: float = 3.0) -> Running:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
 from shardline.client.step.in_place import InPlace, place
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
+from shardline.division import Key
 from shardline.host import window
 from shardline.host.segments import Segment
 from shardline.lanes.base import Lane

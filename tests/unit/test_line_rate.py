@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardline.client.exchange.outcomes import ShardOutcome
+from shardline.client.exchange.shard_exchange import ShardOutcome
 from shardline.errors import UsageError
 from shardline.observability import line_rate
 from shardline.observability.line_rate import given_rate, interface_rate, meter_line

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.core.identity import Identity
 from shardline.core.parcel import Parcel, ParcelKey
 from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.applied.optimizer_buckets import OptimizerBuckets, ServerStates
+from shardline.client.applied.worker_optimizer import OptimizerBuckets, ServerStates
 from shardline.client.layout import ModelLayout
 from shardline.core.plan import make_plan
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec

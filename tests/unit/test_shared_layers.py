@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardline_pipeline as pipeline
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.consistency.assignment import assign
 from shardline.core.placement import Post
 from shardline.core.plan import make_plan

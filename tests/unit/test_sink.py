@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.layout import ModelLayout
-from shardline.client.step.sink import BucketSink
+from shardline.client.step.weights import Arrivals, BucketSink
 from shardline.codecs import coding_of
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec

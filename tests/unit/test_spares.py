@@ -9,7 +9,7 @@ import torch
 
 from shardline import consistency
 from shardline.client.overlap.early_push import why_not_early
-from shardline.client.step.open_step import Expected
+from shardline.client.step.staging import Expected
 from shardline.consistency import spares
 from shardline.consistency.choosing import KEPT_CHOICES, StepChoices, choose
 from shardline.consistency.eager import EagerSteps

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline.client.api.session import Session
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.core.orders import Orders
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardline.client.api.stepper import Do, Seen, Stepper
-from shardline.client.exchange.outcomes import Interrupted, Overtaken, Restart, Stopped
+from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, Stopped
 from shardline.core.orders import Orders, Phase
 from shardline.rpc.client import Lease
 

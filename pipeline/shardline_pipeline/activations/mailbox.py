@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import shardline_pipeline as pipeline
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders
 from shardline.core.parcel import Parcel, ParcelKey

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import shardline_pipeline as pipeline
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.client.partners import Hooks, Partners
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity

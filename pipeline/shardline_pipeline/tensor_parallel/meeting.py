@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.errors import ForbiddenError, UnreachableError
 from shardline.host import segments
 from shardline.host.awake import awake_s

@@ -9,7 +9,7 @@ import operator
 from torch import nn
 
 from shardline.client.api.session import Session
-from shardline.client.overlap.watching import StepAgain
+from shardline.client.overlap.gate import StepAgain
 from shardline.errors import JobError
 from shardline.host.awake import awake_s
 from shardline_pipeline.activations.post import PostOffice

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from shardline.client.api.step_loop import StepLoop
-from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.client.exchange.shard_exchange import Interrupted, Restart
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.step.trainer import WorkerMethods
 from shardline.errors import JobError
 from shardline.model import BEFORE
 from shardline.update import fixed_settings, hyper_numbers

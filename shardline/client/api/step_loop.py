@@ -5,26 +5,455 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from shardline.client.api.barrier import Barrier
-from shardline.client.api.step_runner import StepRunner
-from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
-from shardline.client.overlap.watching import StepAgain, StepWatch
-from shardline.client.step.open_step import Expected
+from shardline.client.api.step_reports import SentStep, StepReports
+from shardline.client.api.stepper import OPEN, Do, MissingSteps, Seen, Stepper
+from shardline.client.api.workplace import Workplace
+from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
+from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.shared_gradients import SharedGradients
+from shardline.client.step.staging import Expected
 from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
-from shardline.core.orders import Phase, StepReport
+from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
+from shardline.core.settings import EXACT
 from shardline.data import UNWATCHED, Watch
-from shardline.errors import JobError, JobStopped
+from shardline.errors import JobError, JobStopped, RolledBackError, UnreachableError, UsageError
+from shardline.host.awake import awake_s
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
+from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
+
+
+class WorkerState:
+    """What a worker's loop looks at before it decides. Used by the session's thread, except ordered().
+
+    leaving: whether this worker was asked to leave. settle: see PostOffice.
+    """
+
+    def __init__(
+        self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool], settle: Callable[[], None]
+    ) -> None:
+        self._leaving = leaving
+        self.stepper = Stepper()
+        self.place = Workplace(
+            config, metrics, still_ordered=self.still_ordered, still_open=self.still_open, settle=settle
+        )
+        self.joined: ChiefLink | None = None
+        """The link to the chief, from attach() on."""
+        self.retained: RetainedContribution | None = None
+        """The contribution to the open step of a loop that can't repeat a step."""
+
+    @property
+    def link(self) -> ChiefLink:
+        """Link to the chief. Raises UsageError before attach()."""
+        if self.joined is None:
+            raise UsageError("the session is not attached: call session.attach(model, optimizer) first")
+        return self.joined
+
+    @property
+    def trainer(self) -> Trainer:
+        """State of training. Raises UsageError before attach()."""
+        return self.place.trainer
+
+    @property
+    def assigned(self) -> bool:
+        """Whether the chief assigns logical replicas to this worker."""
+        return self.trainer.half.shares_steps
+
+    @property
+    def number(self) -> int:
+        """Number of the open step, or of the leased batch."""
+        leases = self.stepper.leases
+        return self.trainer.step if leases.lease is None else leases.batch
+
+    def see(self) -> Seen:
+        """What to decide on. Raises the error of a worker that may not go on, see ChiefLink.check."""
+        link, trainer = self.link, self.trainer
+        leaving = self._leaving()
+        if leaving and trainer.job.error_memory != EXACT:
+            trainer.encoders.leaving = True
+        released = leaving and (link.orders.fenced or not link.orders.replicas)
+        if not released:
+            link.check()
+        return Seen(
+            orders=link.orders,
+            released=released,
+            leaving=leaving,
+            timeline=self.place.timeline,
+            job_step=trainer.half.job_step,
+            assigned=self.assigned,
+            script=trainer.job.script,
+            resting=self.place.resting,
+            resends=trainer.methods.resends,
+            retained=self.retained is not None,
+        )
+
+    def ordered(self, orders: Orders) -> None:
+        """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
+        trainer, link, timeline = self.place.current, self.joined, self.place.timeline
+        if trainer is None or link is None or timeline is None:
+            return
+        assigned = trainer.half.shares_steps
+        if link.lost or self.stepper.interrupts(orders, timeline, assigned=assigned):
+            self.place.interrupt()
+
+    def still_ordered(self) -> bool:
+        """Whether the orders are still those that the open step began with."""
+        link, timeline = self.link, self.place.timeline
+        if link.lost is not None or timeline is None:
+            return False
+        return self.stepper.still_ordered(link.orders, timeline, assigned=self.assigned)
+
+    def still_open(self, number: int) -> bool:
+        """Whether a step still has to be computed, by the orders that it began with."""
+        if not self.still_ordered() or self.trainer.methods.unbroken:
+            # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
+            return self.still_ordered()
+        try:
+            found = self.trainer.standings(range(self.trainer.job.replicas)).values()
+        except UnreachableError as error:
+            # Beginning again would not help: the other stages do so only if the orders change.
+            log.info("can't ask whether step %d is closed: %s", number, error)
+            return self.still_ordered()
+        except (Restart, Interrupted) as error:
+            log.info("looking for the current step again: %s", error or "interrupted")
+            return False
+        return min(step for standing in found for step in standing.replicas.values()) <= number
+
+
+class StepRunner:
+    """One worker's steps, between the passes of its loop. Used by the session's thread, except ordered().
+
+    leaving: whether this worker was asked to leave.
+    """
+
+    def __init__(self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool]) -> None:
+        self._timeouts = config.timeouts
+        self.now = WorkerState(config, metrics, leaving=leaving, settle=self.settle_stages)
+        self.place = self.now.place
+        self.stepper = self.now.stepper
+        self.reports = StepReports(metrics)
+        self.missing_steps = MissingSteps(config.timeouts.total_s)
+        self.sent: SentStep | None = None
+        """The step in flight."""
+        self.closed_by: StepFigures | None = None
+        """Set by go_on() if the open step needs no further exchange: all shards have its contribution."""
+        self.unwound: StepAgain | None = None
+        """Set if the loop's body was left in the middle."""
+        self.lent: SharedGradients | None = None
+        """Gradients in memory shared with the servers."""
+        self._repeated = 0
+        """Asynchronous mode: batches that were sent but had to be computed again."""
+
+    @property
+    def link(self) -> ChiefLink:
+        return self.now.link
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.place.trainer
+
+    # Before a pass
+
+    def next(self) -> bool:
+        """Find the next pass, and begin it; False if there is none. Waits while there may be one later.
+
+        Raises JobError if the previous step was begun and not ended, see Trainer.check_stepped, or if other workers
+        wait for it, see MissingSteps.
+        """
+        while True:
+            unwound, self.unwound = self.unwound, None
+            if unwound is not None:
+                # The body was left in the middle: give up what it sent, and settle the step in flight.
+                if self.sent is None:
+                    self.trainer.give_up()
+                elif unwound.cause is None or self.go_on(unwound.cause):
+                    self.settle()
+                self.stepper.stale = True
+                self.missing_steps.reset()
+            trainer = self.trainer
+            trainer.check_stepped()
+            flies = self.sent is not None and not (trainer.methods.needs_pull or trainer.open.failed)
+            runs_on = flies and not self.missing_steps.passes and self.now.still_ordered()
+            if runs_on and self.stepper.runs_on(self.now.see()):
+                self._begin()
+                return True
+            if not self.settle():
+                continue
+            # Before reading the orders: an interruption by newer ones must not be lost.
+            self.place.arm()
+            seen = self.now.see()
+            match self.stepper.next(seen):
+                case Do.BEGIN:
+                    self._begin()
+                    return True
+                case Do.END:
+                    return False
+                case Do.LOCATE:
+                    self.locate(seen.orders)
+                case Do.LEASE:
+                    self._lease()
+                case Do.RESUME:
+                    self.link.resume()
+                case Do.FINISH | Do.REST | Do.WAIT as what:
+                    if what is Do.FINISH:
+                        self.finish_part()
+                    elif what is Do.REST:
+                        self.place.rest()
+                    self._wait_for_change(seen.orders)
+
+    def _begin(self) -> None:
+        """Begin a pass of the loop's body."""
+        trainer, owned = self.trainer, self.stepper.begun.replicas
+        self.place.partners.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
+        self.link.set_step(self.now.number)
+        now_s = awake_s()
+        if self.missing_steps.begin(self.now.number, now_s):
+            self.missing_steps.waited_for(self.now.number, waiting_replicas(trainer, owned), now_s)
+
+    def _wait_for_change(self, seen: Orders) -> None:
+        self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
+
+    def locate(self, orders: Orders) -> bool:
+        """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
+        stepper = self.stepper
+        stepper.begun, stepper.stale = orders, True
+        try:
+            self.place.renew(self.link)
+            if self.link.orders != orders:
+                # The new trainer did not exist when these orders came, so they could not interrupt it.
+                return False
+            stepper.todo = self.trainer.locate(orders.units(self.link.task), orders.timeline, orders.posts)
+        except (Restart, Interrupted, Stopped, UnreachableError) as error:
+            # Stopped: these replicas are counted in the last step, or the job ends at its current step. A ps that can't
+            # be reached: the chief decides whether it is dead; it ends the job or announces where its shards are now.
+            level = logging.WARNING if isinstance(error, UnreachableError) else logging.INFO
+            log.log(level, "looking for the current step again: %s", error or "interrupted")
+            if not isinstance(error, Overtaken):
+                self._wait_for_change(orders)
+            return False
+        stepper.stale = False
+        self.missing_steps.reset()
+        self.link.figures = {LOST: float(self.place.lost_updates), REPEATED: float(self._repeated)}
+        self.link.set_step(self.trainer.step)
+        return True
+
+    def find_again(self, limit_s: float | None = None) -> bool:
+        """Wait until the parameters of the job's current step are in the model; False if the job ends.
+
+        Raises UnreachableError after limit_s.
+        """
+        self.stepper.stale = True
+        began_s = awake_s()
+        while self.stepper.stale:
+            # Before reading the orders, see next().
+            self.trainer.exchange.arm()
+            seen = self.now.see()
+            if seen.over:
+                return False
+            if seen.orders.phase not in OPEN or (seen.assigned and not seen.orders.replicas):
+                self._wait_for_change(seen.orders)
+            elif not self.locate(seen.orders) and limit_s is not None and awake_s() - began_s > limit_s:
+                raise UnreachableError(
+                    f"{self.link.task}: could not determine the current step of the job within {limit_s:.0f} s"
+                )
+        return True
+
+    def _lease(self) -> None:
+        """Report the current lease as done, all its pushes being acknowledged, and ask for the next: ChiefLink.ask."""
+        link, done = self.link, self.stepper.leases.number
+        try:
+            lease = link.ask(lambda: link.client.lease(link.identity, done))
+        except UnreachableError:
+            if link.orders.phase is not Phase.ENDED:
+                raise
+            # The chief announced the end and exited.
+            lease = Lease(number=0, first=0, count=0, ended=True)
+        self.stepper.leases.take(lease)
+        if lease.count == 0:
+            self.place.rest()
+            if lease.ended:
+                self.finish_part()
+            link.wait(lambda o: o.phase is Phase.ENDED, timeout_s=lease.retry_after_s or 0.05)
+
+    def finish_part(self) -> None:
+        """Report to the chief, once, that this worker has done its part."""
+        again, self.stepper.finished = self.stepper.finished, True
+        self.place.finish(self.link, again=again)
+
+    # The step in flight
+
+    def advance(self, figures: StepFigures | None) -> None:
+        """The open step was sent. figures: set if it is also closed. Raises StepAgain."""
+        sent = self.reports.take(self.stepper.leases.batch)
+        self.now.retained = None
+        self.stepper.advance(assigned=self.now.assigned)
+        self.link.set_step(self.trainer.step)
+        self.place.waits.seconds = 0.0
+        if figures is not None:
+            self.reports.account(sent, figures, self.place, self.link)
+            return
+        self.sent = sent
+        if self.place.gate is not None:
+            # From now on nobody reads what has not arrived.
+            with self.place.waits():
+                self.place.gate.shut()
+
+    def settle(self) -> bool:
+        """Wait for the step in flight; False if the step, or the end of the job, has to be found again."""
+        while self.sent is not None:
+            try:
+                self.close(self.trainer.settle())
+            except (Restart, Interrupted, Stopped) as error:
+                if not self.go_on(error):
+                    return False
+        return True
+
+    def settle_stages(self) -> None:
+        """Wait for the whole previous step, sent again if need be. Raises StepAgain if it has to be found again."""
+        if not self.settle():
+            raise StepAgain
+        self.check_ordered()
+
+    def check_ordered(self) -> None:
+        """Raise StepAgain if the orders have changed."""
+        self.trainer.exchange.arm()
+        # Check orders that came before arm(); later ones interrupt again.
+        if not self.now.still_ordered():
+            raise StepAgain
+
+    def close(self, figures: StepFigures | None) -> None:
+        """The step in flight, if there is one, has ended with these figures."""
+        sent, self.sent = self.sent, None
+        if self.place.gate is not None:
+            self.place.gate.open()
+        if sent is not None and figures is not None:
+            self.reports.account(sent, figures, self.place, self.link)
+
+    # After a failed exchange
+
+    def go_on(self, error: Exception) -> bool:
+        """Do what has to follow a failed exchange: True = send the same again, False = the loop starts over.
+
+        Raises RolledBackError if the job rolled back and the loop can't start over.
+        """
+        trainer, again = self.trainer, False
+        try:
+            again = self._go_on(error)
+        except RolledBackError:
+            self.forget()
+            raise
+        finally:
+            if self.lent is not None and not (again and self.trainer is trainer):
+                # A server may still read the contribution of a step that was given up, and segments are freed with
+                # their lanes.
+                self.lent.take_back()
+        return again
+
+    def _go_on(self, error: Exception) -> bool:
+        self.closed_by = None
+        seen = self.now.see()
+        what = self.stepper.failed(error, seen)
+        if what is Do.RESEND:
+            if not isinstance(error, Interrupted):
+                self.link.wait(lambda o: o != seen.orders, timeout_s=0.1)
+            self.trainer.exchange.arm()
+            if self.now.still_ordered():
+                return True
+            what = self.stepper.failed(error, seen, resend=False)
+        if what is Do.CARRY_OVER:
+            return self._carry_over()
+        if what is not Do.END:
+            log.info("restarting the step: %s", error or "orders changed")
+        self._give_up()
+        if what is Do.CATCH_UP:
+            # Its step is closed without it. Nothing has to be sent again.
+            self.find_again()
+        elif what in (Do.FINISH, Do.WAIT):
+            if what is Do.FINISH:
+                self.finish_part()
+            self._wait_for_change(seen.orders)
+        return False
+
+    def _carry_over(self) -> bool:
+        """Move the contribution of a loop that can't repeat its step into another timeline.
+
+        True = send it again, or closed_by shows that it is already counted; False = the job has ended. When a standby
+        replaces a server, the new timeline continues without going back. Otherwise raises RolledBackError, with the
+        parameters of the job's current step in the model.
+        """
+        link, retained = self.link, self.now.retained
+        if retained is None:
+            # attach(job=...) without a loop over steps(): it runs ahead of what it has sent and retains nothing.
+            unbegun = (Phase.WAITING, Phase.INIT)
+            link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
+            if link.orders.phase is not Phase.ENDED:
+                link.check()
+                raise rolled_back(link.task, link.orders.first_step)
+            self.stepper.stale = True
+            self._give_up()
+            return False
+        retained.keep(self.trainer, shared=self.place.zero_copy)
+        self._give_up()
+        if not self.find_again():
+            return False
+        trainer = self.trainer
+        if retained.went_back(trainer.half):
+            raise rolled_back(link.task, trainer.step if trainer.half.shares_steps else link.orders.first_step)
+        if retained.counted(trainer.half):
+            self.closed_by = retained.accept(trainer.half)
+        else:
+            retained.contribute(trainer)
+        return True
+
+    def forget(self) -> None:
+        """Drop the contribution to the open step, which is of no use any more."""
+        self.reports.clear()
+        self.now.retained = None
+
+    def _give_up(self) -> None:
+        """Give up the step in flight, which has to be computed again."""
+        if self.sent is not None:
+            # Some shards may already have applied it.
+            self._repeated += not self.now.assigned
+            self.stepper.leases.batch = self.sent.batch
+        self.close(None)
+        if self.place.current is not None:
+            self.place.current.give_up()
+
+
+def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
+    """Replicas of other workers that every shard has counted in the open step; none if a server can't answer now.
+
+    No exchange may be running.
+    """
+    others = [replica for replica in range(trainer.job.replicas) if replica not in owned]
+    if not others or not trainer.half.shares_steps:
+        return []
+    try:
+        standings = trainer.standings(others).values()
+    except (Restart, Interrupted, UnreachableError) as error:
+        log.debug("step %d: asking which replicas are waiting: %s", trainer.step, error)
+        return []
+    return [replica for replica in others if all(found.replicas[replica] > trainer.step for found in standings)]
+
+
+def rolled_back(task: str, step: int) -> RolledBackError:
+    """The error for a loop that can't repeat a step. step: the job's current step."""
+    return RolledBackError(
+        f"{task}: a parameter server was lost, and the job was rolled back to step {step}; loop over session.steps() "
+        "to follow it, or train with --standbys 1",
+        step=step,
+    )
+
 
 Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that differ from the job's, by parameter group."""

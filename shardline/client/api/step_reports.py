@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardline.client.api.workplace import Workplace
-from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.exchange.shard_exchange import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics

@@ -9,7 +9,7 @@ import enum
 import logging
 from collections.abc import Sequence
 
-from shardline.client.exchange.outcomes import Overtaken, Stopped
+from shardline.client.exchange.shard_exchange import Overtaken, Stopped
 from shardline.core.fixed import fixed
 from shardline.core.orders import Orders, Phase
 from shardline.errors import JobError

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shardline.client.exchange.arrivals import Key
+from shardline.division import Key
 from shardline.host.segments import Segment
 
 log = logging.getLogger("shardline.device")
@@ -158,19 +158,6 @@ def _unregister(device: torch.device, address: int) -> None:
     except RuntimeError as failure:
         # An earlier failure on the device is raised here again; the computing code has already seen it.
         log.warning("can't unlock the shared memory of %s: %s", device, failure)
-
-
-class OnHost:
-    """For a model in host memory: nothing is asynchronous, so there is nothing to wait for."""
-
-    unjoined = False
-
-    def fence(self) -> None: ...
-
-    def join(self, keys: Iterable[Key]) -> None: ...
-
-
-ON_HOST = OnHost()
 
 
 def host_path(tensors: Iterable[torch.Tensor]) -> HostPath | None:

@@ -12,8 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardline import codecs
-from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.retrying import Observer
+from shardline.client.exchange.shard_exchange import Observer
 from shardline.client.exchange.streaming_payloads import (
     LivePayloads,
     SendQueue,
@@ -22,13 +21,13 @@ from shardline.client.exchange.streaming_payloads import (
     pull_order,
 )
 from shardline.client.layout import homes
-from shardline.client.step.open_step import Begin, Expected, PushAtEnd, PushTools, Values
-from shardline.client.step.staging import NonFinite, loss_names
+from shardline.client.step.staging import Begin, Expected, NonFinite, PushAtEnd, PushTools, Values, loss_names
 from shardline.consistency.worker import WorkerHalf
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.tensor_bytes import digest, tensor_bytes
+from shardline.division import Key
 from shardline.errors import JobError
 from shardline.waist import Payload
 

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardline import codecs, division
-from shardline.client.exchange.arrivals import Key
 from shardline.client.layout import ModelLayout
-from shardline.client.step.sink import ParameterMemory
-from shardline.client.step.worker_methods import WorkerMethods
+from shardline.client.step.trainer import WorkerMethods
+from shardline.client.step.weights import ParameterMemory
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import is_stored, memory_uses, tensor_from_bytes
+from shardline.division import Key
 from shardline.host.addresses import address_of, pages_of
 from shardline.host.segments import Segment
 from shardline.host.segments import layout as offsets_of

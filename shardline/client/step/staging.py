@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -12,9 +13,15 @@ from typing import TypeVar
 
 import torch
 
-from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.exchange.retrying import Observer
+from shardline.client.exchange.shard_exchange import Observer
+from shardline.client.exchange.streaming_payloads import (
+    LivePayloads,
+    ReadyPayloads,
+    SendQueue,
+    bucket_ranks,
+    default_credit,
+)
 from shardline.client.layout import copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -25,10 +32,12 @@ from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
+from shardline.division import Key
 from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import usable_cores
 from shardline.host.segments import Segment
 from shardline.native.kernels import Copies, outgrows_cache
+from shardline.rpc.messages import data
 from shardline.rpc.messages.convert import pack_bits
 from shardline.waist import Payload, Payloads, Push, Whole
 
@@ -522,3 +531,123 @@ def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> N
 
 def _names(bad: Iterable[str]) -> str:
     return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Facts about a replica's part of a step that are known before its last backward pass."""
+
+    replica: int
+    owned: Sequence[int]
+    """Replicas for which this worker contributes to the step."""
+    samples: int = 0
+    loss: float | None = None
+    hyper: Callable[[], Mapping[int, Mapping[str, float]]] = dict
+    """Hyper-parameters sent with the push, by group; called when the first bucket leaves."""
+
+
+Values = Mapping[int, torch.Tensor]
+"""By tensor number."""
+Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
+"""(block, payloads by shard): called when the first bucket is ready, to start their exchange."""
+
+
+class PushAtEnd:
+    """Sends everything when the step ends. Used by the computing thread."""
+
+    uses: dict[int, None] | None = None
+    """Tensors in the order of their first use, filled in the first step by the gate; None if unused."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
+
+    @property
+    def early(self) -> bool:
+        """Whether gradients of the open step are expected to leave, or have left, during the backward pass."""
+        return False
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of the open step may have left during the backward pass."""
+        return False
+
+    def ranks(self, shard: int) -> Sequence[int]:
+        """Rank of each bucket of a shard, 0 = most urgent."""
+        return self._ranks[shard]
+
+    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        """Buckets in the order in which to request them; [] = the plan's. hold: the backward pass is still running."""
+        return []
+
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
+        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
+
+    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
+        raise AssertionError("nothing is sent early")
+
+    def not_stepped(self, step: int) -> Exception:
+        """End an early push that no step() followed; returns the error to raise."""
+        raise AssertionError("nothing is sent early")
+
+    def disarm(self) -> None:
+        """Stop expecting a backward pass."""
+
+    def end_step(self) -> None:
+        """Free what the open step used; it is acknowledged or given up."""
+
+    def learn(self) -> None:
+        """Learn from a finished step: order of use and of sending."""
+
+    def detach(self) -> None:
+        """Remove all hooks from the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushTools:
+    """What is needed to make a worker's pushes."""
+
+    plan: Plan
+    staging: GradientStaging
+    interrupted: Callable[[], Exception | None]
+    credit_bytes: int = 0
+    """See SendQueue; 0 = derived from the buckets."""
+    gpu: HostPath | None = None
+    """Set if the gradients are on a GPU."""
+
+
+def filled_payloads(
+    tools: PushTools, shard: int, block: Block, ranks: Sequence[int], buckets: Sequence[int]
+) -> LivePayloads | ReadyPayloads:
+    """A block's push to one shard, with these buckets, all in staging; each is encoded when it is sent.
+
+    ranks: see SendQueue.
+    """
+    spec, staging = tools.plan.shards[shard], tools.staging
+    empty: list[int] = []
+    coming: list[int] = []
+    for bucket in buckets:
+        (empty if staging.is_empty((shard, bucket), block) else coming).append(bucket)
+    nbytes = sum([spec.buckets[bucket].nbytes for bucket in coming])
+    in_place = staging.in_place(shard, buckets)
+    exact = staging.encoders.coding.is_view
+    if nbytes <= data.SMALL_BYTES or (exact and nbytes <= data.QUICK_BYTES):
+        # They leave in one message, so there is nothing to choose while others are encoded.
+        items = [staging.payload(block, shard, bucket) for bucket in sorted(coming, key=ranks.__getitem__)]
+        return ReadyPayloads(items, empty=empty, in_place=in_place, interrupted=tools.interrupted)
+    # Nothing can overtake any more, so use a few large batches: the shard begins with the first while others are
+    # encoded. If all bytes are already in place, one is enough. The shard then handles many workers' pushes one after
+    # another; with small batches its threads would keep contending for the same buckets.
+    window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
+    payloads = LivePayloads(
+        SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
+        functools.partial(staging.payload, block, shard),
+        nbytes=nbytes,
+        in_place=in_place,
+        interrupted=tools.interrupted,
+    )
+    for bucket in coming:
+        payloads.offer(bucket)
+    payloads.close(empty)
+    return payloads

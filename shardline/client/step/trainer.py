@@ -9,28 +9,272 @@ from dataclasses import replace
 
 import torch
 
-from shardline import division
-from shardline.cadence import Outgoing
-from shardline.client.exchange.outcomes import Restart, ShardOutcome, ShardTask, StepFigures
-from shardline.client.exchange.retrying import PullSink
-from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.exchange.streaming_payloads import LivePayloads, ReadyPayloads
-from shardline.client.step.open_step import Expected, OpenStep, PushAtEnd, PushTools
-from shardline.client.step.staging import NonFinite, initial_contribution, loss_names
+from shardline import cadence as cadences
+from shardline import codecs, consistency, division
+from shardline import topology as topologies
+from shardline.cadence import Held, Outgoing, Sends, Ticks, Told
+from shardline.client.applied.worker_optimizer import WorkerOptimizer
+from shardline.client.exchange.shard_exchange import (
+    Exchange,
+    PullSink,
+    Restart,
+    Running,
+    ShardOutcome,
+    ShardTask,
+    StepFigures,
+)
+from shardline.client.exchange.streaming_payloads import LivePayloads, ReadyPayloads, drop_all
+from shardline.client.step.staging import (
+    Expected,
+    NonFinite,
+    PushAtEnd,
+    PushTools,
+    filled_payloads,
+    initial_contribution,
+    loss_names,
+)
 from shardline.client.step.weights import Weights
-from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.watch.model_watch import UNWATCHED
-from shardline.consistency.worker import ComputedAt
+from shardline.codecs.coding import Coding
+from shardline.codecs.push import PushEncoders
+from shardline.consistency.worker import ComputedAt, Stamp
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Post
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
-from shardline.core.spec import TensorKind
-from shardline.errors import UnreachableError
+from shardline.core.settings import EXACT, WORKER
+from shardline.core.spec import JobSpec, TensorKind
+from shardline.division import Key, Share
+from shardline.errors import ProtocolError, UnreachableError
 from shardline.topology import Route
-from shardline.waist import Payloads, Push, Sender, Standing, Want
+from shardline.update.torch_optim.inner import InnerOptimizers
+from shardline.waist import Payloads, Push, Sender, Standing, Want, Whole
+
+
+class WorkerMethods:
+    """A worker's progress in its job, and its half of the job's cadence. Used by the computing thread.
+
+    tensors: the model's, by name.
+    """
+
+    def __init__(self, job: JobSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._job = job
+        self.mode = consistency.of(job.consistency)
+        self.half = self.mode.worker_half(job)
+        self.cadence = cadences.of(job)
+        self.ticks = Ticks(self.cadence.rounds)
+        applies = job.apply == WORKER
+        self.streams = self.cadence.sends is Sends.GRADIENTS and topologies.of(job).streams and not applies
+        """Gradients are sent to the hops just as backward() computes them: see Topology.streams."""
+        parts = division.of(job)
+        self.unbroken = parts.goes_back
+        """A pipeline of which no stage can begin a step again: passes compute with versions that the worker keeps."""
+        self.resends = parts.partial
+        """A failed exchange is repeated with the same gradients: to compute them again takes other workers."""
+        self.copies = self.cadence.sends is Sends.DELTAS or self.unbroken
+        """Passes compute with other tensors than those that pulls fill."""
+        codec = codecs.of(job)
+        self.fetches_again = self.half.exact is not None and not applies and all(down.is_view for down in codec.downs)
+        """A step's parameters can be pulled a second time, with the same bits."""
+        self.goes_on = self.cadence.rounds.overlap > 0 or self.unbroken
+        """The next step begins while this one is exchanged."""
+        names = [spec.name for spec in job.tensors if spec.name in tensors]
+
+        def copied() -> dict[str, torch.Tensor]:
+            return {name: tensors[name].detach().clone() for name in names}
+
+        pulled = copied() if self.copies or applies else tensors
+        inner = InnerOptimizers(job.inner, job.tensors, tensors) if job.inner is not None else None
+        self.held = Held(
+            # The optimizer needs tensors that stay; those of passes are pointed at one version and another.
+            model=copied() if applies and self.unbroken else tensors,
+            pulled=pulled,
+            specs=job.tensors,
+            inner=inner,
+            replicas=job.replicas,
+            contributors=self.mode.contributors(job.replicas),
+            brings_buffers=self.half.brings_buffers,
+        )
+        self.applied = WorkerOptimizer(job, self.held) if applies else None
+        """Runs the job's optimizer here on what the servers sum; None: they run it."""
+        self.local = self.applied or self.cadence.local(self.held)
+        self.arrived: Mapping[str, torch.Tensor] = self.held.model if applies else pulled
+        """The tensors of the newest step that has arrived, by name."""
+        self._ahead = False
+        """The open step has begun before its parameters have arrived."""
+        self._encoders: PushEncoders | None = None
+        self.versions: Mapping[int, int] = {}
+        """Version of each shard's parameters, as they were last pulled."""
+
+    def encoders(self, coding: Coding, index: int) -> PushEncoders:
+        """Encoders for the pushes of worker `index` under a plan; takes over the previous plan's error memory."""
+        made = PushEncoders(
+            coding,
+            seed=self._job.seed,
+            sender=None if self.half.shares_steps else index,
+            keep_every=self._job.checkpoint_every,
+            cut_after=self._cut_after,
+        )
+        if self._encoders is not None:
+            made.inherit(self._encoders)
+        self._encoders = made
+        return made
+
+    def _cut_after(self, number: int) -> bool:
+        """Whether nothing may be owed after this push."""
+        return self._job.error_memory == EXACT and codecs.sent_whole(self._job, number + 1)
+
+    @property
+    def needs_pull(self) -> bool:
+        """Whether the open pass needs the parameters of its step to begin. Cadences that stream wait per layer."""
+        return not self.streams and self.ticks.tick >= self.cadence.rounds.overlap
+
+    def own(self, share: Share) -> Sequence[Key]:
+        """Exchange these buckets from the step that is located now on; returns them."""
+        if self.applied is not None:
+            self.applied.own(share)
+        return share.keys
+
+    def restart(self, outcomes: Mapping[int, ShardOutcome]) -> None:
+        """Start the open step over with the servers' parameters. Raises UnreachableError, Restart."""
+        self._ahead = False
+        self._arrived(_told(outcomes, located=True))
+
+    def sent(self) -> None:
+        """Advance after the open step was sent. With an overlap the next one begins now."""
+        self.half.advance()
+        if self.cadence.rounds.overlap:
+            self._begin()
+            self._ahead = True
+
+    def next_step(self, outcomes: Mapping[int, ShardOutcome]) -> None:
+        """The parameters of the next step have arrived: begin it, unless it has begun already."""
+        self._arrived(_told(outcomes))
+
+    def _arrived(self, told: Told) -> None:
+        if not self._ahead:
+            self._begin()
+        self._ahead = False
+        self.local.arrived(self.half.step, told)
+
+    def _begin(self) -> None:
+        self.ticks.begin(self.half.step)
+        self.local.began(self.half.step)
+
+
+def _told(outcomes: Mapping[int, ShardOutcome], *, located: bool = False) -> Told:
+    wants_state: list[int] = []
+    hyper: dict[int, Mapping[str, float]] = {}
+    for shard, outcome in outcomes.items():
+        if outcome.wants_state:
+            wants_state.append(shard)
+        hyper.update(outcome.hyper)
+    return Told(located=located, wants_state=wants_state, hyper=hyper)
+
+
+class OpenStep:
+    """The step that is open for contributions. Used by the computing thread."""
+
+    def __init__(self, methods: WorkerMethods, tools: PushTools, strategy: PushAtEnd) -> None:
+        self._methods = methods
+        self._tools = tools
+        self._staging = tools.staging
+        self._strategy = strategy
+        self.first = True
+        """The first step after a (re)start: parts of a block may already be counted."""
+        self.share = Share(tools.plan)
+        """What the worker exchanges."""
+        self.pushes: dict[int, list[Push]] = {}
+        """By shard; made once, so that retries send the same."""
+        self.target: int | None = None
+        """The step to pull after the pushes; None = the latest."""
+        self.running: Running | None = None
+        """The running exchange."""
+        self.sent = False
+        """send() was called, and settle() has not closed the step yet."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the exchange has failed: settle() would raise."""
+        return self.sent and self.running is not None and self.running.failed
+
+    @property
+    def exchanging(self) -> bool:
+        return self.running is not None and self.running.busy
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether gradients are expected to leave, or have left, during the backward pass."""
+        return self._strategy.early
+
+    @property
+    def uses(self) -> dict[int, None] | None:
+        """See PushAtEnd.uses; None except in the first step."""
+        return self._strategy.uses if self.first else None
+
+    def task(self, shard: int, want: Want, *, patience_s: float) -> ShardTask:
+        pushes = self.pushes[shard]
+        # Where nobody else contributes, only what is pushed changes.
+        alone = self._methods.half.presums and self._methods.held.replicas == 1
+        moves = sum([push.payloads.nbytes for push in pushes]) if alone else None
+        return ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s, moves=moves)
+
+    def kept_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the contributed buffers, by name."""
+        tensors = self._tools.plan.tensors
+        found = self._staging.buffers().items()
+        return {tensors[number].name: values.view(tensors[number].shape) for number, values in found}
+
+    @property
+    def presums(self) -> bool:
+        """Whether gradients of the worker's replicas are added up before they are sent."""
+        # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
+        exact = self._methods.half.presums and self._staging.encoders.coding.exact
+        return exact and not self.first and not self.share.partial
+
+    def make_pushes(self) -> None:
+        """Make the pushes if all gradients were computed before any left."""
+        share = self.share
+        # Every block was added to all buckets, unless there are stages.
+        blocks = self._staging.blocks(share.keys if share.partial else share.keys[:1])
+        alone = not self._methods.half.shares_steps
+        skip = bool(self._staging.extras.nonfinite) and alone
+        if alone and len(blocks) > 1:
+            raise ProtocolError("asynchronous mode takes one contribution per step")
+        for shard in share.shards:
+            self.pushes[shard] = []
+            stamp = self._stamp(shard)
+            for block in blocks:
+                buckets = range(len(self._tools.plan.shards[shard].buckets))
+                coming = [b for b in buckets if self._staging.added((shard, b), block)] if share.partial else buckets
+                if not coming:
+                    continue
+                ranks = self._strategy.ranks(shard)
+                payloads = Whole() if skip else filled_payloads(self._tools, shard, block, ranks, coming)
+                made = self._staging.contribution(block, payloads, stamp, skip=skip, partial=share.partial)
+                self.pushes[shard].append(made)
+        self.target = self._methods.half.target
+
+    def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
+        """Make the pushes of gradients that leave as they are computed."""
+        made = self._staging.contribution
+        self.pushes = {shard: [made(block, items, self._stamp(shard))] for shard, items in payloads.items()}
+        self.target = self._methods.half.target
+
+    def _stamp(self, shard: int) -> Stamp:
+        """Of a shard's pushes in this step; what is encoded for it from now on belongs to them."""
+        stamp = self._methods.half.stamp(shard)
+        self._staging.encoders.begin(shard, stamp.number)
+        return stamp
+
+    def close(self) -> None:
+        """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""
+        self._strategy.end_step()
+        drop_all([push.payloads for pushes in self.pushes.values() for push in pushes])
+        self.pushes, self.target, self.running, self.sent = {}, None, None, False
+        self._staging.clear()
 
 
 class PushTraffic:

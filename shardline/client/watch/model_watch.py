@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.client.exchange.outcomes import Interrupted, Restart, Stopped
+from shardline.client.exchange.shard_exchange import Interrupted, Restart, Stopped
 from shardline.client.layout import ModelLayout
 from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import same_bits
