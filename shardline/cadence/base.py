@@ -115,10 +115,12 @@ class Told:
 UNTOLD = Told()
 
 
-class LocalTraining(abc.ABC):
-    """One worker's side of a cadence. Used by one thread; outlives exchanges, servers and timelines."""
+class LocalTraining:
+    """One worker's side of a cadence. Used by one thread; outlives exchanges, servers and timelines.
 
-    @abc.abstractmethod
+    This one changes nothing: the model contains the pulled values, and its gradients are sent.
+    """
+
     def began(self, step: int) -> None:
         """Start a step, maybe again: every replica is at tick 0.
 
@@ -126,23 +128,22 @@ class LocalTraining(abc.ABC):
         asynchronous modes `step` counts this worker's own pushes.
         """
 
-    def arrived(self, step: int, told: Told = UNTOLD) -> None:  # noqa: B027  without an overlap began() says the same
+    def arrived(self, step: int, told: Told = UNTOLD) -> None:
         """Held.pulled has the servers' parameters of `step`. Called after began(), before tick Rounds.overlap.
 
         What a replica computes may not depend on how long before that tick this is.
         """
 
-    @abc.abstractmethod
     def enter(self, replica: int, tick: int) -> None:
         """Prepare a replica's forward pass: the model must contain what this replica computes with at this tick."""
 
-    @abc.abstractmethod
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
         """Process a replica's backward pass. The result of a step's last tick is sent; other results are ignored.
 
         Before each pass the buffers in Held.pulled are reset to those of the step. A cadence that sends deltas, whose
         passes don't change them, fills Outgoing.buffers itself.
         """
+        return outgoing
 
 
 class Sends(enum.Enum):

@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing, Sends
-
-
-class SendEverything(LocalTraining):
-    """No state and no changes: the model contains the pulled values, and its gradients are sent."""
-
-    def began(self, step: int) -> None: ...
-
-    def enter(self, replica: int, tick: int) -> None: ...
-
-    def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
-        return outgoing
+from shardline.cadence.base import Cadence, Held, LocalTraining, Sends
 
 
 @dataclass(frozen=True)
@@ -27,4 +16,4 @@ class EveryStep(Cadence):
     sends: ClassVar[Sends] = Sends.GRADIENTS
 
     def local(self, held: Held) -> LocalTraining:
-        return SendEverything()
+        return LocalTraining()

@@ -133,7 +133,7 @@ def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     exchange = Exchange({0: lane}, sinks, Timeouts(total_s=10.0), index=0, observer=orders)
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
     with pytest.raises(Interrupted):
-        exchange.run(sender, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})
+        exchange.start(sender, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))}).wait()
     assert lane.calls == 3
     exchange.close()
 

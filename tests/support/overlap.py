@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardline.client.api.workplace import Wishes
+from shardline.client.overlap.early_push import Expected
 from shardline.client.overlap.gate import Gate, Reach, StepWatch
-from shardline.client.step.staging import Expected
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane

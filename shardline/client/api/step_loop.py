@@ -1,4 +1,4 @@
-"""A session's steps: compute, hand over, wait. What comes between two of them is step_runner.py's."""
+"""A session's steps as the loop's body sees them (StepLoop), and what comes between two of them (StepRunner)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardline.client.api.step_reports import SentStep, StepReports
 from shardline.client.api.stepper import OPEN, Do, MissingSteps, Seen, Stepper
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
+from shardline.client.overlap.early_push import Expected
 from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.shared_gradients import SharedGradients
-from shardline.client.step.staging import Expected
 from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
@@ -92,7 +92,7 @@ class WorkerState:
             assigned=self.assigned,
             script=trainer.job.script,
             resting=self.place.resting,
-            resends=trainer.methods.resends,
+            resends=trainer.methods.parts.partial,
             retained=self.retained is not None,
         )
 
@@ -114,7 +114,7 @@ class WorkerState:
 
     def still_open(self, number: int) -> bool:
         """Whether a step still has to be computed, by the orders that it began with."""
-        if not self.still_ordered() or self.trainer.methods.unbroken:
+        if not self.still_ordered() or self.trainer.methods.parts.goes_back:
             # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
             return self.still_ordered()
         try:

@@ -1,6 +1,6 @@
 """The worker's loop as a state machine: what to do, by the chief's orders and the end of the last exchange. Pure.
 
-`next` and `failed` get what the loop sees and return what to do; step_runner.py does it.
+`next` and `failed` get what the loop sees and return what to do; StepRunner does it.
 """
 
 from __future__ import annotations

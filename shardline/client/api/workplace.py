@@ -1,4 +1,4 @@
-"""The session's lanes, trainer and gate for the current plan and timeline."""
+"""What is made anew for each plan and timeline: the session's lanes, trainer and gate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardline.client.overlap.early_push import AsComputed, GradientHooks
 from shardline.client.overlap.gate import BodyWaits, Gate, Reach
 from shardline.client.partners import Hooks, Partners, server_of
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
-from shardline.client.step.staging import GradientStaging, PushAtEnd, PushTools
+from shardline.client.step.staging import GradientStaging, PushTools
 from shardline.client.step.trainer import Trainer, WorkerMethods
 from shardline.client.step.weights import GapMeter, ParameterMemory, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
@@ -98,7 +98,7 @@ class Workplace:
             still_ordered=still_ordered,
             still_open=still_open,
             settle=settle,
-            settled=lambda: self.current is None or not self.current.open.exchanging,
+            settled=lambda: self.current is None or (running := self.current.open.running) is None or not running.busy,
         )
         self._server: RpcServer | None = None
         self._still_ordered = still_ordered
@@ -445,11 +445,11 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
         credit_bytes=wishes.credit_bytes,
         gpu=weights.gpu,
     )
-    strategy = PushAtEnd(plan)
+    early = None
     if wishes.overlap and methods.streams:
-        strategy = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
+        early = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
-    trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, strategy)
+    trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, early)
     if methods.applied is not None:
         states = ServerStates(exchange, lambda: trainer.sender)
         methods.applied.meet(plan, ModelLayout(plan, methods.held.model), layout, states)

@@ -219,9 +219,6 @@ class WorkerOptimizer(LocalTraining):
 
     # Steps
 
-    def began(self, step: int) -> None:
-        """See LocalTraining.began: what it begins with comes with arrived()."""
-
     def arrived(self, step: int, told: Told = UNTOLD) -> None:
         """See LocalTraining.arrived. If located, raises UnreachableError, Restart.
 

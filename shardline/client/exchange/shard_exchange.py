@@ -1,4 +1,4 @@
-"""One step's pushes and pulls with all shards at once, on a thread each, and waiting for their end."""
+"""One step's pushes and pulls: a connection per shard that repeats what fails, and all shards at once."""
 
 from __future__ import annotations
 
@@ -556,7 +556,7 @@ class Exchange:
             self._running.promise(shard, seconds)
 
     def arm(self) -> None:
-        """Forget earlier interruptions. Check the orders between this and run(), so that no interruption is missed."""
+        """Forget earlier interruptions. Check the orders between this and start(), so that none is missed."""
         self._interrupted.clear()
 
     def interrupt(self) -> None:
@@ -641,10 +641,6 @@ class Exchange:
             wants_state=done.end is not None and done.end.wants_state,
             hyper=done.end.hyper if done.end is not None else {},
         )
-
-    def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
-        """Run one task per shard. Once all have ended, raises the most informative error of all shards."""
-        return self.start(sender, tasks).wait()
 
     def standing(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
         """A shard's standing on some replicas; retried for a third of the timeout while the shard does not answer.

@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardline.core.plan import Plan, ShardSpec
 from shardline.errors import UnreachableError
-from shardline.waist import Payload, Payloads
+from shardline.waist import Payload
 
 CREDIT_FLOOR_BYTES = 4 << 20
 """Smaller windows cost more in messages than they gain by better order."""
@@ -297,12 +297,6 @@ class ReadyPayloads:
             raise refusal
         if self._items:
             yield self._items
-
-
-def drop_all(payloads: Iterable[Payloads]) -> None:
-    for item in payloads:
-        if isinstance(item, LivePayloads):
-            item.drop()
 
 
 def _gone(bucket: int) -> Payload:

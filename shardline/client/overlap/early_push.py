@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +22,7 @@ from shardline.client.exchange.streaming_payloads import (
     pull_order,
 )
 from shardline.client.layout import homes
-from shardline.client.step.staging import Begin, Expected, NonFinite, PushAtEnd, PushTools, Values, loss_names
+from shardline.client.step.staging import NonFinite, PushTools, loss_names
 from shardline.consistency.worker import WorkerHalf
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
@@ -33,6 +34,25 @@ from shardline.waist import Payload
 
 Listener = Callable[[int, torch.Tensor], None]
 """(tensor number, parameter): called when its gradient of a backward pass is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Facts about a replica's part of a step that are known before its last backward pass."""
+
+    replica: int
+    owned: Sequence[int]
+    """Replicas for which this worker contributes to the step."""
+    samples: int = 0
+    loss: float | None = None
+    hyper: Callable[[], Mapping[int, Mapping[str, float]]] = dict
+    """Hyper-parameters sent with the push, by group; called when the first bucket leaves."""
+
+
+Values = Mapping[int, torch.Tensor]
+"""By tensor number."""
+Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
+"""(block, payloads by shard): called when the first bucket is ready, to start their exchange."""
 
 
 class GradientHooks:
@@ -321,7 +341,7 @@ class EarlyPush:
 log = logging.getLogger("shardline.client")
 
 
-class AsComputed(PushAtEnd):
+class AsComputed:
     """Watches backward passes; the first step after a start shows how often each gradient is completed in one."""
 
     def __init__(
@@ -332,13 +352,16 @@ class AsComputed(PushAtEnd):
         tools: PushTools,
         observer: Observer,
     ) -> None:
-        super().__init__(tools.plan)
+        self._plan = tools.plan
+        self.ranks = bucket_ranks(tools.plan, range(len(tools.plan.tensors)))
+        """Rank of each bucket by shard, 0 = most urgent."""
         self._job = job
         self._half = half
         self._hooks = hooks
         self._tools = tools
         self._nonfinite = NonFinite(job.consistency.nan_policy, tools.staging, observer)
         self.uses: dict[int, None] | None = {}
+        """Tensors in the order of their first use, filled in the first step by the gate."""
         self._count: FireCount | None = None
         self._once: set[int] = set()
         self._sent_order: dict[int, list[int]] = {}
@@ -348,19 +371,22 @@ class AsComputed(PushAtEnd):
         self._told: set[str] = set()
 
     @property
-    def early(self) -> bool:
+    def armed(self) -> bool:
+        """Whether gradients of the open step are expected to leave, or have left, during the backward pass."""
         return self._push is not None
 
     @property
     def begun(self) -> bool:
+        """Whether gradients of the open step may have left during the backward pass."""
         return self._push is not None and self._push.begun
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        """Buckets in the order in which to request them. hold: the backward pass is still running."""
         at_once = not self._half.by_bucket or not hold
-        return pull_order(self._ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
+        return pull_order(self.ranks[shard], at_once=at_once, sent=self._sent_order.get(shard, ()))
 
     def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """See PushAtEnd. Raises NonFiniteError for the loss."""
+        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
         step = self._half.step
         if not self._once:
             # The first step only counts how often hooks are called; nothing leaves early.
@@ -382,7 +408,7 @@ class AsComputed(PushAtEnd):
             self._half.slot(expected.replica),
             block,
             once=self._once,
-            ranks=self._ranks,
+            ranks=self.ranks,
             begin=functools.partial(self._start, expected, begin),
             watched=bool(self._job.script),
             on_nonfinite=functools.partial(self._nonfinite.judge, step, expected.replica, early=True),
@@ -397,6 +423,7 @@ class AsComputed(PushAtEnd):
         begin(self._push.block, self._push.payloads)
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
         push, expected = self._push, self._expected
         assert push is not None and expected is not None
         self._hooks.ignore()
@@ -415,27 +442,27 @@ class AsComputed(PushAtEnd):
             raise
 
     def not_stepped(self, step: int) -> Exception:
+        """End an early push that no step() followed; returns the error to raise."""
         assert self._push is not None
         error = self._push.error or not_stepped(step)
         self._push.fail(error)
         return error
 
-    def disarm(self) -> None:
-        if not self.begun:
-            self.end_step()
-
     def end_step(self) -> None:
+        """Free what the open step used; it is acknowledged or given up."""
         self._hooks.ignore()
         if self._push is not None:
             self._push.drop()
         self._push = self._expected = None
 
     def learn(self) -> None:
+        """Learn from a finished step: order of use and of sending."""
         if self._count is not None and not self._once:
             self._once = self._count.once
-            self._ranks = bucket_ranks(self._plan, list(self.uses) if self.uses else range(len(self._plan.tensors)))
+            self.ranks = bucket_ranks(self._plan, list(self.uses) if self.uses else range(len(self._plan.tensors)))
         if self._push is not None:
             self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}
 
     def detach(self) -> None:
+        """Remove all hooks from the model."""
         self._hooks.close()

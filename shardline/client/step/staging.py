@@ -1,15 +1,13 @@
-"""Outgoing gradients of a step: filled per replica, summed over whole tree blocks, encoded once."""
+"""Gradients on their way out: copied into buckets, summed over whole tree blocks, encoded once, cut into pushes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
@@ -19,7 +17,6 @@ from shardline.client.exchange.streaming_payloads import (
     LivePayloads,
     ReadyPayloads,
     SendQueue,
-    bucket_ranks,
     default_credit,
 )
 from shardline.client.layout import copy_each
@@ -46,6 +43,12 @@ Allocate = Callable[[int, int, int], memoryview | None]
 
 Its padding is zero: the memory was never written, or contained the same bucket before.
 """
+
+
+MOST_THREADS = 4
+"""A few saturate the memory bandwidth."""
+WORTH_BYTES = 8 << 20
+"""Fewer bytes are copied before another thread wakes up."""
 
 
 def no_memory(shard: int, bucket: int, nbytes: int) -> None:
@@ -102,7 +105,8 @@ class GradientStaging:
         self.encoders = encoders
         self._allocate = allocate
         self._host = host
-        self._map = ParallelMap()
+        self._threads = min(MOST_THREADS, usable_cores())
+        self._pool: ThreadPoolExecutor | None = None
         self._free: dict[Key, list[GradientMemory]] = {}
         self._lent: dict[Key, list[GradientMemory]] = {}
         self._asked: set[Key] = set()
@@ -139,7 +143,8 @@ class GradientStaging:
         self.extras = StepExtras()
 
     def close(self) -> None:
-        self._map.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
         self.clear()
         self._free.clear()
         self._places.clear()
@@ -213,7 +218,14 @@ class GradientStaging:
         # A GPU's copies run one after another anyway.
         chosen = self.keys if keys is None else keys
         nbytes = sum([self._specs[key].nbytes for key in chosen]) if self._host is None and gradients else 0
-        found = self._map.each(add, chosen, nbytes)
+        if self._threads < 2 or nbytes < WORTH_BYTES:
+            found = [add(key) for key in chosen]
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(self._threads, thread_name_prefix="map")
+            added = [self._pool.submit(add, key) for key in chosen]
+            # After an error, too, nothing may be under way any more.
+            wait(added)
+            found = [one.result() for one in added]
         bad = set(itertools.chain.from_iterable(found))
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
@@ -422,73 +434,6 @@ def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tens
     return Push(payloads=Whole(payloads), init=True)
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-MOST = 4
-"""Maximum number of threads, including the caller's: a few saturate the memory bandwidth."""
-WORTH_BYTES = 8 << 20
-"""For fewer bytes, the caller alone is done before another thread wakes up."""
-
-
-class ParallelMap:
-    """Runs one action over many items on the caller's thread and a few others, started when first needed.
-
-    threads: number including the caller's; 0 = the number of cores, at most MOST. Only one thread at a time may call
-    each().
-    """
-
-    def __init__(self, threads: int = 0) -> None:
-        self._threads = threads or min(MOST, usable_cores())
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-
-    def each(self, act: Callable[[Item], Result], items: Sequence[Item], nbytes: int) -> list[Result]:
-        """Call act(item) for every item, in no particular order; returns the results in the order of the items.
-
-        nbytes: total size of the items; small jobs run on the caller's thread alone. act must release the GIL most of
-        the time, or there is no gain. If calls fail, raises the error of the first such item, after all calls have
-        ended.
-        """
-        shares = min(self._threads, len(items))
-        if shares < 2 or nbytes < WORTH_BYTES:
-            return [act(item) for item in items]
-        left = iter(range(len(items)))
-        results: dict[int, Result] = {}
-        errors: dict[int, Exception] = {}
-
-        def work() -> None:
-            while not errors:
-                with self._lock:
-                    number = next(left, None)
-                if number is None:
-                    return
-                try:
-                    results[number] = act(items[number])
-                except Exception as error:
-                    errors[number] = error
-
-        helpers = [self._helpers().submit(work) for _ in range(shares - 1)]
-        work()
-        for helper in helpers:
-            # A helper that has not begun is not needed any more. The others finish their current item.
-            if not helper.cancel():
-                helper.result()
-        if errors:
-            raise errors[min(errors)]
-        return [results[number] for number in range(len(items))]
-
-    def _helpers(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="map")
-        return self._pool
-
-    def close(self) -> None:
-        """End the threads; may be called twice. each() must not be called afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-
-
 class NonFinite:
     """A worker's handling of NaN and infinity. policy: the job's nan_policy."""
 
@@ -531,77 +476,6 @@ def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> N
 
 def _names(bad: Iterable[str]) -> str:
     return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Facts about a replica's part of a step that are known before its last backward pass."""
-
-    replica: int
-    owned: Sequence[int]
-    """Replicas for which this worker contributes to the step."""
-    samples: int = 0
-    loss: float | None = None
-    hyper: Callable[[], Mapping[int, Mapping[str, float]]] = dict
-    """Hyper-parameters sent with the push, by group; called when the first bucket leaves."""
-
-
-Values = Mapping[int, torch.Tensor]
-"""By tensor number."""
-Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
-"""(block, payloads by shard): called when the first bucket is ready, to start their exchange."""
-
-
-class PushAtEnd:
-    """Sends everything when the step ends. Used by the computing thread."""
-
-    uses: dict[int, None] | None = None
-    """Tensors in the order of their first use, filled in the first step by the gate; None if unused."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
-
-    @property
-    def early(self) -> bool:
-        """Whether gradients of the open step are expected to leave, or have left, during the backward pass."""
-        return False
-
-    @property
-    def begun(self) -> bool:
-        """Whether gradients of the open step may have left during the backward pass."""
-        return False
-
-    def ranks(self, shard: int) -> Sequence[int]:
-        """Rank of each bucket of a shard, 0 = most urgent."""
-        return self._ranks[shard]
-
-    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        """Buckets in the order in which to request them; [] = the plan's. hold: the backward pass is still running."""
-        return []
-
-    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
-
-    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
-        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
-        raise AssertionError("nothing is sent early")
-
-    def not_stepped(self, step: int) -> Exception:
-        """End an early push that no step() followed; returns the error to raise."""
-        raise AssertionError("nothing is sent early")
-
-    def disarm(self) -> None:
-        """Stop expecting a backward pass."""
-
-    def end_step(self) -> None:
-        """Free what the open step used; it is acknowledged or given up."""
-
-    def learn(self) -> None:
-        """Learn from a finished step: order of use and of sending."""
-
-    def detach(self) -> None:
-        """Remove all hooks from the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The tensors that pulls fill: which have arrived, when they may be written, and what a forward pass changed."""
+"""Parameters on their way in: received, decoded, held back while a backward pass runs, loaded into the tensors."""
 
 from __future__ import annotations
 
@@ -436,9 +436,6 @@ class Weights:
         """A forward pass of the open step may have changed the buffers."""
 
     # A pull
-
-    def pull_only(self, keys: Iterable[Key]) -> None:
-        self.arrivals.keys = tuple(keys)
 
     def forget(self) -> None:
         self.have = None
