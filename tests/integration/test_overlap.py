@@ -16,7 +16,7 @@ from torch import nn
 from shardline import schedule
 from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
 from shardline.client.layout import copy_each
-from shardline.client.overlap.early_push import Expected
+from shardline.client.step.early_push import Expected
 from shardline.division import Key
 from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import Lane

@@ -12,7 +12,7 @@ import torch
 
 from shardline.client.exchange.streaming_payloads import pull_order
 from shardline.client.layout import homes
-from shardline.client.overlap import early_push
+from shardline.client.step import early_push
 from shardline.core.tensor_bytes import Buffer
 from shardline.lanes.base import Lane
 from shardline.testing import reference

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardline.client.api.workplace import Wishes
-from shardline.client.overlap.early_push import Expected
 from shardline.client.overlap.gate import Gate, Reach, StepWatch
+from shardline.client.step.early_push import Expected
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
@@ -56,7 +56,7 @@ class OverlapWorker(Worker):
             reach,
             # A test may put another function in its place.
             wait_for=lambda tensors: self.wait_for(tensors),  # noqa: PLW0108
-            waiting=lambda: trainer.waiting,
+            waiting=lambda: trainer.open.sent and trainer.weights.incomplete,
         )
 
     def run(self, replicas: Sequence[int], steps: int) -> OverlapWorker:

@@ -294,7 +294,6 @@ CLIENT = (
     "applied",
     "step",
     "overlap",
-    "factory",
     "api",
     "job_loop",
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardline import consistency
-from shardline.client.overlap.early_push import Expected, why_not_early
+from shardline.client.step.early_push import Expected, why_not_early
 from shardline.consistency import spares
 from shardline.consistency.choosing import KEPT_CHOICES, StepChoices, choose
 from shardline.consistency.eager import EagerSteps

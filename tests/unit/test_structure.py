@@ -22,7 +22,6 @@ ALLOWED: dict[str, tuple[int, int, str]] = {
         28,
         "processes of one cluster: starting, watching and ending share all",
     ),
-    "shardline/client/api/session.py:Session": (371, 38, "public: all that a training script may call"),
     "shardline/rpc/link.py:ChiefLink": (305, 27, "the tie to the chief: what a task tells it and what it says"),
     "shardline/server/push_receiver.py:PushReceiver": (
         463,

@@ -1,19 +1,30 @@
-"""A session joins its job: link to the chief, initial values, first step."""
+"""A worker's membership in a job: it joins the cluster, begins, says why it can't go on, and leaves."""
 
 from __future__ import annotations
 
 import logging
-import threading
-
-import torch
+from types import TracebackType
+from typing import Self
 
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.shard_exchange import Interrupted, Restart
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
-from shardline.errors import TaskLostError
+from shardline.errors import (
+    FencedError,
+    JobError,
+    JobExitError,
+    ShardlineError,
+    TaskLostError,
+    UnreachableError,
+    job_error,
+    where_raised,
+)
 from shardline.host.fingerprint import machine_fingerprint
+from shardline.host.process import Termination, resolve_device
+from shardline.observability.line_rate import meter_line
+from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
@@ -21,64 +32,150 @@ from shardline.rpc.link import ChiefLink
 log = logging.getLogger("shardline.client")
 
 
-def link_of(
-    config: RoleConfig,
-    spec: JobSpec,
-    *,
-    address: str,
-    metrics_address: str,
-    device: torch.device,
-    loop: StepLoop,
-    cancelled: threading.Event,
-) -> ChiefLink:
-    """A worker's link to its chief, not joined yet."""
-    return ChiefLink(
-        config.cluster.chief,
-        config.timeouts,
-        Applicant(
-            role=config.role,
-            index=config.index,
+class JobMember:
+    """One process in a job, from its start to its end; the base of Session, which trains. Used by one thread."""
+
+    def __init__(self, config: RoleConfig, termination: Termination) -> None:
+        self.config = config
+        self.device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
+        self._termination = termination
+        self.metrics = Metrics("worker", config.task)
+        self._loop = StepLoop(config, self.metrics, termination)
+        self.owner = self._loop.owner
+        self._link: ChiefLink | None = None
+        self._attached = False
+
+    @property
+    def link(self) -> ChiefLink:
+        """Link to the chief. Raises UsageError before attach()."""
+        return self._loop.runner.now.link
+
+    def _join(self, spec: JobSpec) -> None:
+        """Get admitted by the chief, and begin. Raises SystemExit if this process is asked to end first."""
+        address = self._loop.place.serve()
+        metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
+        meter_line(self.metrics, address)
+        applicant = Applicant(
+            role=self.config.role,
+            index=self.config.index,
             address=address,
             metrics_address=metrics_address,
-            device=str(device),
+            device=str(self.device),
             job=spec,
-            machine=machine_fingerprint(spec.threads, str(device)),
-        ),
-        on_orders=loop.runner.now.ordered,
-        facts=BeatFacts(traffic=loop.place.traffic, passes=loop.place.partners.passes, figures=loop.place.figures),
-        cancelled=cancelled,
-        security=config.security,
-    )
+            machine=machine_fingerprint(spec.threads, str(self.device)),
+        )
+        place = self._loop.place
+        link = self._link = ChiefLink(
+            self.config.cluster.chief,
+            self.config.timeouts,
+            applicant,
+            on_orders=self._loop.runner.now.ordered,
+            facts=BeatFacts(traffic=place.traffic, passes=place.partners.passes, figures=place.figures),
+            cancelled=self._termination.event,
+            security=self.config.security,
+        )
+        self._loop.runner.now.joined = link
+        link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
+        for callback in (self._asked_to_end, link.cancel_join):
+            self._termination.call(callback)
+        if not link.join():
+            log.info("asked to end before the chief admitted this worker")
+            self.shutdown()
+            raise SystemExit(0)
+        log.info("joined as %s, incarnation %#x, metrics at %s", link.task, link.incarnation, self.metrics.url)
+        self._begin()
 
+    def _begin(self) -> None:
+        """After admission: send initial values if ordered to, wait for the start, find the step and pull its values."""
+        link, place = self.link, self._loop.place
+        initialized: set[int] = set()
 
-def begin(link: ChiefLink, loop: StepLoop) -> None:
-    """After admission: send initial values if ordered to, wait for the start, find the step and pull its parameters."""
-    place = loop.place
-    initialized: set[int] = set()
+        def ready(orders: Orders) -> bool:
+            begun = orders.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDED)
+            return begun or (orders.phase is Phase.INIT and orders.init and orders.timeline not in initialized)
 
-    def ready(orders: Orders) -> bool:
-        begun = orders.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDED)
-        return begun or (orders.phase is Phase.INIT and orders.init and orders.timeline not in initialized)
-
-    while True:
-        link.wait(ready)
-        orders = link.orders
-        if orders.phase is Phase.ENDED:
-            if orders.exit_code:
-                raise TaskLostError(f"{link.task}: the job ended before training began: {orders.reason}")
+        while True:
+            link.wait(ready)
+            orders = link.orders
+            if orders.phase is Phase.ENDED:
+                if orders.exit_code:
+                    raise TaskLostError(f"{link.task}: the job ended before training began: {orders.reason}")
+                place.renew(link)
+                return
             place.renew(link)
+            if orders.phase is not Phase.INIT:
+                break
+            try:
+                self._loop.trainer.initialize()
+            except (Restart, Interrupted) as error:
+                log.info("initial values: %s; asking again", error)
+            else:
+                initialized.add(orders.timeline)
+        if place.view is not None and place.view.job.script:
+            found = self._loop.runner.find_again(self._loop.trainer.exchange.timeouts.total_s)
+            if found and not self._loop.runner.now.assigned:
+                self._loop.runner.stepper.todo = {0}
+            self._loop.barrier.begin(self._loop.trainer.step, begun=False)
+
+    def _asked_to_end(self) -> None:
+        log.info("asked to end: returning the replicas of this worker to the chief")
+        self._loop.place.keep_values()
+        if self._link is not None:
+            self._link.leave()
+
+    def fail(self, error: ShardlineError) -> None:
+        """Report to the chief why this worker can't continue."""
+        if self._link is not None and not self.owner.elsewhere and not isinstance(error, FencedError):
+            self._loop.place.fail(self._link, error)
+
+    def close(self) -> None:
+        """Report to the chief that this worker has done its part, wait for the job's end, free everything.
+
+        Raises JobError if a backward pass sent gradients and no step() followed; the job ends with this error.
+        """
+        if self._loop.closed or self.owner.elsewhere:
             return
-        place.renew(link)
-        if orders.phase is not Phase.INIT:
-            break
+        self._loop.closed = True
         try:
-            loop.trainer.initialize()
-        except (Restart, Interrupted) as error:
-            log.info("initial values: %s; asking again", error)
-        else:
-            initialized.add(orders.timeline)
-    if place.view is not None and place.view.job.script:
-        found = loop.runner.find_again(loop.trainer.exchange.timeouts.total_s)
-        if found and not loop.runner.now.assigned:
-            loop.runner.stepper.todo = {0}
-        loop.barrier.begin(loop.trainer.step, begun=False)
+            if self._link is not None and self._attached and not self._link.orders.fenced:
+                self._loop.trainer.check_stepped()
+                self._loop.runner.settle()
+                self._loop.runner.finish_part()
+                # A script's job ends when all its workers have finished; this process is not needed after that.
+                self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
+                if code := self._link.orders.exit_code:
+                    log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
+        except JobError as error:
+            self.fail(error)
+            raise
+        except (UnreachableError, FencedError) as error:
+            log.warning("%s", error)
+        finally:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Free sockets and threads without reporting to the chief."""
+        if self.owner.elsewhere:
+            return
+        self.owner.ended = self._loop.closed = True
+        if self._loop.runner.lent is not None:
+            self._loop.runner.lent.close()
+        if self._link is not None:
+            self._link.close()
+        self._loop.place.close()
+        self.metrics.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+            return
+        if isinstance(error, SystemExit):
+            self.fail(JobExitError(f"the script called sys.exit({error.code!r}){where_raised(error)}"))
+        elif isinstance(error, ShardlineError):
+            self.fail(error)
+        elif isinstance(error, Exception):
+            self.fail(job_error("the script", error))
+        self.shutdown()

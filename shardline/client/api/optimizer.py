@@ -5,54 +5,21 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shardline.client.step.trainer import WorkerMethods
+from shardline.client.api.step_loop import StepLoop
+from shardline.client.api.stepper import TrainingPosition
 from shardline.errors import JobError
 from shardline.model import BEFORE
 from shardline.update import fixed_settings, hyper_numbers
-
-if TYPE_CHECKING:
-    from shardline.client.api.session import Session
 
 log = logging.getLogger("shardline.client")
 
 
 KEY = "shardline"
 """Key in a state dict for the step and incarnation at which the servers hold the rest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPosition:
-    """A job's position as one worker sees it."""
-
-    step: int
-    """Steps done; in asynchronous mode, the fewest updates of any shard."""
-    ahead: int = 0
-    """Calls of optimizer.step() since then that the servers' state does not contain: those of an unfinished round, and
-    those after the end of the job."""
-    incarnation: int
-    """The worker's incarnation."""
-    one_step: bool
-    """All servers are at the same step of the job."""
-
-    def stamp(self) -> dict[str, int]:
-        """The entry for a state dict made now."""
-        return {"step": self.step, "ahead": self.ahead, "incarnation": self.incarnation}
-
-
-def position_of(methods: WorkerMethods, incarnation: int, *, lost: int) -> TrainingPosition:
-    """A worker's current position. lost: steps that its loop has taken since the job ended."""
-    one_step = methods.half.shares_steps
-    return TrainingPosition(
-        step=methods.half.job_step,
-        ahead=lost + (methods.ticks.tick if one_step else 0),
-        incarnation=incarnation,
-        one_step=one_step,
-    )
 
 
 def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> bool:
@@ -121,9 +88,9 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     step, and the servers skip those in which any replica overflowed. During the call it sets `found_inf`, and
     `grad_scale` to the divisor for .grad (None if unscale_() has already divided)."""
 
-    def __init__(self, session: Session, inner: torch.optim.Optimizer, rule: str) -> None:
+    def __init__(self, loop: StepLoop, inner: torch.optim.Optimizer, rule: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self._session = session
+        self._loop = loop
         self._rule = rule
         self._told_state = False
         self.state = defaultdict(_OnServers)
@@ -144,7 +111,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_groups()
         if hasattr(self, "found_inf"):
-            self._session.check_scaler()
+            self._loop.check_scaler()
             # Like torch.amp.GradScaler.unscale_, but without its check for infinities: the push checks.
             scale = getattr(self, "grad_scale", None)
             if scale is not None:
@@ -154,13 +121,13 @@ class ShardlineOptimizer(torch.optim.Optimizer):
                         for parameter in group["params"]:
                             if parameter.grad is not None:
                                 parameter.grad.mul_(inverse.to(parameter.grad.device))
-        self._session.finish_step(None if loss is None else float(loss), self.hyper())
+        self._loop.finish(None if loss is None else float(loss), self.hyper())
         return loss
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped; see Session.skipped."""
-        return self._session.skipped
+        return self._loop.skipped
 
     def _member_ids(self) -> list[list[int]]:
         """id() of each parameter, by group. A reference would count as a reader of its values, see Reach."""
@@ -168,7 +135,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
 
     def _check_groups(self) -> None:
         """Raise JobError for a change of the groups that the servers can't follow."""
-        when = f"step {self._session.standing.step}"
+        when = f"step {self._loop.standing.step}"
         if self._member_ids() != self._members:
             raise JobError(
                 f"{when}: the parameters in the optimizer's groups are not those that the servers train any more; "
@@ -188,9 +155,9 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         With overlap, outside a loop over session.steps(), gradients of the next backward pass leave early. Raises
         JobError if an earlier backward pass sent gradients and no step() followed.
         """
-        if not self._session.share_gradients(set_to_none=set_to_none):
+        if not self._loop.share_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
-        self._session.gradients_cleared()
+        self._loop.gradients_cleared()
 
     def hyper(self) -> dict[int, Mapping[str, float]]:
         """Hyper-parameters of the groups that differ from the job's configuration (an LR scheduler), by group
@@ -206,9 +173,9 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The param groups, and under "shardline" the step at which the servers hold the rest."""
         found = super().state_dict()
-        if not hasattr(self, "_session"):
+        if not hasattr(self, "_loop"):
             return found  # a copy, see __getstate__
-        standing = self._session.standing
+        standing = self._loop.standing
         found[KEY] = standing.stamp()
         # A plain dict can be loaded without this class.
         found["state"] = {key: dict(value) for key, value in found["state"].items()}
@@ -227,22 +194,22 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         This is the case for a dict that contains state, such as a plain torch optimizer's, and for one saved at another
         step than the job's current one.
         """
-        if hasattr(self, "_session") and check_loadable(state_dict, self._session.standing):
-            self._session.resumed()
+        if hasattr(self, "_loop") and check_loadable(state_dict, self._loop.standing):
+            self._loop.resumed()
         super().load_state_dict(state_dict)
         self.state = defaultdict(_OnServers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused with JobError after attach(): the plan is made from the groups at that time."""
-        if hasattr(self, "_session"):
+        if hasattr(self, "_loop"):
             raise JobError(
-                f"step {self._session.standing.step}: parameter groups can't be added after attach(); add them before "
+                f"step {self._loop.standing.step}: parameter groups can't be added after attach(); add them before "
                 "it, and freeze with requires_grad_(False) what is not to train yet"
             )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # As in the base class, without the session: a copied or pickled optimizer is a plain description.
+        # As in the base class, without the loop: a copied or pickled optimizer is a plain description.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
 

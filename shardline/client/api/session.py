@@ -19,37 +19,30 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardline.client.api.joining import begin, link_of
-from shardline.client.api.optimizer import ShardlineOptimizer, TrainingPosition, check_unused, position_of
+from shardline.client.api.joining import JobMember
+from shardline.client.api.optimizer import ShardlineOptimizer, check_unused
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
-from shardline.client.api.step_loop import Hyper, StepLoop
+from shardline.client.api.step_loop import Hyper
 from shardline.client.partners import Partners
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
-from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec
 from shardline.data import Watch
 from shardline.errors import (
-    FencedError,
-    JobError,
     JobExitError,
     ShardlineError,
     TensorError,
-    UnreachableError,
     UsageError,
     job_error,
     where_raised,
 )
-from shardline.host.process import OwnProcess, Termination, resolve_device
-from shardline.observability.line_rate import meter_line
-from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink
+from shardline.host.process import Termination
 
 log = logging.getLogger("shardline.client")
 
 
-class Session:
+class Session(JobMember):
     """One worker's session in a job. Used by one thread; made by shardline.connect() or the worker service."""
 
     def __init__(
@@ -59,37 +52,20 @@ class Session:
         termination: Termination | None = None,
         script: ScriptSettings | None = None,
     ) -> None:
-        self.config = config
-        self.device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
-        self._termination = termination or Termination()
+        super().__init__(config, termination or Termination())
         self._script = script or ScriptSettings()
         self._workers = max(1, config.cluster.num("worker"))
-        self.metrics = Metrics("worker", config.task)
-        self._loop = StepLoop(config, self.metrics, self._termination)
         self.data_took = self._loop.runner.reports.read
         """Call with the seconds that a batch of the open step took to come."""
         self.leases = self._loop.runner.stepper.leases
         """In an asynchronous job from a file: batches that this worker is to compute."""
         self.partners = Partners()
         """Other workers, where these compute parts of a replica's step; set by attach()."""
-        self._link: ChiefLink | None = None
-        self._optimizer: ShardlineOptimizer | None = None
-        self._closed = False
-        self.owner = OwnProcess(config.task)
-
-    @property
-    def link(self) -> ChiefLink:
-        """Link to the chief. Raises UsageError before attach()."""
-        return self._loop.runner.now.link
 
     @property
     def trainer(self) -> Trainer:
         """State of training. Raises UsageError before attach()."""
         return self._loop.trainer
-
-    @property
-    def _values(self) -> Mapping[str, torch.Tensor]:
-        return self._loop.place.values
 
     @property
     def replica(self) -> int:
@@ -115,36 +91,12 @@ class Session:
         return self.trainer.step
 
     @property
-    def standing(self) -> TrainingPosition:
-        """The job's position, for state dicts."""
-        return position_of(self.trainer.methods, self.link.incarnation, lost=self._loop.mistakes.lost)
-
-    def resumed(self) -> None:
-        """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
-        self._loop.mistakes.knows_the_step()
-        self._loop.place.watch.resumed(one_step=self.standing.one_step)
-
-    @property
     def skipped(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite and nan_policy is "skip".
 
         Synchronous: a gradient of any replica, so it is the same in all of them. Asynchronous: a gradient of this one.
         """
-        return self._loop.runner.reports.skipped
-
-    def check_scaler(self) -> None:
-        """Check that a gradient scaler may step. Raises JobError if an overflow can't be skipped in all replicas."""
-        policy = self.job.consistency.nan_policy
-        if policy != "skip":
-            raise JobError(
-                'a GradScaler needs connect(nan_policy="skip"), so that all replicas skip a step in which one of them '
-                f'overflows; the policy of this job is "{policy}"'
-            )
-        if self._loop.place.overlaps:
-            raise JobError(
-                "a GradScaler can't be combined with overlap, which would send scaled gradients during backward(); "
-                "use attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
-            )
+        return self._loop.skipped
 
     @property
     def job(self) -> JobSpec:
@@ -174,54 +126,24 @@ class Session:
 
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
-        if self._optimizer is not None:
+        if self._attached:
             raise UsageError("this session is already attached; a session trains one model")
         spec = job or script_spec(self._script, self._workers, model, optimizer)
         self._loop.place.furnish(model, optimizer, spec, overlap=overlap, zero_copy=zero_copy)
+        self.partners = self._loop.place.partners
         self._join(spec)
-        begin(self.link, self._loop)
-        check_unused(optimizer.state.values(), self.standing)
+        check_unused(optimizer.state.values(), self._loop.standing)
         if job is None:
-            self._loop.mistakes.attached(self.standing.step)
-        self._optimizer = ShardlineOptimizer(self, optimizer, (spec.inner or spec).rule.name)
+            self._loop.mistakes.attached(self._loop.standing.step)
+        attached = ShardlineOptimizer(self._loop, optimizer, (spec.inner or spec).rule.name)
         lent = None
         if zero_copy:
             owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
-            mine = {name: value for name, value in self._values.items() if id(value) in owned}
-            lent = SharedGradients(mine, self._gradient_view)
-        self._loop.attached(self._optimizer.hyper, lent)
-        return self._optimizer
-
-    def _join(self, spec: JobSpec) -> None:
-        """Get admitted by the chief. Raises SystemExit if this process is asked to end first."""
-        self.partners = self._loop.place.partners
-        address = self._loop.place.serve()
-        metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
-        meter_line(self.metrics, address)
-        link = self._link = link_of(
-            self.config,
-            spec,
-            address=address,
-            metrics_address=metrics_address,
-            device=self.device,
-            loop=self._loop,
-            cancelled=self._termination.event,
-        )
-        self._loop.runner.now.joined = link
-        link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
-        for callback in (self._asked_to_end, link.cancel_join):
-            self._termination.call(callback)
-        if not link.join():
-            log.info("asked to end before the chief admitted this worker")
-            self.shutdown()
-            raise SystemExit(0)
-        log.info("joined as %s, incarnation %#x, metrics at %s", link.task, link.incarnation, self.metrics.url)
-
-    def _asked_to_end(self) -> None:
-        log.info("asked to end: returning the replicas of this worker to the chief")
-        self._loop.place.keep_values()
-        if self._link is not None:
-            self._link.leave()
+            mine = {name: value for name, value in self._loop.place.values.items() if id(value) in owned}
+            lent = SharedGradients(mine, lambda name: self.trainer.gradient_view(name))  # noqa: PLW0108  trainers change
+        self._loop.attached(attached.hyper, lent)
+        self._attached = True
+        return attached
 
     # Steps
 
@@ -248,11 +170,6 @@ class Session:
         # Reading a loss from a GPU would wait for the device.
         return self._loop.watch(replica, ask_loss=self.device.type == "cpu")
 
-    def gradients_cleared(self) -> None:
-        """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
-        if not self._closed:
-            self._loop.gradients_cleared()
-
     def contribute(
         self,
         replica: int,
@@ -267,18 +184,8 @@ class Session:
 
         keep: the tensors are not written to until the step is closed, so they need not be copied.
         """
-        gradients = self._gradients() if gradients is None else gradients
+        gradients = self._loop.gradients() if gradients is None else gradients
         self._loop.contribute(replica, gradients, loss=loss, samples=samples, hyper=hyper, keep=keep)
-
-    def _gradients(self) -> Mapping[str, torch.Tensor]:
-        """The gradients in .grad, by name."""
-        clip_norm = self.job.consistency.clip_norm
-        if clip_norm > 0.0 and not self.trainer.half.shares_steps:
-            # As in torch: each worker clips its own gradient before it is sent.
-            torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
-        if self._loop.runner.lent is not None:
-            return self._loop.runner.lent.gradients()
-        return {name: value.grad for name, value in self._values.items() if value.grad is not None}
 
     def finish_step(self, loss: float | None = None, hyper: Hyper | None = None) -> bool:
         """Send the open step and get the next parameters; False if the loop has to run the step again.
@@ -288,8 +195,7 @@ class Session:
         Outside of steps(): True also after a standby has taken over, since the contribution is sent again. Raises
         RolledBackError if the job rolled back, JobStopped if it has ended. Raises UsageError after close().
         """
-        self.owner.check()
-        return self._loop.finish(self._gradients, loss, hyper)
+        return self._loop.finish(loss, hyper)
 
     def wait(self) -> None:
         """Wait until the model contains all parameters of `step`.
@@ -305,7 +211,7 @@ class Session:
         the barriers before its loop without waiting. Raises JobError naming a worker that ended without coming here,
         UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails, UsageError.
         """
-        if self._closed:
+        if self._loop.closed:
             raise UsageError("this session is closed, so barrier() can't be called")
         if not self.job.script:
             raise UsageError("barrier() is only for scripts: the replicas of a job file are not tied to a worker")
@@ -322,7 +228,7 @@ class Session:
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Contribute gradients by name as this worker's part of the open step, and get the next parameters."""
         self.owner.check()
-        check_named(self._values, gradients)
+        check_named(self._loop.place.values, gradients)
         self.wait()
         self._loop.contribute_own(gradients)
         self.finish_step()
@@ -332,81 +238,26 @@ class Session:
 
         Ask for it in every step, after the previous one has ended. Raises TensorError for an unknown name.
         """
-        if name not in self._values:
-            raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._values)[:8])}")
-        view = self._gradient_view(name)
-        return view if view is not None else torch.zeros_like(self._values[name])
-
-    def _gradient_view(self, name: str) -> torch.Tensor | None:
-        return self.trainer.gradient_view(name)
-
-    def share_gradients(self, *, set_to_none: bool = True) -> bool:
-        """zero_grad() for gradients in shared memory; returns False if they are private."""
-        if self._loop.runner.lent is None or self._closed:
-            return False
-        self._loop.runner.lent.zero(set_to_none=set_to_none)
-        return True
+        if name not in self._loop.place.values:
+            raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._loop.place.values)[:8])}")
+        view = self.trainer.gradient_view(name)
+        return view if view is not None else torch.zeros_like(self._loop.place.values[name])
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Copies of the named tensors (default: all) at the current step. Raises TensorError for an unknown name."""
         self.wait()
-        wanted = list(self._values) if names is None else list(names)
+        wanted = list(self._loop.place.values) if names is None else list(names)
         for name in wanted:
-            if name not in self._values:
-                raise TensorError(f"the job has no tensor {name!r}; it has {', '.join(list(self._values)[:8])}")
-        return {name: self._values[name].detach().clone() for name in wanted}
+            if name not in self._loop.place.values:
+                raise TensorError(
+                    f"the job has no tensor {name!r}; it has {', '.join(list(self._loop.place.values)[:8])}"
+                )
+        return {name: self._loop.place.values[name].detach().clone() for name in wanted}
 
     def push_pull(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """push() and pull() in one exchange."""
         self.push(gradients)
         return self.pull(list(gradients))
-
-    # Ending
-
-    def fail(self, error: ShardlineError) -> None:
-        """Report to the chief why this worker can't continue."""
-        if self._link is not None and not self.owner.elsewhere and not isinstance(error, FencedError):
-            self._loop.place.fail(self._link, error)
-
-    def close(self) -> None:
-        """Report to the chief that this worker has done its part, wait for the job's end, free everything.
-
-        Raises JobError if a backward pass sent gradients and no step() followed; the job ends with this error.
-        """
-        if self._closed or self.owner.elsewhere:
-            return
-        self._closed = True
-        try:
-            if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
-                self.trainer.check_stepped()
-                self.wait()
-                self._loop.runner.finish_part()
-                # A script's job ends when all its workers have finished; this process is not needed after that.
-                self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
-                if code := self._link.orders.exit_code:
-                    log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
-        except JobError as error:
-            self.fail(error)
-            raise
-        except (UnreachableError, FencedError) as error:
-            log.warning("%s", error)
-        finally:
-            self.shutdown()
-
-    def shutdown(self) -> None:
-        """Free sockets and threads without reporting to the chief."""
-        if self.owner.elsewhere:
-            return
-        self.owner.ended = self._closed = True
-        if self._loop.runner.lent is not None:
-            self._loop.runner.lent.close()
-        if self._link is not None:
-            self._link.close()
-        self._loop.place.close()
-        self.metrics.close()
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):

@@ -11,20 +11,20 @@ import torch
 
 from shardline.client.api.barrier import Barrier
 from shardline.client.api.step_reports import SentStep, StepReports
-from shardline.client.api.stepper import OPEN, Do, MissingSteps, Seen, Stepper
+from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, Seen, Stepper, TrainingPosition
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
-from shardline.client.overlap.early_push import Expected
 from shardline.client.overlap.gate import StepAgain, StepWatch
+from shardline.client.step.early_push import Expected
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
 from shardline.core.settings import EXACT
 from shardline.data import UNWATCHED, Watch
-from shardline.errors import JobError, JobStopped, RolledBackError, UnreachableError, UsageError
+from shardline.errors import JobError, RolledBackError, UnreachableError, UsageError
 from shardline.host.awake import awake_s
-from shardline.host.process import Termination
+from shardline.host.process import OwnProcess, Termination
 from shardline.observability.metrics import Metrics
 from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
@@ -459,62 +459,6 @@ Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that differ from the job's, by parameter group."""
 
 
-class LoopMistakes:
-    """Logs, once, mistakes of a script's own loop that it would not notice. Used by the session's thread."""
-
-    def __init__(self) -> None:
-        self._goes_on = 0
-        """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
-        self._refused = 0
-
-    @property
-    def lost(self) -> int:
-        """Steps that the loop has taken although the job had ended: those after the first JobStopped."""
-        return max(0, self._refused - 1)
-
-    def stopped(self, link: ChiefLink, step: int) -> None:
-        """Raise JobStopped: nothing but this tells the loop that its step was not made, because the job has ended.
-
-        step: that of the parameters in the model.
-        """
-        link.wait(lambda o: o.stop_step > 0 or o.fenced or o.phase is Phase.ENDED, timeout_s=link.timeouts.rpc_s)
-        orders = link.orders
-        self._refused += 1
-        # If it isn't known in time, this worker's own step is the best guess.
-        step = orders.stop_step or step
-        what = "this worker left the job" if orders.fenced else "the job ended"
-        what += f" with exit code {orders.exit_code}" if orders.exit_code else ""
-        why = f" ({orders.reason})" if orders.reason else ""
-        error = JobStopped(
-            f"{link.task}: {what} at step {step}{why}; optimizer.step() changed nothing. Leave the loop; "
-            "--resume continues the job",
-            step,
-        )
-        if not self.lost:
-            # Python says nothing when a SystemExit ends the process.
-            log.warning("%s", error)
-        raise error
-
-    def attached(self, step: int) -> None:
-        self._goes_on = step
-
-    def knows_the_step(self) -> None:
-        """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
-        self._goes_on = 0
-
-    def about_to_step(self) -> None:
-        """Warn of steps that will be done twice."""
-        if self._goes_on:
-            log.warning(
-                "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
-                "nor loaded an optimizer state of that step: a loop that counts from 0 repeats %d steps. Loop over "
-                "session.steps(), or let the Trainer resume from its own checkpoint of step %d "
-                "(resume_from_checkpoint=, ckpt_path=)",
-                *(self._goes_on,) * 3,
-            )
-            self._goes_on = 0
-
-
 class StepLoop:
     """One worker's steps, in a job file's or the user's loop. Used by the session's thread."""
 
@@ -527,6 +471,9 @@ class StepLoop:
         self.mistakes = LoopMistakes()
         self._stepper = self.runner.now.stepper
         self._reports = self.runner.reports
+        self.owner = OwnProcess(config.task)
+        self.closed = False
+        """No step may be made any more."""
         self._hyper: Callable[[], Hyper] | None = None
         self._loss: float | None = None
 
@@ -628,10 +575,64 @@ class StepLoop:
             self.runner.close(figures)
             self.runner.check_ordered()
 
+    # The optimizer that a script has
+
+    @property
+    def standing(self) -> TrainingPosition:
+        """The job's position, for state dicts."""
+        half = self.trainer.half
+        return TrainingPosition(
+            step=half.job_step,
+            ahead=self.mistakes.lost + (self.trainer.methods.ticks.tick if half.shares_steps else 0),
+            incarnation=self._now.link.incarnation,
+            one_step=half.shares_steps,
+        )
+
+    def resumed(self) -> None:
+        """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
+        self.mistakes.knows_the_step()
+        self.place.watch.resumed(one_step=self.standing.one_step)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped; see Session.skipped."""
+        return self._reports.skipped
+
+    def check_scaler(self) -> None:
+        """Check that a gradient scaler may step. Raises JobError if an overflow can't be skipped in all replicas."""
+        policy = self.trainer.job.consistency.nan_policy
+        if policy != "skip":
+            raise JobError(
+                'a GradScaler needs connect(nan_policy="skip"), so that all replicas skip a step in which one of them '
+                f'overflows; the policy of this job is "{policy}"'
+            )
+        if self.place.overlaps:
+            raise JobError(
+                "a GradScaler can't be combined with overlap, which would send scaled gradients during backward(); "
+                "use attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
+            )
+
+    def share_gradients(self, *, set_to_none: bool = True) -> bool:
+        """zero_grad() for gradients in shared memory; returns False if they are private."""
+        if self.runner.lent is None or self.closed:
+            return False
+        self.runner.lent.zero(set_to_none=set_to_none)
+        return True
+
     def gradients_cleared(self) -> None:
         """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
-        if not self._stepper.iterating:
+        if not (self.closed or self._stepper.iterating):
             self._expect_by_itself()
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """The gradients in .grad, by name."""
+        values, clip_norm = self.place.values, self.trainer.job.consistency.clip_norm
+        if clip_norm > 0.0 and not self._now.assigned:
+            # As in torch: each worker clips its own gradient before it is sent.
+            torch.nn.utils.clip_grad_norm_([v for v in values.values() if v.grad is not None], clip_norm)
+        if self.runner.lent is not None:
+            return self.runner.lent.gradients()
+        return {name: value.grad for name, value in values.items() if value.grad is not None}
 
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""
@@ -674,10 +675,9 @@ class StepLoop:
     def note_loss(self, loss: float) -> None:
         self._loss = loss
 
-    def finish(
-        self, gradients: Callable[[], Mapping[str, torch.Tensor]], loss: float | None, hyper: Hyper | None
-    ) -> bool:
-        """See Session.finish_step. gradients: called if nothing was contributed yet."""
+    def finish(self, loss: float | None, hyper: Hyper | None) -> bool:
+        """See Session.finish_step."""
+        self.owner.check()
         runner, ticks = self.runner, self.trainer.methods.ticks
         self._reports.skipped = False
         self._check_loop()
@@ -685,7 +685,7 @@ class StepLoop:
         self.mistakes.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
-            self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
+            self.contribute_own(self.gradients(), loss=loss or self._loss, hyper=hyper)
         self._loss = None
         if not ticks.last:
             ticks.advance()

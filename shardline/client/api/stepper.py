@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from shardline.client.exchange.shard_exchange import Overtaken, Stopped
 from shardline.core.fixed import fixed
 from shardline.core.orders import Orders, Phase
-from shardline.errors import JobError
+from shardline.errors import JobError, JobStopped
 from shardline.rpc.client import Lease
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 
@@ -177,6 +178,25 @@ class Stepper:
         self.leases.batch += self.leases.lease is not None
 
 
+@fixed(kw_only=True)
+class TrainingPosition:
+    """A job's position as one worker sees it."""
+
+    step: int
+    """Steps done; in asynchronous mode, the fewest updates of any shard."""
+    ahead: int = 0
+    """Calls of optimizer.step() since then that the servers' state does not contain: those of an unfinished round, and
+    those after the end of the job."""
+    incarnation: int
+    """The worker's incarnation."""
+    one_step: bool
+    """All servers are at the same step of the job."""
+
+    def stamp(self) -> dict[str, int]:
+        """The entry for a state dict made now."""
+        return {"step": self.step, "ahead": self.ahead, "incarnation": self.incarnation}
+
+
 WARN_S = 10.0
 """Seconds at one step before a warning."""
 WARN_PASSES = 100
@@ -241,3 +261,59 @@ class MissingSteps:
                 f"{', '.join(map(str, others))} waited {waited_s:.0f} s for it (--timeout {self._timeout_s:g}); all "
                 "workers must call optimizer.step() in every step"
             )
+
+
+class LoopMistakes:
+    """Logs, once, mistakes of a script's own loop that it would not notice. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._goes_on = 0
+        """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
+        self._refused = 0
+
+    @property
+    def lost(self) -> int:
+        """Steps that the loop has taken although the job had ended: those after the first JobStopped."""
+        return max(0, self._refused - 1)
+
+    def stopped(self, link: ChiefLink, step: int) -> None:
+        """Raise JobStopped: nothing but this tells the loop that its step was not made, because the job has ended.
+
+        step: that of the parameters in the model.
+        """
+        link.wait(lambda o: o.stop_step > 0 or o.fenced or o.phase is Phase.ENDED, timeout_s=link.timeouts.rpc_s)
+        orders = link.orders
+        self._refused += 1
+        # If it isn't known in time, this worker's own step is the best guess.
+        step = orders.stop_step or step
+        what = "this worker left the job" if orders.fenced else "the job ended"
+        what += f" with exit code {orders.exit_code}" if orders.exit_code else ""
+        why = f" ({orders.reason})" if orders.reason else ""
+        error = JobStopped(
+            f"{link.task}: {what} at step {step}{why}; optimizer.step() changed nothing. Leave the loop; "
+            "--resume continues the job",
+            step,
+        )
+        if not self.lost:
+            # Python says nothing when a SystemExit ends the process.
+            log.warning("%s", error)
+        raise error
+
+    def attached(self, step: int) -> None:
+        self._goes_on = step
+
+    def knows_the_step(self) -> None:
+        """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
+        self._goes_on = 0
+
+    def about_to_step(self) -> None:
+        """Warn of steps that will be done twice."""
+        if self._goes_on:
+            log.warning(
+                "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "
+                "nor loaded an optimizer state of that step: a loop that counts from 0 repeats %d steps. Loop over "
+                "session.steps(), or let the Trainer resume from its own checkpoint of step %d "
+                "(resume_from_checkpoint=, ckpt_path=)",
+                *(self._goes_on,) * 3,
+            )
+            self._goes_on = 0

@@ -15,9 +15,9 @@ from shardline.cadence import Sends
 from shardline.client.applied.worker_optimizer import ServerStates
 from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Observer, Restart
 from shardline.client.layout import ModelLayout
-from shardline.client.overlap.early_push import AsComputed, GradientHooks
 from shardline.client.overlap.gate import BodyWaits, Gate, Reach
 from shardline.client.partners import Hooks, Partners, server_of
+from shardline.client.step.early_push import AsComputed, GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.staging import GradientStaging, PushTools
 from shardline.client.step.trainer import Trainer, WorkerMethods
@@ -217,7 +217,12 @@ class Workplace:
                     trainer.wait_for(tensors)
 
             tensors = trainer.weights.layout.tensors
-            self.gate = Gate(tensors, self._reach, wait_for=wait_for, waiting=lambda: trainer.waiting)
+            self.gate = Gate(
+                tensors,
+                self._reach,
+                wait_for=wait_for,
+                waiting=lambda: trainer.open.sent and trainer.weights.incomplete,
+            )
         self.current = trainer
 
     def traffic(self) -> Traffic:

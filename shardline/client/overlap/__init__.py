@@ -1,1 +1,1 @@
-"""Gradients that leave during the backward pass, and forward passes that wait layer by layer."""
+"""Forward passes that begin before all parameters have arrived, and wait layer by layer."""

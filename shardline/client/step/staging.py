@@ -19,7 +19,7 @@ from shardline.client.exchange.streaming_payloads import (
     SendQueue,
     default_credit,
 )
-from shardline.client.layout import copy_each
+from shardline.client.layout import ModelLayout, copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
@@ -415,11 +415,11 @@ def present_bits(present: Sequence[bool]) -> bytes:
     return b"" if all(present) else pack_bits(present)
 
 
-def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Push:
-    """The INIT push of one shard. values: flat CPU tensors by bucket. coding: JobCoding.plain."""
+def initial_contribution(coding: Coding, shard: int, layout: ModelLayout) -> Push:
+    """The INIT push of one shard. coding: JobCoding.plain."""
     payloads = []
-    for b, (bucket, flat) in enumerate(zip(coding.plan.shards[shard].buckets, values, strict=True)):
-        data = coding.bucket(shard, b).coder.encode(flat, PLAIN_TURN)
+    for b, bucket in enumerate(coding.plan.shards[shard].buckets):
+        data = coding.bucket(shard, b).coder.encode(layout.values(shard, b), PLAIN_TURN)
         payloads.append(
             Payload(
                 bucket=b,

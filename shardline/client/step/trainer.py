@@ -34,7 +34,7 @@ from shardline.client.exchange.shard_exchange import (
     StepFigures,
 )
 from shardline.client.exchange.streaming_payloads import LivePayloads, ReadyPayloads, bucket_ranks
-from shardline.client.overlap.early_push import AsComputed, Expected
+from shardline.client.step.early_push import AsComputed, Expected
 from shardline.client.step.staging import NonFinite, PushTools, filled_payloads, initial_contribution, loss_names
 from shardline.client.step.weights import Weights
 from shardline.client.watch.model_watch import UNWATCHED
@@ -119,11 +119,6 @@ class Trainer:
         """
         self.weights.wait_for(tensors, self.open.running)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether wait_for() may have to wait."""
-        return self.open.sent and self.weights.incomplete
-
     # Backward
 
     def expect(self, expected: Expected) -> None:
@@ -134,7 +129,7 @@ class Trainer:
         """
         self.check_stepped()
         self.disarm()
-        if not self._look() and self._early is not None:
+        if not _look(self) and self._early is not None:
             self._early.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
@@ -172,8 +167,8 @@ class Trainer:
         buckets that left during the backward pass. Raises JobError if gradients changed after they had left.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
-        if self._look():
-            self._judge()
+        if _look(self):
+            _judge(self)
         ticks = self.methods.ticks
         buffers = self.weights.changed_buffers() if ticks.last and self.half.brings_buffers(replica) else {}
         made = self.methods.local.take(
@@ -241,9 +236,8 @@ class Trainer:
 
     def _start(self, *, hold: bool, compute_s: float = 0.0, here: bool = False) -> None:
         """Start the exchange of the open step. compute_s: seconds that gradients may still take. here: see start()."""
-        timeouts, early = self.exchange.timeouts, self._early
+        timeouts, early, weights = self.exchange.timeouts, self._early, self.weights
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
-        wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
         tasks = {}
         for shard, pushes in self.open.pushes.items():
             for push in pushes:
@@ -252,15 +246,16 @@ class Trainer:
             want = Want(
                 step=self.open.target,
                 ahead=self.half.ahead,
-                have_step=self.weights.sinks[shard].base_step if self.open.target is None else self.weights.have,
+                have_step=weights.sinks[shard].base_step if self.open.target is None else weights.have,
                 buckets=early.pull_order(shard, hold=hold) if early is not None else self.open.share.buckets(shard),
-                wait_s=wait_s,
+                wait_s=min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s),
             )
             tasks[shard] = self.open.task(shard, want, patience_s=patience_s)
         self._start_s = time.monotonic()
-        self.weights.begin_pull(hold=hold)
-        weights, start = self.weights, self.exchange.start
-        self.open.running = start(self.sender, tasks, weights.arrivals.end, weights.memory.pulling, here=here)
+        weights.begin_pull(hold=hold)
+        self.open.running = self.exchange.start(
+            self.sender, tasks, weights.arrivals.end, weights.memory.pulling, here=here
+        )
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
@@ -291,11 +286,9 @@ class Trainer:
 
     def initialize(self) -> None:
         """Send the model's values as the job's initial ones (Orders.init)."""
-        tasks = {}
-        for shard, spec in enumerate(self.plan.shards):
-            values = [self.weights.layout.values(shard, bucket) for bucket in range(len(spec.buckets))]
-            push = initial_contribution(self.weights.coding.plain, shard, values)
-            tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
+        plain, layout = self.weights.coding.plain, self.weights.layout
+        pushes = {shard: initial_contribution(plain, shard, layout) for shard in range(len(self.plan.shards))}
+        tasks = {s: ShardTask(shard=s, contributions=[push], want=None) for s, push in pushes.items()}
         self.exchange.start(self.sender, tasks).wait()
 
     def locate(self, units: Iterable[int], timeline: int, posts: Sequence[Post] = ()) -> set[int]:
@@ -309,18 +302,17 @@ class Trainer:
         self.weights.forget()
         self.open.close()
         self.open.first = True
-        parts = self.methods.parts
-        share = self.open.share = parts.share(self.plan, units)
+        share = self.open.share = self.methods.parts.share(self.plan, units)
         if self.methods.applied is not None:
             self.methods.applied.own(share)
         self.weights.arrivals.keys = tuple(share.keys)
-        asked = parts.together(posts, share, all_do=self.half.steps_with_all)
+        asked = self.methods.parts.together(posts, share, all_do=self.half.steps_with_all)
         standings = self.standings(self.half.asks_for(asked))
         todo = self.half.located(standings, asked)
         before = self.methods.versions
         skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
         self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
-        outcomes = self._fetch()
+        outcomes = _fetch(self)
         self.half.arrived(self.methods.versions)
         self.open.close()
         self.methods.restart(outcomes)
@@ -335,16 +327,6 @@ class Trainer:
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
         return found
-
-    def _fetch(self) -> Mapping[int, ShardOutcome]:
-        """Pull the parameters of the worker's current step."""
-        weights, step = self.weights, self.half.exact
-        want = Want(step=step, have_step=weights.have, wait_s=self.exchange.timeouts.server_wait_s)
-        tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in self.open.share.asks(want).items()}
-        weights.begin_pull(hold=False)
-        outcomes = self.exchange.start(self.sender, tasks, weights.arrivals.end, weights.memory.pulling).wait()
-        self.methods.versions = weights.settle(step)
-        return outcomes
 
     def give_up(self) -> None:
         """End the running exchange; what has arrived is of no use. arm() the exchange before the next one.
@@ -369,8 +351,6 @@ class Trainer:
         self._staging.close()
         self._route.close()
 
-    # The user's model
-
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None if there is none (left)."""
         # It contains the unsent gradients of another replica of this worker.
@@ -378,21 +358,34 @@ class Trainer:
             return None
         return self.weights.memory.gradient(self.plan.index[name])
 
-    def _look(self) -> bool:
-        """Look at what the user's code has done to the model; returns whether it has to be judged after the pass."""
-        settled = self.open.running is None or self.open.leaves_early
-        return bool(self.watch.look(self.step, settled=settled))
 
-    def _judge(self) -> None:
-        """Compare written parameters with those of the servers, if these can be pulled again with the same bits."""
+def _look(trainer: Trainer) -> bool:
+    """Look at what the user's code has done to the model; returns whether it has to be judged after the pass."""
+    settled = trainer.open.running is None or trainer.open.leaves_early
+    return bool(trainer.watch.look(trainer.step, settled=settled))
 
-        def again() -> None:
-            self.weights.forget()
-            self._fetch()
 
-        possible = self.open.running is None and self.half.exact is not None and self.methods.applied is None
-        possible = possible and all(down.is_view for down in codecs.of(self.job).downs)
-        self.watch.judge(self.step, again if possible else None)
+def _judge(trainer: Trainer) -> None:
+    """Compare written parameters with those of the servers, if these can be pulled again with the same bits."""
+
+    def again() -> None:
+        trainer.weights.forget()
+        _fetch(trainer)
+
+    possible = trainer.open.running is None and trainer.half.exact is not None and trainer.methods.applied is None
+    possible = possible and all(down.is_view for down in codecs.of(trainer.job).downs)
+    trainer.watch.judge(trainer.step, again if possible else None)
+
+
+def _fetch(trainer: Trainer) -> Mapping[int, ShardOutcome]:
+    """Pull the parameters of the worker's current step."""
+    weights, exchange, step = trainer.weights, trainer.exchange, trainer.half.exact
+    want = Want(step=step, have_step=weights.have, wait_s=exchange.timeouts.server_wait_s)
+    tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in trainer.open.share.asks(want).items()}
+    weights.begin_pull(hold=False)
+    outcomes = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.memory.pulling).wait()
+    trainer.methods.versions = weights.settle(step)
+    return outcomes
 
 
 def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
