@@ -14,7 +14,7 @@ from shardline.core.orders import PassReport
 from shardline.core.parcel import Parcel, ParcelKey
 from shardline.data import BatchSource
 from shardline.job import Job
-from shardline_pipeline import Unbroken, schedule_named
+from shardline_pipeline import schedule_named
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.runner import StageRunner
 from shardline_pipeline.schedules.gaps import Gaps
@@ -31,25 +31,25 @@ class Neighbours:
         self._come: set[ParcelKey] = set()
 
     def send(self, parcel: Parcel) -> None:
-        """See Parcels.send: nobody takes it."""
+        """See ActivationChannel.send: nobody takes it."""
 
     def here(self, key: ParcelKey) -> bool:
-        """See Parcels.here."""
+        """See ActivationChannel.here."""
         return not key.back or key in self._come
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
-        """See Parcels.wait. Gradients come as late as they can: all that does not need them is done by then."""
+        """Gradients come as late as they can: all that does not need them is done by then."""
         self._come.update(keys)
 
     def take(self, key: ParcelKey) -> Parcel:
-        """See Parcels.take."""
+        """See ActivationChannel.take."""
         if key.back:
             return Parcel(key, (torch.zeros(self._activations[key.stage + 1]),), places=(0,))
         state = torch.get_rng_state().numpy().tobytes()
         return Parcel(key, (torch.zeros(self._activations[key.stage]),), (True,), (), state)
 
     def passed(self, report: PassReport) -> None:
-        """See Parcels.passed: nobody looks."""
+        """See ActivationChannel.passed: nobody looks."""
 
     def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
         """See StageExchange.comes_first: parameters are there at once."""
@@ -89,7 +89,7 @@ def _of_stage(job: Job, stage: int, activations: Sequence[torch.Size], steps: in
 def _run(job: Job, model: Pipeline, stage: int, neighbours: Neighbours, steps: int) -> None:
     """Some steps of one stage."""
     schedule, source = schedule_named(job.pipeline), BatchSource(job)
-    if isinstance(schedule, Unbroken):
+    if not schedule.flushes:
         own = neighbours.pulled
         trained = {name for name, _ in model.named_parameters()} & own.keys()
         parameters = ParameterSource(

@@ -11,7 +11,6 @@ from .jobs import Pipeline as Pipeline
 from .jobs import PipelineSchedule as PipelineSchedule
 from .jobs import StageLayout as StageLayout
 from .jobs import Stash as Stash
-from .jobs import Unbroken as Unbroken
 from .jobs import VerticalSync as VerticalSync
 from .jobs import assigned as assigned
 from .jobs import bound as bound

@@ -21,9 +21,9 @@ from shardline.data import BatchSource, DataSource, check_loss, derive, replica_
 from shardline.division.base import Gradients
 from shardline.errors import JobError, calling
 from shardline.testing import copies
+from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
 from shardline_pipeline.base import PipelineSchedule
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.parcel_coding import ParcelCoding, is_encoded
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
 from shardline_pipeline.staged import StagedModel
 
@@ -43,7 +43,7 @@ class CodedModel:
         self._model = model
         self._run = run or model.run
         self._copies = copies
-        self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
+        self._coding = ActivationCoding(str(job.codec_parcels), job.seed)
         self._step = self._replica = self._microbatch = 0
 
     def begin(self, step: int, replica: int) -> None:
@@ -90,7 +90,7 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, coding: ParcelCoding, there: ParcelKey, back: ParcelKey, number: int
+        ctx: Any, value: torch.Tensor, coding: ActivationCoding, there: ParcelKey, back: ParcelKey, number: int
     ) -> Any:
         ctx.coding, ctx.key, ctx.number, ctx.order = coding, back, number, memory_order(value)
         payload, form = coding.encode(value, there, number, "an output")

@@ -58,7 +58,7 @@ class PipelineSchedule(DivisionChoice, abc.ABC):
 
     @property
     def keeps_one(self) -> bool:
-        """Whether a new version of a stage's parameters takes the place of the last in memory: see Unbroken."""
+        """Whether a new version of a stage's parameters takes the place of the last in memory: see Asynchronous."""
         return False
 
     @property

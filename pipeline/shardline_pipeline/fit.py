@@ -69,7 +69,7 @@ def check(job: JobSpec, *, standbys: int, workers: int | None) -> None:
                 "pipeline='flush', or leave tensor_parallel out"
             )
         # Each replica goes on by itself from where it is.
-        _check_unbroken(job, standbys=0 if mode.by_stage else standbys)
+        _check_asynchronous(job, standbys=0 if mode.by_stage else standbys)
 
 
 def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
@@ -106,22 +106,22 @@ def _check_by_stage(job: JobSpec, mode: Consistency) -> None:
             f"{how}, but clip_norm={job.consistency.clip_norm:g} is one decision about the gradients of all stages; "
             "leave it out, or choose consistency='sync' and pipeline='flush'"
         )
-    if isinstance(found, pipeline.Unbroken) and found.gap_aware:
+    if found.gap_aware:
         raise JobError(
             f"{how}, but gap_aware measures how far parameters have moved when a gradient is applied, and other "
             "replicas move them meanwhile; choose consistency='sync', or leave gap_aware out"
         )
 
 
-def _check_unbroken(job: JobSpec, *, standbys: int) -> None:
+def _check_asynchronous(job: JobSpec, *, standbys: int) -> None:
     """Refuse what needs all stages at the same step, and what needs the optimizer where it isn't."""
     found = pipeline.of(job)
-    if isinstance(found, pipeline.Unbroken) and found.predict and job.apply != WORKER:
+    if found.predict and job.apply != WORKER:
         raise JobError(
             f"pipeline {found} predicts parameters from the optimizer's state, which with apply 'server' no worker "
             "has; choose apply='worker', or leave predict out"
         )
-    if isinstance(found, pipeline.Unbroken) and found.gap_aware:
+    if found.gap_aware:
         check_gaps(job)
     if job.consistency.clip_norm > 0.0:
         raise JobError(

@@ -26,7 +26,6 @@ from shardline_pipeline.schedules.ftpipe import FTPipe
 from shardline_pipeline.schedules.gpipe import GPipe
 from shardline_pipeline.schedules.no_stash import NoStash
 from shardline_pipeline.schedules.stash import Stash
-from shardline_pipeline.schedules.unbroken import Unbroken
 from shardline_pipeline.schedules.vertical_sync import VerticalSync
 from shardline_pipeline.schedules.whole import Undivided
 from shardline_pipeline.tensor_parallel import parts
@@ -125,7 +124,7 @@ def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -
     """Task by unit, where the model names its workers: see assign_hosts().
 
     Without a flush, what a stage's worker has stays together, so that whoever computes it goes back in the layout's
-    order: see Unbroken.follows().
+    order: see Asynchronous.follows().
     """
     plan, size = planned(job), layout_of(job)
     groups: dict[tuple[int, int], list[int]] = {}
@@ -185,7 +184,6 @@ __all__ = [
     "PipelineSchedule",
     "StageLayout",
     "Stash",
-    "Unbroken",
     "VerticalSync",
     "assigned",
     "bound",

@@ -11,7 +11,7 @@ from shardline.data import BatchSource, DataSource
 from shardline.errors import JobError
 from shardline_pipeline.base import Pass, PipelineSchedule
 from shardline_pipeline.replica_tensors import StepPart
-from shardline_pipeline.stage_work import At, Layers, Parcels, StageWork
+from shardline_pipeline.stage_work import ActivationChannel, At, Layers, StageWork
 
 Unit = tuple[int, int]
 """(replica, stage)."""
@@ -33,7 +33,7 @@ class StageRunner:
         job: DataSource,
         source: BatchSource,
         pipeline: PipelineSchedule,
-        parcels: Parcels,
+        channel: ActivationChannel,
         *,
         rest: Callable[[], None] = lambda: None,
     ) -> None:
@@ -41,8 +41,8 @@ class StageRunner:
         self._all_began = False
         self._job = job
         self._pipeline = pipeline
-        self._parcels = parcels
-        self._work = StageWork(model, job, source, parcels, recompute=pipeline.recompute)
+        self._channel = channel
+        self._work = StageWork(model, job, source, channel, recompute=pipeline.recompute)
 
     @property
     def samples(self) -> int:
@@ -51,7 +51,7 @@ class StageRunner:
     def run(self, step: int, stages: Mapping[int, Sequence[int]]) -> dict[int, StepPart]:
         """Compute these stages, given by replica; returns a part of each replica. Replica 0's buffers are the model's.
 
-        Raises what StageWork.forward() and Parcels.wait() raise; what was computed is dropped then.
+        Raises what StageWork.forward() and ActivationChannel.wait() raise; what was computed is dropped then.
         """
         work, tensors = self._work, self._work.tensors
         work.begin(stages)
@@ -92,7 +92,7 @@ class StageRunner:
         return totals
 
     def choose(self, first: Mapping[Unit, tuple[At, Pass]]) -> Unit:
-        """The first of these units whose next pass has what it needs, once one has. Raises what Parcels.wait() does."""
+        """The first of these units whose next pass has what it needs, once one has. Raises what wait() does."""
         while True:
             for unit, (at, one) in first.items():
                 if self._work.ready(at, back=one.back):
@@ -100,7 +100,7 @@ class StageRunner:
             if self._all_began:
                 self._rest()
             needed = [self._work.needs(at, back=one.back) for at, one in first.values()]
-            self._parcels.wait([key for key in needed if key is not None])
+            self._channel.wait([key for key in needed if key is not None])
 
     def _pass(self, at: At, one: Pass, totals: dict[int, float]) -> None:
         if one.back:
@@ -112,7 +112,7 @@ class StageRunner:
 
 
 class AtHome:
-    """Parcels between stages that one process computes."""
+    """Activations between stages that one process computes."""
 
     def __init__(self) -> None:
         self._here: dict[ParcelKey, Parcel] = {}

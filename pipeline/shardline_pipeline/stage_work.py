@@ -1,4 +1,4 @@
-"""What a worker does with a stage: one microbatch forward or backward, and the parcels that go with it."""
+"""Passes of a stage: one microbatch forward or backward, with the activations and gradients that come and go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardline.data import (
     to_device,
 )
 from shardline.errors import JobError, JobExitError, ProtocolError, calling
-from shardline_pipeline.parcel_coding import ParcelCoding, is_encoded
+from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
 from shardline_pipeline.replica_tensors import Named, ReplicaTensors, Values
 
 Place = tuple[int, int, int]
@@ -100,8 +100,8 @@ class Layers(Named, Protocol):
     def end_of(self, stage: int) -> str: ...
 
 
-class Parcels(Protocol):
-    """Takes parcels to the stages that they are for, and keeps those that have come."""
+class ActivationChannel(Protocol):
+    """Takes activations and gradients to the stages that they are for, and keeps those that have come."""
 
     def send(self, parcel: Parcel) -> None:
         """Hand a parcel over; it is delivered in the background."""
@@ -215,14 +215,14 @@ class StageWork:
         model: Layers,
         job: DataSource,
         source: BatchSource,
-        parcels: Parcels,
+        channel: ActivationChannel,
         *,
         recompute: bool = False,
         overwrites: bool = False,
     ) -> None:
         self._model = model
         self._job = job
-        self._parcels = parcels
+        self._channel = channel
         self._recompute = recompute
         self._overwrites = overwrites
         self._device = next(one.device for _, one in model.named_parameters())
@@ -231,7 +231,7 @@ class StageWork:
         self.version = 0
         """Of the parameters in the model, for reports; whoever puts others there sets it."""
         self.tensors = ReplicaTensors(model)
-        self._coding = ParcelCoding(str(job.codec_parcels), job.seed)
+        self._coding = ActivationCoding(str(job.codec_parcels), job.seed)
         self._batches = Batches(job, source, self.last, self._device)
         self._held: dict[At, _Held] = {}
         self._border = functools.cache(self._name_border)
@@ -249,7 +249,7 @@ class StageWork:
 
     def ready(self, at: At, *, back: bool) -> bool:
         key = self.needs(at, back=back)
-        return key is None or self._parcels.here(key)
+        return key is None or self._channel.here(key)
 
     def forward(self, at: At) -> float:
         """One forward pass; returns the loss of the last stage, 0.0 of others.
@@ -283,7 +283,7 @@ class StageWork:
             made = Parcel(at.key(back=False, towards=1), values, needs_grad, places, state)
             passed_on = [one for one, came in zip(given.inputs, given.encoded, strict=True) if not came]
             which = [is_encoded(one) and not any(one is other for other in passed_on) for one in outputs]
-            self._parcels.send(self._coding.encoded(made, which, self._border(at.stage)))
+            self._channel.send(self._coding.encoded(made, which, self._border(at.stage)))
         self._passed(at, start_s, end_s, self._holds(at))
         return float(outputs[0].detach()) if at.stage == self.last else 0.0
 
@@ -295,7 +295,7 @@ class StageWork:
     def _given(self, at: At) -> _Given:
         """What a pass begins with. Inputs are tensors that collect gradients."""
         ends = at.stage in (0, self.last)
-        parcel = self._parcels.take(at.key(back=False)) if at.stage > 0 else None
+        parcel = self._channel.take(at.key(back=False)) if at.stage > 0 else None
         batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
         self.tensors.enter(at.replica, at.stage)
         buffers = self.tensors.kept(at.replica, at.stage) if self._recompute else {}
@@ -380,7 +380,7 @@ class StageWork:
         start_s, holds = time.monotonic(), self._holds(at)
         held = self._held.pop(at)
         self.tensors.enter(at.replica, at.stage)
-        parcel = self._parcels.take(at.key(back=True)) if held.waits and at.stage < self.last else None
+        parcel = self._channel.take(at.key(back=True)) if held.waits and at.stage < self.last else None
         if at.stage == self.last or (parcel is not None and parcel.places):
             outputs = self._repeated(at, held) if held.outputs is None else held.outputs
             gradients = None if parcel is None else self._gradients(outputs, parcel)
@@ -391,7 +391,7 @@ class StageWork:
             found = {n: value.grad for n, value in enumerate(given.inputs) if value.grad is not None}
             made = Parcel(at.key(back=True, towards=-1), tuple(found.values()), places=tuple(found))
             which = [given.encoded[number] for number in found]
-            self._parcels.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
+            self._channel.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
         self._passed(at, start_s, end_s, holds, back=True)
 
     def _go_back(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None) -> None:
@@ -425,7 +425,7 @@ class StageWork:
         return sum(one.stage == at.stage and one.replica == at.replica for one in self._held)
 
     def _passed(self, at: At, start_s: float, end_s: float, held: int, *, back: bool = False) -> None:
-        self._parcels.passed(
+        self._channel.passed(
             PassReport(
                 step=at.step,
                 replica=at.replica,

@@ -20,12 +20,12 @@ from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.replica_tensors import StepPart, Values
 from shardline_pipeline.schedules.counts import StageCounts
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
-from shardline_pipeline.stage_work import At, Parcels, StageWork
+from shardline_pipeline.stage_work import ActivationChannel, At, StageWork
 from shardline_pipeline.staged import StagedModel
 
 
-class StageExchange(Parcels, Protocol):
-    """Parcels, and the exchange of parameters with the servers."""
+class StageExchange(ActivationChannel, Protocol):
+    """Activations, and the exchange of parameters with the servers."""
 
     def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
         """Wait until one of these has come; False if settle() is to be called first, since it need not wait (long)."""

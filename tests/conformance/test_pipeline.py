@@ -39,7 +39,7 @@ EACH = pytest.mark.parametrize("schedule", STAGED, ids=str)
 FLUSHING = [one for one in STAGED if one.flushes]
 RUN = [*FLUSHING, *(schedule_named(f"{one.name}:recompute=true") for one in FLUSHING)]
 EACH_RUN = pytest.mark.parametrize("schedule", RUN, ids=str)
-"""Those that StageRunner computes; others: test_unbroken_pipeline.py."""
+"""Those that StageRunner computes; others: test_asynchronous_pipeline.py."""
 CODED = [
     one.name
     for one in CODECS

@@ -17,8 +17,8 @@ from shardline.data import BatchSource
 from shardline.errors import JobError, ProtocolError
 from shardline.job import Job
 from shardline_pipeline import schedule_named
+from shardline_pipeline.activation_coding import ActivationCoding
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.parcel_coding import ParcelCoding
 from shardline_pipeline.runner import AtHome, StageRunner
 
 Change = Callable[[Parcel], Parcel]
@@ -99,7 +99,7 @@ def test_a_step_of_neighbours_who_tell_the_truth_is_computed() -> None:
 
 
 def test_many_zeros_go_as_they_are_and_come_back() -> None:
-    coding, key = ParcelCoding("lossless", 0), ParcelKey(0, 0, 1, 0, False)
+    coding, key = ActivationCoding("lossless", 0), ParcelKey(0, 0, 1, 0, False)
     values = torch.zeros(AMPLE_BYTES // 4 + 1)
     payload, form = coding.encode(values, key, 0, "the output")
     assert payload.nbytes == values.nbytes > MOST_TIMES

@@ -24,8 +24,8 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import worker_pb2
+from shardline_pipeline.activation_coding import SHAPES, ActivationCoding
 from shardline_pipeline.activations.post import PostOffice
-from shardline_pipeline.parcel_coding import SHAPES, ParcelCoding
 from tests.support.parcel_workers import JOB, TIMEOUTS, Workers, identity, key, make_office, orders, parcel, workers
 
 KEY = key()
@@ -116,7 +116,7 @@ def test_what_a_codec_has_encoded_arrives_in_its_form(codec: str) -> None:
         torch.arange(4),
         torch.zeros(64, 64).T,
     )
-    coding = ParcelCoding(codec, 7)
+    coding = ActivationCoding(codec, 7)
     sent = coding.encoded(Parcel(KEY, values, (True, False, True), (0, 1, 2)), [True, False, True], "the output")
     made = packed("j", 5, sent)
     assert (made.nbytes, made.raw_bytes) == (sent.nbytes, sum(value.nbytes for value in values))
@@ -129,7 +129,7 @@ def test_what_a_codec_has_encoded_arrives_in_its_form(codec: str) -> None:
 
 
 def encoded(codec: str = "int8", cut: int = 0) -> Parcel:
-    sent = ParcelCoding(codec, 7).encoded(Parcel(KEY, (torch.ones(32, 64),), (True,)), [True], "the output")
+    sent = ActivationCoding(codec, 7).encoded(Parcel(KEY, (torch.ones(32, 64),), (True,)), [True], "the output")
     return replace(sent, values=(sent.values[0][: len(sent.values[0]) - cut],))
 
 
@@ -143,51 +143,51 @@ def encoded(codec: str = "int8", cut: int = 0) -> Parcel:
 )
 def test_bytes_that_no_codec_makes_of_a_tensor_are_told_with_it(sent: Parcel, sentence: str) -> None:
     with pytest.raises(ProtocolError, match=sentence):
-        ParcelCoding("int8", 7).decoded(sent, "the output of stage 0")
+        ActivationCoding("int8", 7).decoded(sent, "the output of stage 0")
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_a_codec_can_t_write_is_told_with_its_layer(bad: float) -> None:
     sent = Parcel(KEY, (torch.full((32, 64), bad),), (True,))
     with pytest.raises(NonFiniteError, match=r"output of layer 3 has NaN or infinity in it, in step 3 .* codec int8"):
-        ParcelCoding("int8", 7).encoded(sent, [True], "the output of layer 3")
-    found = ParcelCoding("bf16", 7)
+        ActivationCoding("int8", 7).encoded(sent, [True], "the output of layer 3")
+    found = ActivationCoding("bf16", 7)
     (value,) = found.decoded(found.encoded(sent, [True], ""), "")
     assert not value.isfinite().any()
 
 
 def test_numbers_that_a_codec_makes_infinite_are_told_with_their_layer() -> None:
-    coding, large = ParcelCoding("fp16", 7), torch.full((32, 64), 65_504.0)
+    coding, large = ActivationCoding("fp16", 7), torch.full((32, 64), 65_504.0)
     assert coding.decoded(coding.encoded(Parcel(KEY, (large,), (True,)), [True], ""), "")[0].equal(large)
     sent = Parcel(KEY, (large * 2,), (True,))
     with pytest.raises(
         NonFiniteError, match=r"output of layer 3 has numbers up to 131008, in step 3 .* codec fp16 makes"
     ):
         coding.encoded(sent, [True], "the output of layer 3")
-    ParcelCoding("bf16", 7).encoded(sent, [True], "")
+    ActivationCoding("bf16", 7).encoded(sent, [True], "")
 
 
 def test_what_is_beyond_the_scales_of_a_codec_is_told_too() -> None:
     sent = Parcel(KEY, (torch.full((32, 64), 1e39, dtype=torch.float64),), (True,))
     with pytest.raises(NonFiniteError, match=r"numbers up to 1e\+39, in step 3 .* codec int8 makes infinity"):
-        ParcelCoding("int8", 7).encoded(sent, [True], "")
+        ActivationCoding("int8", 7).encoded(sent, [True], "")
 
 
 def test_the_coders_of_few_shapes_are_kept() -> None:
-    coding = ParcelCoding("int8", 7)
+    coding = ActivationCoding("int8", 7)
     for rows in range(100, 300):
         coding.encode(torch.ones(rows, 64), KEY, 0, "")
     assert coding.coder.cache_info().currsize == SHAPES
 
 
 def test_random_rounding_depends_on_the_pass_and_not_on_torch_s_generator() -> None:
-    values, coding = torch.randn(32, 64), ParcelCoding("int8:stochastic=true", 7)
+    values, coding = torch.randn(32, 64), ActivationCoding("int8:stochastic=true", 7)
     keys = [KEY, replace(KEY, step=4), replace(KEY, replica=1), replace(KEY, stage=2), replace(KEY, microbatch=0)]
     made = [coding.encode(values, one, number, "")[0] for one, number in [*((k, 0) for k in keys), (KEY, 1)]]
     assert len({bytes(one.numpy()) for one in made}) == len(made)
     torch.manual_seed(1)
-    assert torch.equal(ParcelCoding("int8:stochastic=true", 7).encode(values, KEY, 0, "")[0], made[0])
-    assert not torch.equal(ParcelCoding("int8:stochastic=true", 8).encode(values, KEY, 0, "")[0], made[0])
+    assert torch.equal(ActivationCoding("int8:stochastic=true", 7).encode(values, KEY, 0, "")[0], made[0])
+    assert not torch.equal(ActivationCoding("int8:stochastic=true", 8).encode(values, KEY, 0, "")[0], made[0])
 
 
 def header(**changes: object) -> worker_pb2.ParcelHeader:

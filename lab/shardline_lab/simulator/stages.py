@@ -26,7 +26,6 @@ from shardline_lab.simulator.servers import NOTHING, BucketPlan, PulledBucket, V
 from shardline_lab.simulator.simulation import PIECES, Contents, Setup, Simulation, StageCosts
 from shardline_lab.simulator.times import draws
 from shardline_pipeline import Pass
-from shardline_pipeline.schedules.unbroken import Unbroken
 from shardline_pipeline.timeline import Timeline
 
 Unit = tuple[int, int]
@@ -118,19 +117,17 @@ class VirtualStages:
         return None
 
     def _may_follow(self, unit: _Unit) -> Iterator[tuple[int, bool]]:
-        schedule = self._simulation.schedule
-        return self._without_flush(unit, schedule) if isinstance(schedule, Unbroken) else self._with_flush(unit)
-
-    def _with_flush(self, unit: _Unit) -> Iterator[tuple[int, bool]]:
-        if unit.todo and self._version >= self._step:
-            yield self._step * self._simulation.count + unit.todo[0].microbatch, unit.todo[0].back
-
-    def _without_flush(self, unit: _Unit, schedule: Unbroken) -> Iterator[tuple[int, bool]]:
         simulation = self._simulation
+        if simulation.schedule.flushes:
+            if unit.todo and self._version >= self._step:
+                yield self._step * simulation.count + unit.todo[0].microbatch, unit.todo[0].back
+            return
         layout = simulation.layout
         own = layout.crew(unit.replica, unit.stage)
         crew = [one for one in self._units if one.stage == unit.stage and layout.crew(one.replica, one.stage) == own]
-        for back in schedule.follows(unit, crew, unit.stage, layout, step=self._step, steps=simulation.steps):
+        for back in simulation.schedule.follows(
+            unit, crew, unit.stage, layout, step=self._step, steps=simulation.steps
+        ):
             number = unit.backward if back else unit.forward
             if simulation.version(number, unit.stage, unit.replica, back=back) <= self._version:
                 yield number, back

@@ -1,4 +1,4 @@
-"""Parcels that have come for a worker's stages."""
+"""Activations and gradients that have come for a worker's stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Life = tuple[str, int]
 
 
 class Mailbox:
-    """Parcels that have come, and whose count; see shardline.lanes.parcels.Inbox.
+    """Activations that have come, and whose count; see shardline.lanes.parcels.Inbox.
 
     A stage is never further ahead of the next one than its passes allow, which depend on what comes back from there: at
     most as many steps as there are stages. So what is kept is bounded by the passes of those; what is for a later step

@@ -1,4 +1,4 @@
-"""A worker's parcels: those that have come for its stages, and the way to other workers."""
+"""A worker's activations: those that have come for its stages, and the way to other workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shardline.rpc.channel import Peers
 from shardline.rpc.messages.parcels import Packed, packed
 from shardline.rpc.report_queue import PassQueue
 from shardline_pipeline.activations.mailbox import Mailbox
-from shardline_pipeline.activations.sender import ParcelSender
+from shardline_pipeline.activations.sender import ActivationSender
 
 log = logging.getLogger("shardline.client")
 
 
 class PostOffice(Partners):
-    """Parcels of one worker; see shardline_pipeline.stream.StageExchange.
+    """Activations of one worker, to and from others; see shardline_pipeline.stream.StageExchange.
 
     Used by the session's thread, except interrupt() and look().
     """
@@ -57,7 +57,7 @@ class PostOffice(Partners):
         """Which of the workers that share layers this one is, in the open step; 0 where none are shared."""
         self.job_secret = b""
         """See Orders; of the open step."""
-        self._senders: dict[str, ParcelSender] = {}
+        self._senders: dict[str, ActivationSender] = {}
         self.passes: PassQueue = PassQueue()
         """Those that were computed, for the chief."""
 
@@ -135,7 +135,7 @@ class PostOffice(Partners):
     def staleness(self, stage: int, steps: int) -> None:
         self._metrics.gauge("shardline_stage_staleness_steps", stage=str(stage)).set(steps)
 
-    # See shardline_pipeline.stage_work.Parcels
+    # See shardline_pipeline.stage_work.ActivationChannel
 
     def send(self, parcel: Parcel) -> None:
         assert self._job is not None
@@ -147,7 +147,7 @@ class PostOffice(Partners):
             return
         sender = self._senders.get(post.address)
         if sender is None:
-            sender = self._senders[post.address] = ParcelSender(
+            sender = self._senders[post.address] = ActivationSender(
                 self._config,
                 self._peers.get(post.task, post.address),
                 self._who,

@@ -1,4 +1,4 @@
-"""Sends parcels to one worker, one after another, while this one computes."""
+"""Sends activations to one worker, one after another, while this one computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEARD_BYTES = 4 << 20
 """Of parcels that were not heard of: their memory is not kept much longer than that of this many."""
 
 
-class ParcelSender:
+class ActivationSender:
     """A queue, and a thread for what can't leave at once.
 
     put() sends on the caller's thread as far as the kernel has room: no hand-over, and nothing to wait for. The thread

@@ -80,11 +80,11 @@ def _summary(name: str, option: Rated) -> str:
     found = option.forecast
     limit = LIMITS[found.limit]
     pause = f" ({plain_time(found.waits_s)} after the passes)" if found.waits_s else ""
-    room = "" if option.fits else f"; needs {plain_bytes(max(found.memory_bytes))} per worker, more than there is"
+    misfit = "" if option.fits else f"; needs {plain_bytes(max(found.memory_bytes))} per worker, more than there is"
     parts = f"{plain_bytes(found.parameter_bytes)} parameters, {plain_bytes(found.parcel_bytes)} activations"
     return (
         f"{name}: {1 / found.seconds:,.2f} steps/s, limited by {limit}{pause}; {plain_bytes(found.bytes)} on all wires "
-        f"per step ({parts}){room}"
+        f"per step ({parts}){misfit}"
     )
 
 

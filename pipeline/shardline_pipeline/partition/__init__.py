@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardline_pipeline.partition.choose import Comparison, Rated, choose, rated, smallest
-from shardline_pipeline.partition.coded import coded
 from shardline_pipeline.partition.costs import (
     ALL_REDUCE,
     SERVERS,
@@ -15,11 +14,11 @@ from shardline_pipeline.partition.costs import (
     Stages,
     kept,
 )
-from shardline_pipeline.partition.dynamic import best, candidates
+from shardline_pipeline.partition.dynamic import candidates
 from shardline_pipeline.partition.forecast import Forecast, forecast_of
 from shardline_pipeline.partition.measure import measure, shapes
 from shardline_pipeline.partition.mixed import mixed
-from shardline_pipeline.partition.profile import Handed, Layer, Profile
+from shardline_pipeline.partition.profile import Handed, Layer, Profile, coded
 
 __all__ = [
     "ALL_REDUCE",
@@ -36,7 +35,6 @@ __all__ = [
     "Profile",
     "Rated",
     "Stages",
-    "best",
     "candidates",
     "choose",
     "coded",

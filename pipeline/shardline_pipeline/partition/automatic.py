@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 from shardline.core.settings import WORKER
 from shardline.errors import JobError, JobExitError
-from shardline_pipeline import tensor_parallel as across
+from shardline_pipeline import tensor_parallel
 from shardline_pipeline.balance import balanced
-from shardline_pipeline.partition.coded import coded
 from shardline_pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
 from shardline_pipeline.partition.measure import shapes
-from shardline_pipeline.partition.profile import Layer, Profile
+from shardline_pipeline.partition.profile import Layer, Profile, coded
 from shardline_pipeline.schedules.flush import Flush
 from shardline_pipeline.staged import StagedModel, wanted_stages
 
@@ -47,8 +46,8 @@ def cuts_for(model: StagedModel, job: Job) -> tuple[list[int], Profile] | None:
         job.data_order()
     # Layers that can't begin a stage, since workers that share layers have what comes in in parts. Raises what
     # shared_layers() does, such as for a model that is traced.
-    shared = across.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
-    pairs = [[int(name.partition(".")[0]) for name in pair] for pair in across.handed_in_parts(shared)]
+    shared = tensor_parallel.shared_layers(model, job.tensor_parallel, in_stages=False) if job.tensor_ranks > 1 else ()
+    pairs = [[int(name.partition(".")[0]) for name in pair] for pair in tensor_parallel.handed_in_parts(shared)]
     apart = {number for left, right in pairs for number in range(left + 1, right + 1)}
     layers = model.in_layers()
     try:
@@ -99,7 +98,7 @@ def cuts(
         if not costs.stage_allowed(first, end):
             return math.inf, 0.0
         own = first, end, count
-        return costs.compute_s(*own) + costs.link_s(*own), sum(costs.parcels(*own))
+        return costs.compute_s(*own) + costs.link_s(*own), sum(costs.activation_bytes(*own))
 
     # As with a number of stages: one begins with a trained layer, so that activation functions stay with theirs.
     trained = [n for n in range(1, costs.count) if costs.cut_allowed(n) and profile.layers[n].trained_bytes]

@@ -18,7 +18,6 @@ from shardline_pipeline.base import PipelineSchedule
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.partition.activations import Activations
 from shardline_pipeline.partition.profile import Profile
-from shardline_pipeline.schedules.unbroken import Unbroken
 
 SERVERS, ALL_REDUCE = "servers", "all-reduce"
 
@@ -167,7 +166,7 @@ class Costs:
     def compute_s(self, first: int, end: int, copies: int) -> float:
         return self.share(copies) * self.total("seconds", first, end)
 
-    def parcels(self, first: int, end: int, copies: int) -> tuple[float, float]:
+    def activation_bytes(self, first: int, end: int, copies: int) -> tuple[float, float]:
         """Bytes of activations and gradients (out, in) in a step."""
         before = self.handed[first - 1] if first else (0, 0)
         after = self.handed[end - 1] if end < self.count else (0, 0)
@@ -180,7 +179,7 @@ class Costs:
 
     def link_s(self, first: int, end: int, copies: int) -> float:
         """Time of a worker's own link in a step, the longer direction."""
-        nbytes = max(self.parcels(first, end, copies)) + self.exchange_bytes(first, end, copies)
+        nbytes = max(self.activation_bytes(first, end, copies)) + self.exchange_bytes(first, end, copies)
         return nbytes / self.cluster.levels[0].bytes_per_s
 
     def exchange_bytes(self, first: int, end: int, copies: int) -> float:
@@ -259,7 +258,7 @@ def versions(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> tup
     With a flush there is one. Without, there is what pulls fill, and those that passes of a step need, from the oldest
     on, until the step is over, or the one that is kept.
     """
-    if isinstance(schedule, Unbroken) and schedule.keeps_one:
+    if schedule.keeps_one:
         return 2, 2
     if schedule.flushes:
         return 1, 1
@@ -289,7 +288,7 @@ class Beside:
 
 def beside(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> Beside:
     """What predictions take, and gaps."""
-    if not isinstance(schedule, Unbroken):
+    if schedule.flushes:
         return Beside()
     predicted = runs = average = 0
     for step in range(2 * (layout.stages + 1)):

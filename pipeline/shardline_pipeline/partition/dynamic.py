@@ -4,8 +4,8 @@ Narayanan et al.: PipeDream (2019), section 3.1. A^k(i..j, m), the slowest worke
 level k, is the best of: one stage that all m replicate; or a stage on r of them, and A^k of the other layers on m - r.
 What a component does alone is A^(k-1); a component of level 0 is a worker. In addition to theirs: memory, which depends
 on the workers of later stages, so the first stage is split off, not the last; and what a step takes besides its slowest
-worker's time. So A is a set of plans, of which none is better than another in all that counts: flushed.measure() or
-unbroken.measure(). With groups of workers it is (slowest worker or link, bytes for the servers), as if nothing had to
+worker's time. So A is a set of plans, of which none is better than another in all that counts: see forecast.measured().
+With groups of workers it is (slowest worker or link, bytes for the servers), as if nothing had to
 wait for anything else, and the plans in the set are compared by forecasts.
 """
 
@@ -17,8 +17,8 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline_pipeline.partition import flushed, unbroken
 from shardline_pipeline.partition.costs import ALL_REDUCE, Costs, PlannedStage, Stages
+from shardline_pipeline.partition.forecast import Measure, measured
 
 MOST_POINTS, FEW_POINTS = {1: 20, 2: 20}, 12
 """Layers at which stages may begin, by number of levels: with more, neighbours that compute least are joined."""
@@ -28,7 +28,7 @@ MOST_POINTS, FEW_POINTS = {1: 20, 2: 20}, 12
 class _Found:
     """One way to run some layers."""
 
-    measure: flushed.Measure
+    measure: Measure
     """What a plan is compared by: the less of each the better. With groups, (seconds of the slowest worker or link in a
     step; bytes for the servers, of all workers of one component)."""
     wires: float
@@ -37,38 +37,18 @@ class _Found:
     """Workers are counted from the first one of the component."""
 
 
-def best(costs: Costs, *, workers: int | None = None, copies: int | None = None) -> Stages | None:
-    """The fastest plan, or None if none fits into memory.
+def candidates(costs: Costs, *, copies: int | None = None) -> Iterator[Stages]:
+    """Plans of which each is better than all others with as many workers in some part of _Found.measure.
 
-    Of equally fast ones, that whose slowest worker is fastest, then that with fewest bytes on all wires. workers: at
-    most so many are used. copies: of every stage; None = each stage may have its own number.
+    copies: of every stage; None = each stage may have its own number.
     """
-    found = min(_ways(costs, workers, copies), key=lambda one: _rank(costs, one), default=None)
-    return None if found is None else found.stages
-
-
-def candidates(costs: Costs, *, workers: int | None = None, copies: int | None = None) -> Iterator[Stages]:
-    """Plans of which each is better than all others with as many workers in some part of _Found.measure."""
-    return (found.stages for found in _ways(costs, workers, copies))
-
-
-def _ways(costs: Costs, workers: int | None, copies: int | None) -> Iterator[_Found]:
     at, top, level = points(costs), len(costs.cluster.levels), costs.cluster.levels[-1]
     search = _Search(costs, at, copies, costs.cluster.workers)
-    size = search.size(top)
     for count in range(1, level.count + 1):
-        if workers is None or count * size <= workers:
-            if top == 1 and not costs.schedule.flushes:
-                # How old parameters are depends on the number of all workers.
-                search = _Search(costs, at, copies, count)
-            yield from search.front(top, 0, len(at) - 1, count, 1, 0)
-
-
-def _rank(costs: Costs, found: _Found) -> tuple[float, float, float]:
-    if costs.schedule.flushes and len(costs.cluster.levels) == 1:
-        return flushed.seconds(found.measure), found.measure[1], found.wires
-    seconds, load, *_ = found.measure
-    return max(seconds, costs.servers_s(load)), seconds, found.wires
+        if top == 1 and not costs.schedule.flushes:
+            # How old parameters are depends on the number of all workers.
+            search = _Search(costs, at, copies, count)
+        yield from (found.stages for found in search.front(top, 0, len(at) - 1, count, 1, 0))
 
 
 def points(costs: Costs, most: int | None = None) -> list[int]:
@@ -122,13 +102,11 @@ class _Search:
                 continue
             later = behind + left * size * copies if self._ordered else 0
             for one, other in itertools.product(self._whole(level, i, s, taken, copies, later), rest):
-                found.append(
-                    _Found(
-                        self._joined(one, other.measure, later),
-                        one.wires + other.wires,
-                        (*one.stages, *_moved(other.stages, taken * size)),
-                    )
-                )
+                measure: Measure = (max(one.measure[0], other.measure[0]), one.measure[1] + other.measure[1])
+                if self._flat:
+                    measure = measured(self._costs, one.stages[0], other.measure, later, self._slots)
+                moved = tuple(_placed(stage, 1, 0, taken * size) for stage in other.stages)
+                found.append(_Found(measure, one.wires + other.wires, (*one.stages, *moved)))
         return _undominated(found)
 
     def _component(self, level: int, i: int, j: int, taken: int, copies: int, behind: int) -> Sequence[_Found]:
@@ -143,9 +121,9 @@ class _Search:
             inner = [one for used in range(1, below + 1) for one in self.front(level - 1, i, j, used, copies, behind)]
         found = []
         for one in inner:
-            stages = tuple(_replicated(stage, taken, size) for stage in one.stages)
+            stages = tuple(_placed(stage, taken, size, 0) for stage in one.stages)
             if self._flat:
-                measure = self._measure(stages[0], None, behind)
+                measure = measured(costs, stages[0], None, behind, self._slots)
             else:
                 seconds, load = one.measure
                 measure = max(seconds, self._link_s(level, first, end, taken, copies, load)), taken * load
@@ -160,45 +138,31 @@ class _Search:
             needed = costs.memory_bytes(first, end, copies=copies, behind=behind, slots=self._slots)
             if needed > costs.cluster.memory_bytes:
                 return None
-        parcels = sum(costs.parcels(first, end, copies)) / 2
+        handed = sum(costs.activation_bytes(first, end, copies)) / 2
         exchanged = (
             costs.ring_bytes(first, end, copies)
             if costs.cluster.sync == ALL_REDUCE
             else costs.total("push", first, end) + costs.total("pull", first, end)
         )
         stages = (PlannedStage(first=first, end=end, workers=(0,)),)
-        return _Found((costs.compute_s(first, end, copies), costs.load(first, end)), exchanged + parcels, stages)
-
-    def _measure(self, stage: PlannedStage, rest: flushed.Measure | None, behind: int) -> flushed.Measure:
-        """Of a stage and those after it, of a flat network."""
-        if self._costs.schedule.flushes:
-            return flushed.measure(self._costs, stage, rest)
-        return unbroken.measure(self._costs, stage, behind, self._slots, rest)
-
-    def _joined(self, one: _Found, rest: flushed.Measure, behind: int) -> flushed.Measure:
-        """The measure of one part and of the layers after it."""
-        if self._flat:
-            return self._measure(one.stages[0], rest, behind)
-        return max(one.measure[0], rest[0]), one.measure[1] + rest[1]
+        return _Found((costs.compute_s(first, end, copies), costs.load(first, end)), exchanged + handed, stages)
 
     def _link_s(self, level: int, first: int, end: int, taken: int, copies: int, load: float) -> float:
         costs = self._costs
         if level == 1 and costs.cluster.sync != ALL_REDUCE:
             return costs.link_s(first, end, copies)
         exchanged = costs.ring_bytes(first, end, taken) if costs.cluster.sync == ALL_REDUCE else load
-        return (max(costs.parcels(first, end, copies)) + exchanged) / costs.cluster.levels[level - 1].bytes_per_s
+        return (max(costs.activation_bytes(first, end, copies)) + exchanged) / costs.cluster.levels[
+            level - 1
+        ].bytes_per_s
 
 
-def _moved(stages: Stages, by: int) -> Stages:
-    return tuple(
-        PlannedStage(first=stage.first, end=stage.end, workers=tuple(worker + by for worker in stage.workers))
-        for stage in stages
-    )
+def _placed(stage: PlannedStage, times: int, size: int, by: int) -> PlannedStage:
+    """The stage on `times` components of `size` workers, `by` workers later.
 
-
-def _replicated(stage: PlannedStage, times: int, size: int) -> PlannedStage:
-    """On as many components: neighbouring numbers are those of different ones, as are neighbouring microbatches."""
-    workers = tuple(worker + number * size for worker in stage.workers for number in range(times))
+    Neighbouring numbers are those of different components, as are neighbouring microbatches.
+    """
+    workers = tuple(worker + by + number * size for worker in stage.workers for number in range(times))
     return PlannedStage(first=stage.first, end=stage.end, workers=workers)
 
 

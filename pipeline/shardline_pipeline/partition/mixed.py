@@ -82,11 +82,11 @@ def pack(costs: Costs, blocks: Sequence[range], workers: int) -> list[int] | Non
 
 
 def _greedy(
-    order: Sequence[int], seconds: Sequence[float], memory: Sequence[float], workers: int, room: float
+    order: Sequence[int], seconds: Sequence[float], memory: Sequence[float], workers: int, memory_bytes: float
 ) -> list[int] | None:
     busy, used, home = [0.0] * workers, [0.0] * workers, [0] * len(order)
     for number in order:
-        fitting = [worker for worker in range(workers) if used[worker] + memory[number] <= room]
+        fitting = [worker for worker in range(workers) if used[worker] + memory[number] <= memory_bytes]
         if not fitting:
             return None
         chosen = min(fitting, key=lambda worker: (busy[worker], worker))

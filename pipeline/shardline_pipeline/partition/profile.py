@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardline.errors import UsageError
+from shardline_pipeline.activation_coding import ActivationCoding
 
 VERSION = 3
 
@@ -133,3 +134,18 @@ def _layer(found: Mapping[str, Any]) -> Layer:
         if name not in ("name", "handed", "output", "saved") and not (isinstance(value, int | float) and value >= 0):
             raise ValueError(f"{name} of layer {layer.name} is {value!r}")
     return layer
+
+
+def coded(profile: Profile, codec: str) -> list[tuple[float, float]]:
+    """Bytes of what each layer hands to another stage, and of its gradient, of one microbatch.
+
+    codec: a job's codec_parcels. Raises JobError, see codecs.of_parcels().
+    """
+    coding = ActivationCoding(codec, 0)
+
+    def size(one: Handed) -> int:
+        made = coding.usual_bytes(one.dtype, one.shape) if one.needs_grad and not one.weight else None
+        return one.nbytes if made is None else made
+
+    sizes = [[(size(one), one.needs_grad) for one in layer.handed] for layer in profile.layers]
+    return [(sum(size for size, _ in own), sum(size for size, needs in own if needs)) for own in sizes]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from shardline.errors import JobError
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.schedules.unbroken import Stashing
+from shardline_pipeline.schedules.asynchronous import Stashing
 
 
 @dataclass(frozen=True)

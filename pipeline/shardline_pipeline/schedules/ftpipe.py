@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline_pipeline.schedules.unbroken import OneVersion
+from shardline_pipeline.schedules.asynchronous import OneVersion
 
 
 @dataclass(frozen=True)

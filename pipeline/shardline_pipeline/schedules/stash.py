@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.schedules.unbroken import Stashing, newest
+from shardline_pipeline.schedules.asynchronous import Stashing, newest
 
 
 @dataclass(frozen=True)

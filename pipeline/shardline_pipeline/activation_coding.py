@@ -30,7 +30,7 @@ SHAPES = 64
 """Shapes of which the coders are kept."""
 
 
-class ParcelCoding:
+class ActivationCoding:
     """Encodes and decodes parcels. Used by one thread.
 
     codec: a job's codec_parcels. seed: the job's. Random numbers of a codec depend on the seed, the key of the parcel,
