@@ -58,7 +58,7 @@ class PipelineSchedule(DivisionChoice, abc.ABC):
 
     @property
     def keeps_one(self) -> bool:
-        """Whether a new version of a stage's parameters takes the place of the last in memory: see Asynchronous."""
+        """Whether a new version of a stage's parameters takes the memory of the last: see AsynchronousSchedule."""
         return False
 
     @property

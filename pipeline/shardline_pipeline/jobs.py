@@ -124,7 +124,7 @@ def assigned(job: JobSpec, previous: Mapping[int, str], living: Sequence[str]) -
     """Task by unit, where the model names its workers: see assign_hosts().
 
     Without a flush, what a stage's worker has stays together, so that whoever computes it goes back in the layout's
-    order: see Asynchronous.follows().
+    order: see AsynchronousSchedule.follows().
     """
     plan, size = planned(job), layout_of(job)
     groups: dict[tuple[int, int], list[int]] = {}

@@ -32,7 +32,7 @@ from shardline_pipeline import (
 from shardline_pipeline.hosts import Hosts, hosts_of
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.schedules.asynchronous import Asynchronous
+from shardline_pipeline.schedules.asynchronous import AsynchronousSchedule as Schedule
 from shardline_pipeline.schedules.counts import StageCounts
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
 from shardline_pipeline.staged import StagedModel
@@ -52,15 +52,13 @@ from tests.conformance.test_pipeline import (
 from tests.support.asynchronous_stages import Desk, Server, Shared
 from tests.support.pipelines import run_workers, stages_of
 
-UNBROKEN = [found for one in PIPELINES if isinstance(found := schedule_named(one.name), Asynchronous)]
-EACH = pytest.mark.parametrize("schedule", UNBROKEN, ids=str)
-PREDICTING = pytest.mark.parametrize(
-    "schedule", [one for one in UNBROKEN if "predict" in settings_of(type(one))], ids=str
-)
-EACH_RUN = pytest.mark.parametrize("schedule", [*UNBROKEN, Stash(recompute=True)], ids=str)
+ASYNC = [found for one in PIPELINES if isinstance(found := schedule_named(one.name), Schedule)]
+EACH = pytest.mark.parametrize("schedule", ASYNC, ids=str)
+PREDICTING = pytest.mark.parametrize("schedule", [one for one in ASYNC if "predict" in settings_of(type(one))], ids=str)
+EACH_RUN = pytest.mark.parametrize("schedule", [*ASYNC, Stash(recompute=True)], ids=str)
 
 
-def run(schedule: Asynchronous, job: Job, history: Callable[[int], int] = lambda step: 0) -> tuple[Server, list[float]]:
+def run(schedule: Schedule, job: Job, history: Callable[[int], int] = lambda step: 0) -> tuple[Server, list[float]]:
     """Train with all stages in one runner. history(step): the timeline of a step."""
     server, model = Server(job), job.build_model()
     assert isinstance(model, StagedModel)
@@ -154,7 +152,7 @@ def test_stashed_versions_are_those_that_the_passes_order_leads_to(layout: Stage
 
 @EACH
 @pytest.mark.parametrize("layout", layouts(4, 5), ids=str)
-def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Asynchronous, layout: StageLayout) -> None:
+def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Schedule, layout: StageLayout) -> None:
     for (stage, number), updates in table(layout, 4).items():
         assert schedule.version(number, stage, layout) <= updates
 
@@ -231,7 +229,7 @@ def undelayed(layers: Callable[[], list[nn.Module]], cuts: list[int], fields: di
     ],
 )
 def test_training_has_the_bits_of_one_process_with_that_delay(
-    schedule: Asynchronous, layers: Callable[[], list[nn.Module]], cuts: list[int], fields: dict[str, object]
+    schedule: Schedule, layers: Callable[[], list[nn.Module]], cuts: list[int], fields: dict[str, object]
 ) -> None:
     job = job_of(layers, cuts, steps=9, pipeline=schedule, **fields)
     expected = reference(job)
@@ -252,13 +250,13 @@ def test_training_has_the_bits_of_one_process_with_that_delay(
 
 
 @EACH
-def test_one_stage_is_plain_training_unless_steps_are_delayed(schedule: Asynchronous) -> None:
+def test_one_stage_is_plain_training_unless_steps_are_delayed(schedule: Schedule) -> None:
     job, plain = (job_of(plain_layers, [], steps=6, pipeline=name) for name in (schedule, "whole-model"))
     assert (reference(job).sha256 == reference(plain).sha256) is (schedule.name != "double-buffer")
 
 
 @EACH
-def test_a_new_timeline_begins_with_an_empty_pipeline(schedule: Asynchronous) -> None:
+def test_a_new_timeline_begins_with_an_empty_pipeline(schedule: Schedule) -> None:
     job = job_of(plain_layers, [1, 4], steps=10, pipeline=schedule)
     server, _ = run(schedule, job, lambda step: step // 5)
     expected = reference(job, start=reference(job, 5))
@@ -282,7 +280,7 @@ class Interrupting(Server):
 
 @EACH_RUN
 @pytest.mark.parametrize("after", [3, 8, 13, 20])
-def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Asynchronous, after: int) -> None:
+def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Schedule, after: int) -> None:
     job = job_of(plain_layers, [1, 4], steps=6, pipeline=schedule)
     server, model = Interrupting(job), job.build_model()
     server.left = after
@@ -310,7 +308,7 @@ def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Asynchr
 
 
 @EACH
-def test_the_staleness_that_it_tells_is_the_schedule_s(schedule: Asynchronous) -> None:
+def test_the_staleness_that_it_tells_is_the_schedule_s(schedule: Schedule) -> None:
     job = job_of(plain_layers, [1, 4], steps=8, pipeline=schedule)
     server, _ = run(schedule, job)
     last = dict(server.stale[-3:])
@@ -341,7 +339,7 @@ def test_too_few_microbatches_for_two_versions_are_refused() -> None:
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
 def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_delay(
-    schedule: Asynchronous, workers: list[int | list[int]], replicas: int, codec: str
+    schedule: Schedule, workers: list[int | list[int]], replicas: int, codec: str
 ) -> None:
     layers, cuts = (wide_layers, [1, 2]) if codec else (plain_layers, [1, 4])
     fields = {"replicas": replicas, "steps": 6, "pipeline": schedule, "codec_parcels": codec}
@@ -353,14 +351,14 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
 
 
 @pytest.mark.part(of=3)
-@pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
+@pytest.mark.parametrize("schedule", [one for one in ASYNC if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
     ("workers", "replicas"),
     [([[0], [1], [2], [3]], 1), ([2, 1, 1, 1], 2), ([[0], [1]] * 2, 2), ([1, 3, 2, 1], 6)],
 )
 def test_so_they_are_with_fewer_microbatches_than_a_stage_is_ahead(
-    schedule: Asynchronous, microbatches: int, workers: list[int | list[int]], replicas: int
+    schedule: Schedule, microbatches: int, workers: list[int | list[int]], replicas: int
 ) -> None:
     fields = {"replicas": replicas, "accumulate": microbatches, "steps": 7, "pipeline": schedule}
     hosts = hosts_of(workers, 4)
@@ -369,10 +367,10 @@ def test_so_they_are_with_fewer_microbatches_than_a_stage_is_ahead(
     assert_bits_of_one_process(schedule, job_on(hosts, plain_layers, [1, 4, 5], **fields), hosts)
 
 
-@pytest.mark.parametrize("schedule", [one for one in UNBROKEN if one.name != "double-buffer"], ids=str)
+@pytest.mark.parametrize("schedule", [one for one in ASYNC if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("actual", [[[0], [1], [0]], [[0], [0], [0]], [[1, 0], [2], [2]], [[0, 0], [1], [1]]], ids=str)
 def test_versions_are_those_of_the_declared_workers_whoever_stands_in_for_them(
-    schedule: Asynchronous, actual: list[list[int]]
+    schedule: Schedule, actual: list[list[int]]
 ) -> None:
     declared = hosts_of([2, 1, 1], 3)
     job = job_on(declared, plain_layers, [1, 4], replicas=2, accumulate=1, steps=7, pipeline=schedule)
@@ -382,7 +380,7 @@ def test_versions_are_those_of_the_declared_workers_whoever_stands_in_for_them(
 
 
 @pytest.mark.parametrize("schedule", [Stash(), VerticalSync(), DoubleBuffer()], ids=str)
-def test_no_more_is_in_flight_than_the_layout_says(schedule: Asynchronous) -> None:
+def test_no_more_is_in_flight_than_the_layout_says(schedule: Schedule) -> None:
     """2-1-1: two microbatches for each worker of the first stage, two in the second stage, one in the last."""
     hosts = hosts_of([2, 1, 1], 3)
     job = job_on(hosts, plain_layers, [1, 4], replicas=2, steps=6, pipeline=schedule)
@@ -405,7 +403,7 @@ def job_on(hosts: Hosts, layers: Callable[[], list[nn.Module]], cuts: list[int],
     return replace(job_of(layers, cuts, **fields), model=model)
 
 
-def assert_bits_of_one_process(schedule: Asynchronous, job: Job, hosts: Hosts) -> list[PassReport]:
+def assert_bits_of_one_process(schedule: Schedule, job: Job, hosts: Hosts) -> list[PassReport]:
     """Train with these workers, and compare; returns the passes in their order."""
     replicas, shared = job.replicas, Shared(job, len(hosts))
 
@@ -455,7 +453,7 @@ class Late(Neighbours):
 
 
 @EACH
-def test_a_stage_computes_what_it_can_while_its_parameters_are_on_their_way(schedule: Asynchronous) -> None:
+def test_a_stage_computes_what_it_can_while_its_parameters_are_on_their_way(schedule: Schedule) -> None:
     stages, count, steps = 3, 4, 6
     job = job_of(plain_layers, [1, 4], accumulate=count, steps=steps, pipeline=schedule)
     model = job.build_model()
@@ -484,7 +482,7 @@ ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01}}
 
 @PREDICTING
 @pytest.mark.parametrize("fields", [MOMENTUM, ADAM, {**MOMENTUM, "accumulate": 3}], ids=["momentum", "adamw", "m=3"])
-def test_predicted_training_has_the_bits_of_one_process(schedule: Asynchronous, fields: dict[str, object]) -> None:
+def test_predicted_training_has_the_bits_of_one_process(schedule: Schedule, fields: dict[str, object]) -> None:
     plain = job_of(plain_layers, [1, 4], steps=9, pipeline=schedule, apply="worker", **fields)
     job = job_of(plain_layers, [1, 4], steps=9, pipeline=replace(schedule, predict=True), apply="worker", **fields)
     expected = reference(job)
@@ -496,7 +494,7 @@ def test_predicted_training_has_the_bits_of_one_process(schedule: Asynchronous, 
 
 
 @PREDICTING
-def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Asynchronous) -> None:
+def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Schedule) -> None:
     fields = {"steps": 9, "apply": "worker", "optimizer_args": {"lr": 0.02}}
     plain, ahead = (
         job_of(plain_layers, [1, 4], pipeline=one, **fields) for one in (schedule, replace(schedule, predict=True))
@@ -505,7 +503,7 @@ def test_without_momentum_or_decay_there_is_nothing_to_predict(schedule: Asynchr
 
 
 @PREDICTING
-def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedule: Asynchronous) -> None:
+def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedule: Schedule) -> None:
     for layout in layouts(4, 5):
         for stage in range(layout.stages):
             numbers = range(layout.first(7), layout.first(20))
@@ -515,7 +513,7 @@ def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedu
     assert Stash().late(0, 0, StageLayout.straight(4, 1)) == {0, 1, 2, 3}
 
 
-GAPS = pytest.mark.parametrize("schedule", [one for one in UNBROKEN if "gap_aware" in settings_of(type(one))], ids=str)
+GAPS = pytest.mark.parametrize("schedule", [one for one in ASYNC if "gap_aware" in settings_of(type(one))], ids=str)
 
 
 @GAPS
@@ -524,7 +522,7 @@ GAPS = pytest.mark.parametrize("schedule", [one for one in UNBROKEN if "gap_awar
     [{"accumulate": 1}, MOMENTUM, {**ADAM, "accumulate": 5}, {"optimizer_args": {"lr": 0.02, "maximize": True}}],
     ids=["m=1", "momentum and decay", "adamw, m=5", "maximize"],
 )
-def test_gap_aware_training_has_the_bits_of_one_process(schedule: Asynchronous, fields: dict[str, object]) -> None:
+def test_gap_aware_training_has_the_bits_of_one_process(schedule: Schedule, fields: dict[str, object]) -> None:
     if schedule == DoubleBuffer():
         fields = {**fields, "accumulate": 3}
     aware = replace(schedule, gap_aware=True)
@@ -545,7 +543,7 @@ def test_gap_aware_training_has_the_bits_of_one_process(schedule: Asynchronous, 
 @pytest.mark.parametrize("schedule", [Stash(gap_aware=True), VerticalSync(gap_aware=True)], ids=str)
 @pytest.mark.parametrize(("workers", "replicas"), [([2, 1, 1], 2), ([1, 1, 1], 2), ([1, 2, 1], 4)])
 def test_gaps_of_several_replicas_count_before_they_are_added(
-    schedule: Asynchronous, workers: list[int], replicas: int
+    schedule: Schedule, workers: list[int], replicas: int
 ) -> None:
     hosts = hosts_of(workers, 3)
     job = job_on(hosts, plain_layers, [1, 4], replicas=replicas, steps=6, pipeline=schedule, **MOMENTUM)
@@ -653,7 +651,7 @@ def by_hand(job: Job, *, repeats: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("schedule", [NoStash(), FTPipe()], ids=str)
-def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Asynchronous) -> None:
+def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Schedule) -> None:
     fields = {"batch_size": 2, "accumulate": 1, "steps": 5}
     job = replace(job_of(linear_layers, [2], pipeline=schedule, **fields), loss=half_square)
     server, _ = run(schedule, job)
@@ -668,7 +666,7 @@ def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Asyn
 
 @EACH
 @pytest.mark.parametrize("microbatches", [3, 4])
-def test_what_a_run_counts_is_what_the_paper_says(schedule: Asynchronous, microbatches: int) -> None:
+def test_what_a_run_counts_is_what_the_paper_says(schedule: Schedule, microbatches: int) -> None:
     """PipeDream, section 3.3: per stage, from the passes of a run, staleness, versions and microbatches in progress."""
     job = job_of(plain_layers, [1, 4, 5], steps=12, pipeline=schedule, accumulate=microbatches)
     server, _ = run(schedule, job)
@@ -689,9 +687,7 @@ def test_what_a_run_counts_is_what_the_paper_says(schedule: Asynchronous, microb
 
 @pytest.mark.parametrize("schedule", [Stash(), VerticalSync(), FTPipe(), NoStash()], ids=str)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
-def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(
-    schedule: Asynchronous, stages: int
-) -> None:
+def test_counts_that_are_not_the_paper_s_are_told_with_stage_step_and_values(schedule: Schedule, stages: int) -> None:
     """One microbatch per step: minibatch m from 1 on, stage s of n."""
     for stage in range(stages):
         counts, kept = StageCounts(schedule, StageLayout.straight(stages, 1), 0), set[int]()

@@ -21,7 +21,7 @@ from shardline.core.parcel import Parcel, ParcelKey
 from shardline.core.reduce import Block
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.waist import Sender, Standing
-from shardline_pipeline.schedules.asynchronous import Asynchronous
+from shardline_pipeline.schedules.asynchronous import AsynchronousSchedule
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import contribution
 from tests.protocol_model.numbers import require
@@ -302,7 +302,7 @@ class PipelineModel(PipelineChief):
                 where = f"{process.who.task} has another {name} at step {step}"
                 require(torch.equal(process.model[name], right[name]), where)
         process.step, process.all_began = step, False
-        if isinstance(self.schedule, Asynchronous) and self.schedule.keeps_one:
+        if isinstance(self.schedule, AsynchronousSchedule) and self.schedule.keeps_one:
             process.versions.clear()
         process.versions[step] = {tensor(stage): process.model[tensor(stage)].clone() for stage in stages}
         process.to_push, process.to_pull, process.computing = [], [], step < self.setup.steps
@@ -355,7 +355,7 @@ class PipelineModel(PipelineChief):
         return process.begun.timeline == self.timeline and found > process.step
 
     def next(self, process: Process, chain: Chain, stop: int) -> list[tuple[int, bool]]:
-        if not isinstance(self.schedule, Asynchronous):
+        if not isinstance(self.schedule, AsynchronousSchedule):
             return [chain.todo[0]] if chain.todo else []
         own = self.layout.crew(chain.replica, chain.stage)
         crew = [

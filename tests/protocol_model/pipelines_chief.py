@@ -38,7 +38,7 @@ from shardline_chief.rules.codecs.error_memory import ErrorMemory, goes_back
 from shardline_chief.rules.state.work import Work
 from shardline_pipeline.activations.mailbox import Mailbox
 from shardline_pipeline.hosts import Hosts
-from shardline_pipeline.schedules.asynchronous import Asynchronous
+from shardline_pipeline.schedules.asynchronous import AsynchronousSchedule
 from shardline_ps.shard.shard import Shard
 from tests.protocol_model.applied import Cut, check_cut, contribution, images
 from tests.protocol_model.numbers import require
@@ -423,7 +423,7 @@ class PipelineChief:
         require(found == {step}, f"after going back to step {step}, stages are at steps {sorted(found)}")
         self.assigned.moved.clear()
         self.assigned.unready.clear()
-        if isinstance(self.schedule, Asynchronous):
+        if isinstance(self.schedule, AsynchronousSchedule):
             self.alone.train(step)
         self.bound()
         self.tell()

@@ -38,7 +38,7 @@ from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLeve
 from shardline_pipeline.runner import AtHome, StageRunner
 
 FLUSHING = [one.name for one in PIPELINES if schedule_named(one.name).staged and schedule_named(one.name).flushes]
-UNBROKEN = [one.name for one in PIPELINES if schedule_named(one.name).staged and not schedule_named(one.name).flushes]
+ASYNC = [one.name for one in PIPELINES if schedule_named(one.name).staged and not schedule_named(one.name).flushes]
 SHAPES = [(1, 3), (2, 1), (2, 8), (4, 4), (5, 9)]
 
 
@@ -88,7 +88,7 @@ def test_recomputation_costs_a_forward_pass_per_microbatch(pipeline: str, stages
     assert found.seconds == pytest.approx(40 * 3.0 * (microbatches + stages - 1))
 
 
-@pytest.mark.parametrize("pipeline", UNBROKEN)
+@pytest.mark.parametrize("pipeline", ASYNC)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (5, 9)])
 def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages: int, microbatches: int) -> None:
     means = [1.0] * stages
@@ -113,7 +113,7 @@ def test_parameters_are_on_their_way_while_passes_go_on(pipeline: str, seconds: 
 
 
 @pytest.mark.part(of=5)
-@pytest.mark.parametrize("pipeline", [*FLUSHING, *UNBROKEN])
+@pytest.mark.parametrize("pipeline", [*FLUSHING, *ASYNC])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_any_number_of_replicas_and_workers_comes_to_the_end(pipeline: str, replicas: int, workers: int) -> None:

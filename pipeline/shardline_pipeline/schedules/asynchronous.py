@@ -20,7 +20,7 @@ def newest(number: int, stage: int, layout: StageLayout, first: int) -> int:
 
 
 @dataclass(frozen=True)
-class Asynchronous(PipelineSchedule, abc.ABC):
+class AsynchronousSchedule(PipelineSchedule, abc.ABC):
     """1F1B that never drains, so that no stage idles once the pipeline is full; parameters are stale instead."""
 
     @property
@@ -99,7 +99,7 @@ class Asynchronous(PipelineSchedule, abc.ABC):
 
 
 @dataclass(frozen=True)
-class OneVersion(Asynchronous, abc.ABC):
+class OneVersion(AsynchronousSchedule, abc.ABC):
     """A stage computes forward with its newest parameters, and back with those of the step."""
 
     @property
@@ -115,7 +115,7 @@ class OneVersion(Asynchronous, abc.ABC):
 
 
 @dataclass(frozen=True)
-class Stashing(Asynchronous, abc.ABC):
+class Stashing(AsynchronousSchedule, abc.ABC):
     """A backward pass uses the very parameters of its forward pass.
 
     predict: compute each pass with the parameters that its version will have become when the gradient is applied, as
