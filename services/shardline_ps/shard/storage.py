@@ -164,9 +164,10 @@ class ShardStorage(Storage):
     def apply_now(
         self, bucket: Bucket, total: Partial, *, scale: float, context: PushContext, record: int | None
     ) -> None:
-        super().apply_now(bucket, total, scale=scale, context=context, record=record)
-        if record is not None and self.log is not None:
-            with bucket.lock:
+        with bucket.lock:
+            bucket.publish(self.compute(bucket, total, scale=scale, context=context))
+            # Under the same lock: a restore takes no `order`, and must not come between the update and its digest.
+            if record is not None and self.log is not None:
                 self.log.compare(record, bucket.number, bucket.values)
 
     def _published(self, bucket: Bucket) -> None:
