@@ -2,10 +2,8 @@
 
 A shard has three parts: storage (buckets with their locks, publication, images), the server half, which works on that
 storage, and observers, which are notified of events. The server half knows no network and no event loop; any thread may
-call it. It references the storage and never the shard, so that a shard's memory is freed with its last user.
-
-Locks: a bucket's lock guards the bucket. `storage.order` is held while several buckets are updated as one, and while a
-bucket is copied for a standby. Lock order: `storage.order`, bucket's lock, `storage.lock` (the tally).
+call it. It references the storage and never the shard, so that a shard's memory is freed with its last user. Its locks
+and their order are those of shardline.storage.shard.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def refer_bucket(
     assert want.step is not None
     intact = bucket.writes.intact(want.step)
     # The step is written last when a step is applied, so everything that it says is published is complete.
-    outcome = shard.mode.serve(shard.buckets[number], want)
+    outcome = shard.mode.serve(bucket, want)
     if outcome is not Outcome.SERVED:
         return outcome
     if want.step <= bucket.overwritten:
@@ -131,40 +131,38 @@ Into = Callable[[int, int], tuple[int, memoryview] | None]
 """(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller can read, or None."""
 
 
+def published_step(shard: HostedShard, bucket: Bucket, want: StepWanted) -> int | Outcome:
+    """The step whose values answer a pull now, or why none does. Call with the bucket's lock held."""
+    if not bucket.initialized:
+        return Outcome.NOT_CONFIGURED
+    outcome = shard.mode.serve(bucket, want)
+    if outcome is not Outcome.SERVED:
+        return outcome
+    step = bucket.step if want.step is None or want.at_least else want.step
+    # The step after the next one may be being published.
+    return Outcome.OVERTAKEN if step <= bucket.overwritten else step
+
+
 def encode_bucket(
     shard: HostedShard, number: int, want: StepWanted, coding: Coding, into: Into = lambda bucket, nbytes: None
 ) -> Encoded | Outcome:
     """Copy and encode one bucket for a task under its lock, or return why not. Runs in the pool."""
     bucket = shard.buckets[number]
     with bucket.lock:
-        if not bucket.initialized:
-            return Outcome.NOT_CONFIGURED
-        outcome = shard.mode.serve(shard.buckets[number], want)
-        if outcome is not Outcome.SERVED:
-            return outcome
-        step = bucket.step if want.step is None or want.at_least else want.step
-        if step <= bucket.overwritten:
-            # The step after the next one is being published.
-            return Outcome.OVERTAKEN
+        step = published_step(shard, bucket, want)
+        if isinstance(step, Outcome):
+            return step
         state = bucket_state(bucket, step)
         written = coding.bucket(shard.number, number)
         stands = want.have is not None and bucket.changed_step <= want.have <= step
         if stands and not written.codec.memory.shared:
             state.unchanged = True
             return Encoded(state, b"", 0)
-        memory = coding.memory(shard.number, number, want.task)
-        turn = Turn(
-            step,
-            seed=coding.seed,
-            receiver=want.task,
-            base=want.have,
-            changed=bucket.changed_step,
-            memory=memory,
-        )
-        values = bucket.answer(step, want.task)
+        changed, memory = bucket.changed_step, coding.memory(shard.number, number, want.task)
+        turn = Turn(step, seed=coding.seed, receiver=want.task, base=want.have, changed=changed, memory=memory)
         # The only copy is made under the lock, so no reader sees a torn bucket.
-        values = values.cpu()
-        payload = memoryview(written.coder.encode(values, turn))
+        values = bucket.answer(step, want.task).cpu()
+        payload: Buffer = written.coder.encode(values, turn)
         if stands and written.codec.memory.keeps(want.have, step):
             # The step is in the memory all the same, which all receivers share.
             state.unchanged = True
@@ -173,11 +171,11 @@ def encode_bucket(
         size = len(payload)
         slot = into(number, size) if size else None
         if slot is None:
-            payload = memoryview(bytes(payload))
+            payload = bytes(payload)
         else:
             state.area, state.offset = REPLIES, slot[0]
             slot[1][:] = payload
-            payload = memoryview(b"")
+            payload = b""
     state.codec = written.name
     state.payload_bytes = size
     return Encoded(state, payload, bucket.spec.nbytes)
@@ -207,7 +205,8 @@ def framed(new: New[R], encoded: Encoded) -> Iterator[tuple[R, data_pb2.PullFram
             frame.bucket.CopyFrom(encoded.state)
         if size:
             frame.chunk.bucket, frame.chunk.offset = encoded.state.bucket, offset
-            frame.chunk.payload = bytes(memoryview(encoded.payload)[offset : offset + CHUNK_BYTES])
+            # Bytes that are all of one chunk are not copied for it.
+            frame.chunk.payload = bytes(encoded.payload[offset : offset + CHUNK_BYTES])
         yield reply, frame, offset + CHUNK_BYTES >= size
 
 

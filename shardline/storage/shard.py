@@ -126,7 +126,7 @@ class Storage:
         self.closed(bucket)
 
     def apply_together(self, update: ShardUpdate) -> None:
-        """The same for all buckets as one; takes `order` and their locks."""
+        """Apply a decision to all buckets as one; takes `order` and their locks."""
         with self.order:
             self.together(update)
 

@@ -21,7 +21,7 @@ from shardline.errors import ProtocolError, TensorError
 from shardline.rpc.messages.convert import unpack_bits
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.incoming_push import worst_of
-from shardline.server.pull_sender import encode_bucket
+from shardline.server.pull_sender import encode_bucket, published_step
 from shardline.waist import Ack, Arrival, End, Exchanged, Payload, Push, Sender, Sink, Standing, Want, refuse_rows
 
 WAIT_S = 10.0
@@ -285,14 +285,9 @@ def _give(shard: HostedShard, number: int, want: StepWanted, coding: Coding, sin
         return Outcome.SERVED
     bucket = shard.buckets[number]
     with bucket.lock:
-        if not bucket.initialized:
-            return Outcome.NOT_CONFIGURED
-        outcome = shard.mode.serve(shard.buckets[number], want)
-        if outcome is not Outcome.SERVED:
-            return outcome
-        step = bucket.step if want.step is None or want.at_least else want.step
-        if step <= bucket.overwritten:
-            return Outcome.OVERTAKEN
+        step = published_step(shard, bucket, want)
+        if isinstance(step, Outcome):
+            return step
         if want.have is not None and bucket.changed_step <= want.have <= step:
             sink.done(_arrival(shard, number, step, unchanged=True))
         else:

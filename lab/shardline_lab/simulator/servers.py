@@ -218,7 +218,7 @@ class VirtualServer:
         self._changed.update(range(len(self.buckets)))
 
     def settle(self) -> None:
-        """PulledBucket the pulls that no longer have to wait."""
+        """Answer the pulls that no longer have to wait."""
         while self._changed:
             bucket = self._changed.pop()
             if self._waiting[bucket]:

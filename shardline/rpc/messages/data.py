@@ -333,7 +333,7 @@ def exchange_requests(
 
 def _fill_part(frame: data_pb2.PushFrame, item: Payload, offset: int) -> None:
     """Put the bytes of a bucket from an offset into a frame, with the bucket's header and end where they belong."""
-    size, data = item.nbytes, memoryview(item.octets)
+    size, data = item.nbytes, item.octets
     end = min(offset + CHUNK_BYTES, size)
     if offset == 0:
         _fill_bucket(frame.bucket, item)
