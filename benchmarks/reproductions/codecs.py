@@ -14,8 +14,7 @@ from benchmarks.reproductions import base, local
 from benchmarks.reproductions.base import Found, Reproduction, Row, mean, spread
 from shardline.codecs import coding_of, keep_whole, of
 from shardline.codecs.base import MemoryKey, Turn
-from shardline.codecs.coding import JobCoding
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import JobCoding, PushEncoders
 from shardline.core.gradients import flat_bucket
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.settings import Settings

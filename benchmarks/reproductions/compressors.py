@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.reproductions import base
 from benchmarks.reproductions.base import Found, Reproduction, Row, mean, spread
 from benchmarks.reproductions.codecs import RAW, Task, Traffic, coded_plan, tensor_bytes_of, train
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import PushEncoders
 from shardline.core.spec import TensorSpec
 
 WIDTH = 48

@@ -33,37 +33,39 @@ class Hooks:
     """Whether settle() need not wait; Partners.look() is called when this changes."""
 
 
-class Partners:
-    """Those of a worker that computes whole replicas: none.
+class Partners(Protocol):
+    """Used by the session's thread, except interrupt() and look(). A worker that computes whole replicas has none."""
 
-    Used by the session's thread, except interrupt() and look().
-    """
-
-    passes: PassQueue | None = None
+    passes: PassQueue
     """Passes that were computed, for the chief."""
 
     def services(self) -> tuple[Sequence[Any], Sequence[str]]:
         """What the worker's server offers: functions that register it, and its services' names."""
-        return (), ()
+        ...
 
     def begin(self, job: JobSpec, orders: Orders, step: int, who: Identity) -> None:
         """Compute this step by these orders. who: this life. Called before every step."""
+        ...
 
     def reports(self, replica: int) -> bool:
         """Whether this worker reports a replica's step: the chief counts one report each."""
-        return True
+        ...
 
     def look(self) -> None:
         """Ask Hooks.settled again."""
+        ...
 
     def arm(self) -> None:
         """Forget earlier interruptions."""
+        ...
 
     def interrupt(self) -> None:
         """End waits: the orders have changed."""
+        ...
 
     def close(self) -> None:
         """Free threads and sockets."""
+        ...
 
 
 class WorkerSide(Protocol):
@@ -76,9 +78,9 @@ class WorkerSide(Protocol):
         ...
 
 
-def server_of(config: RoleConfig, partners: Partners) -> RpcServer:
+def server_of(config: RoleConfig, partners: Partners | None) -> RpcServer:
     """A worker's server, on which its partners call."""
-    register, names = partners.services()
+    register, names = partners.services() if partners is not None else ((), ())
     return RpcServer(
         config.cluster.address(config.task),
         name=config.task,

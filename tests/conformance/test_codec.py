@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from shardline.codecs import CODECS, coding_of, keep_whole, of
 from shardline.codecs.base import PLAIN_TURN, Codec, Direction, Memory, MemoryKey, Turn
-from shardline.codecs.coding import PLAIN, BucketCoding, Coding, JobCodec, JobCoding, pulled, pushed
+from shardline.codecs.coding import PLAIN, BucketCoding, Coding, JobCodec, JobCoding, PushEncoders, pulled, pushed
 from shardline.codecs.parts import ERROR
-from shardline.codecs.push import PushEncoders
 from shardline.core.plan import BUCKET_BYTES, Plan, make_plan
 from shardline.core.settings import Settings
 from shardline.core.spec import DTYPES, TensorKind

@@ -195,7 +195,7 @@ def test_workers_with_stages_compute_the_step_that_some_replica_lacks_and_all_th
             found = cluster.worker(0)
             assert found.trainer.locate(units, cluster.timeline) == own
             assert found.trainer.step == 0
-        waits = SimpleNamespace(trainer=found.trainer, still_ordered=lambda: True)
+        waits = SimpleNamespace(place=SimpleNamespace(trainer=found.trainer), still_ordered=lambda: True)
         assert WorkerState.still_open(cast(WorkerState, waits), 0)
         found.step([0])
         quick.settle()

@@ -10,7 +10,7 @@ import torch
 
 from shardline.client.step.staging import Allocate, GradientStaging, PushTools, filled_payloads, no_memory
 from shardline.codecs import coding_of
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import PushEncoders
 from shardline.consistency.server import NumberedPush
 from shardline.core import gradients
 from shardline.core.gradients import Gradient

@@ -10,9 +10,8 @@ import torch
 
 from shardline.codecs import CODECS
 from shardline.codecs.base import MemoryKey, Turn
-from shardline.codecs.coding import MEASURED_EVERY, Coding
+from shardline.codecs.coding import MEASURED_EVERY, Coding, PushEncoders
 from shardline.codecs.parts import ERROR
-from shardline.codecs.push import PushEncoders
 from shardline.codecs.sparse.dgc import DGC, MOMENTUM
 from shardline.core.plan import make_plan
 from shardline.errors import JobError

@@ -15,7 +15,7 @@ import torch
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.staging import GradientStaging
 from shardline.codecs import coding_of
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import PushEncoders
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError

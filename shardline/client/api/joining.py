@@ -70,7 +70,9 @@ class JobMember:
             self.config.timeouts,
             applicant,
             on_orders=self._loop.runner.now.ordered,
-            facts=BeatFacts(traffic=place.traffic, passes=place.partners.passes, figures=place.figures),
+            facts=BeatFacts(
+                traffic=place.traffic, passes=place.partners.passes if place.partners else None, figures=place.figures
+            ),
             cancelled=self._termination.event,
             security=self.config.security,
         )

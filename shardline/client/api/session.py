@@ -19,10 +19,10 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from shardline.cadence.base import Hyper
 from shardline.client.api.joining import JobMember
 from shardline.client.api.optimizer import ShardlineOptimizer, check_unused
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
-from shardline.client.api.step_loop import Hyper
 from shardline.client.partners import Partners
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
@@ -59,7 +59,7 @@ class Session(JobMember):
         """Call with the seconds that a batch of the open step took to come."""
         self.leases = self._loop.runner.stepper.leases
         """In an asynchronous job from a file: batches that this worker is to compute."""
-        self.partners = Partners()
+        self.partners: Partners | None = None
         """Other workers, where these compute parts of a replica's step; set by attach()."""
 
     @property
@@ -141,7 +141,7 @@ class Session(JobMember):
             owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
             mine = {name: value for name, value in self._loop.place.values.items() if id(value) in owned}
             lent = SharedGradients(mine, lambda name: self.trainer.gradient_view(name))  # noqa: PLW0108  trainers change
-        self._loop.attached(attached.hyper, lent)
+        self._loop.hyper, self._loop.runner.lent = attached.hyper, lent
         self._attached = True
         return attached
 
@@ -221,7 +221,7 @@ class Session(JobMember):
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Record the open step's loss for logs and the dashboard of a script's job. A tensor must have one element."""
-        self._loop.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        self._loop.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     # Named tensors, for a hand-written loop
 

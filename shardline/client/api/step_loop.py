@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from shardline.cadence.base import Hyper
 from shardline.client.api.barrier import Barrier
 from shardline.client.api.step_reports import SentStep, StepReports
 from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, Seen, Stepper, TrainingPosition
@@ -59,24 +60,19 @@ class WorkerState:
         return self.joined
 
     @property
-    def trainer(self) -> Trainer:
-        """State of training. Raises UsageError before attach()."""
-        return self.place.trainer
-
-    @property
     def assigned(self) -> bool:
         """Whether the chief assigns logical replicas to this worker."""
-        return self.trainer.half.shares_steps
+        return self.place.trainer.half.shares_steps
 
     @property
     def number(self) -> int:
         """Number of the open step, or of the leased batch."""
         leases = self.stepper.leases
-        return self.trainer.step if leases.lease is None else leases.batch
+        return self.place.trainer.step if leases.lease is None else leases.batch
 
     def see(self) -> Seen:
         """What to decide on. Raises the error of a worker that may not go on, see ChiefLink.check."""
-        link, trainer = self.link, self.trainer
+        link, trainer = self.link, self.place.trainer
         leaving = self._leaving()
         if leaving and trainer.job.error_memory != EXACT:
             trainer.encoders.leaving = True
@@ -114,11 +110,11 @@ class WorkerState:
 
     def still_open(self, number: int) -> bool:
         """Whether a step still has to be computed, by the orders that it began with."""
-        if not self.still_ordered() or self.trainer.methods.parts.goes_back:
+        if not self.still_ordered() or self.place.trainer.methods.parts.goes_back:
             # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
             return self.still_ordered()
         try:
-            found = self.trainer.standings(range(self.trainer.job.replicas)).values()
+            found = self.place.trainer.standings(range(self.place.trainer.job.replicas)).values()
         except UnreachableError as error:
             # Beginning again would not help: the other stages do so only if the orders change.
             log.info("can't ask whether step %d is closed: %s", number, error)
@@ -213,7 +209,8 @@ class StepRunner:
     def _begin(self) -> None:
         """Begin a pass of the loop's body."""
         trainer, owned = self.trainer, self.stepper.begun.replicas
-        self.place.partners.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
+        if self.place.partners is not None:
+            self.place.partners.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
         self.link.set_step(self.now.number)
         now_s = awake_s()
         if self.missing_steps.begin(self.now.number, now_s):
@@ -455,10 +452,6 @@ def rolled_back(task: str, step: int) -> RolledBackError:
     )
 
 
-Hyper = Mapping[int, Mapping[str, float]]
-"""Hyper-parameters that differ from the job's, by parameter group."""
-
-
 class StepLoop:
     """One worker's steps, in a job file's or the user's loop. Used by the session's thread."""
 
@@ -474,13 +467,10 @@ class StepLoop:
         self.owner = OwnProcess(config.task)
         self.closed = False
         """No step may be made any more."""
-        self._hyper: Callable[[], Hyper] | None = None
-        self._loss: float | None = None
-
-    def attached(self, hyper: Callable[[], Hyper], lent: SharedGradients | None) -> None:
-        """Set up after attaching. hyper: the optimizer's changed numbers. lent: memory for .grad, None if private."""
-        self._hyper = hyper
-        self.runner.lent = lent
+        self.hyper: Callable[[], Hyper] | None = None
+        """The optimizer's numbers that differ from the job's, once it is attached."""
+        self.loss: float | None = None
+        """The open step's, for logs."""
 
     @property
     def trainer(self) -> Trainer:
@@ -560,20 +550,17 @@ class StepLoop:
         owned = sorted(self._stepper.todo) if self._now.assigned else [0]
 
         def expect(loss: Callable[[], float], samples: int) -> None:
-            self._settle_in_body()
+            if self.runner.sent is not None:
+                # The whole previous step, and orders that have not changed since: else StepAgain.
+                with self.place.waits():
+                    figures = self.trainer.settle()
+                self.runner.close(figures)
+                self.runner.check_ordered()
             asked = ask_loss or self.trainer.job.consistency.nan_policy == "skip"
             found = loss() if asked else None
             self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=found))
 
         return StepWatch(self.place.gate, lambda: self.trainer.open.uses, expect)
-
-    def _settle_in_body(self) -> None:
-        """Wait for the whole previous step and check that the orders have not changed. Raises StepAgain otherwise."""
-        if self.runner.sent is not None:
-            with self.place.waits():
-                figures = self.trainer.settle()
-            self.runner.close(figures)
-            self.runner.check_ordered()
 
     # The optimizer that a script has
 
@@ -637,9 +624,9 @@ class StepLoop:
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""
         view = self.place.view
-        if self.place.overlaps and view is not None and view.job.script and self._hyper is not None:
+        if self.place.overlaps and view is not None and view.job.script and self.hyper is not None:
             replica = self._own_replica
-            self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self._hyper))
+            self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self.hyper))
 
     def contribute(
         self,
@@ -672,21 +659,26 @@ class StepLoop:
         """Contribute as a script's one replica. The tensors must not change until the step is closed."""
         self.contribute(self._own_replica, gradients, loss=loss, samples=0, hyper=hyper, keep=True)
 
-    def note_loss(self, loss: float) -> None:
-        self._loss = loss
-
     def finish(self, loss: float | None, hyper: Hyper | None) -> bool:
         """See Session.finish_step."""
         self.owner.check()
         runner, ticks = self.runner, self.trainer.methods.ticks
         self._reports.skipped = False
-        self._check_loop()
+        cadence = self.trainer.methods.cadence
+        if cadence.keeps_copies and self.trainer.job.script and not self._stepper.iterating:
+            # In another loop nothing tells when a pass begins.
+            error = JobError(
+                f"cadence {cadence} keeps parameters of each replica's own, which only a loop over session.steps() "
+                "gets; write the loop so, or choose another cadence, such as diloco"
+            )
+            self._now.link.fail(str(error), error.exit_code)
+            raise error
         runner.missing_steps.reset()
         self.mistakes.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
-            self.contribute_own(self.gradients(), loss=loss or self._loss, hyper=hyper)
-        self._loss = None
+            self.contribute_own(self.gradients(), loss=loss or self.loss, hyper=hyper)
+        self.loss = None
         if not ticks.last:
             ticks.advance()
             self._reports.next_tick()
@@ -708,8 +700,8 @@ class StepLoop:
                         gate.tell_wait(reason, figures.seconds)
                 else:
                     self.trainer.send()
-            except (Restart, Interrupted, Stopped) as error:
-                if not runner.go_on(error):
+            except (Restart, Interrupted, Stopped) as failure:
+                if not runner.go_on(failure):
                     runner.forget()
                     if self._stepper.stale and not self._stepper.iterating:
                         self.mistakes.stopped(self._now.link, self.trainer.half.job_step)
@@ -719,17 +711,6 @@ class StepLoop:
                     continue
             runner.advance(figures)
             return True
-
-    def _check_loop(self) -> None:
-        """Raise JobError for a loop in which nothing tells when a pass begins, if the cadence has to know it."""
-        methods = self.trainer.methods
-        if methods.cadence.keeps_copies and self.trainer.job.script and not self._stepper.iterating:
-            error = JobError(
-                f"cadence {methods.cadence} keeps parameters of each replica's own, which only a loop over "
-                "session.steps() gets; write the loop so, or choose another cadence, such as diloco"
-            )
-            self._now.link.fail(str(error), error.exit_code)
-            raise error
 
     # Between steps
 

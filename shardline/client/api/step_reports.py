@@ -92,7 +92,7 @@ class StepReports:
         self._accounted_s = time.monotonic()
         meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
         for item in sent.reports:
-            if not place.partners.reports(item.replica):
+            if place.partners is not None and not place.partners.reports(item.replica):
                 continue
             link.report(
                 replace(

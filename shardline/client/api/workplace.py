@@ -92,7 +92,7 @@ class Workplace:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self.partners = Partners()
+        self.partners: Partners | None = None
         """Other workers, where these compute parts of a replica's step."""
         self._hooks = Hooks(
             still_ordered=still_ordered,
@@ -206,7 +206,8 @@ class Workplace:
             self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._methods, ties, self._wishes)
-        trainer.weights.arrivals.on_end = self.partners.look
+        if self.partners is not None:
+            trainer.weights.arrivals.on_end = self.partners.look
         self.watch.meet(own_layout(trainer))
         trainer.watch = self.watch
         if self._reach is not None and self.overlaps:
@@ -360,15 +361,18 @@ class Workplace:
         """End what waits for others: the orders have changed. Called on the heartbeat thread."""
         if self.current is not None:
             self.current.exchange.interrupt()
-        self.partners.interrupt()
+        if self.partners is not None:
+            self.partners.interrupt()
 
     def arm(self) -> None:
         """Forget earlier interruptions; read the orders after this."""
         self.trainer.exchange.arm()
-        self.partners.arm()
+        if self.partners is not None:
+            self.partners.arm()
 
     def close(self) -> None:
-        self.partners.close()
+        if self.partners is not None:
+            self.partners.close()
         self._close_trainer()
         self._peers.close()
         if self._server is not None:

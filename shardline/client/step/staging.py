@@ -21,8 +21,7 @@ from shardline.client.exchange.streaming_payloads import (
 )
 from shardline.client.layout import ModelLayout, copy_each
 from shardline.codecs.base import PLAIN_TURN
-from shardline.codecs.coding import Coding
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece

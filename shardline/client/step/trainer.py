@@ -38,8 +38,7 @@ from shardline.client.step.early_push import AsComputed, Expected
 from shardline.client.step.staging import NonFinite, PushTools, filled_payloads, initial_contribution, loss_names
 from shardline.client.step.weights import Weights
 from shardline.client.watch.model_watch import UNWATCHED
-from shardline.codecs.coding import Coding
-from shardline.codecs.push import PushEncoders
+from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker import ComputedAt, Stamp
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.orders import JobView
