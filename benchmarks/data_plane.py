@@ -33,8 +33,7 @@ from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.security import Security
-from shardline.topology import Hop
-from shardline.topology.flat import Direct
+from shardline.topology import Hop, Route
 from shardline.update import rule
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ def make(
     ties = Ties(
         who=Identity(f"worker/{index}"),
         index=index,
-        route=Direct(servers),
+        route=Route(servers),
         lanes=lanes,
         timeouts=TIMEOUTS,
         observer=Observer(),

@@ -124,6 +124,13 @@ class OptimizerBuckets:
 
     # Buckets
 
+    @torch.no_grad()
+    def show(self, values: Mapping[Key, torch.Tensor]) -> None:
+        """Set the model's parameters in these buckets."""
+        for key, one in values.items():
+            self.model.load(*key, one)
+        self.model.settle()
+
     def values(self, key: Key) -> torch.Tensor:
         """A copy of a bucket's parameters."""
         whole = self.model.whole(*key)
@@ -286,22 +293,15 @@ class WorkerOptimizer(LocalTraining):
 
     # A step that other stages have not closed
 
-    @torch.no_grad()
     def _repeat(self) -> None:
         """Compute with the parameters of the step before again: another stage's worker needs what this one sent it."""
-        model = self.buckets.model
         self._meanwhile = {key: self.buckets.values(key) for key in self.buckets.rules}
-        for key, values in self._before.items():
-            model.load(*key, values)
-        model.settle()
+        self.buckets.show(self._before)
 
-    @torch.no_grad()
     def _return(self) -> None:
         """Have the parameters of `_step` in the model."""
         if self._meanwhile is not None:
-            for key, values in self._meanwhile.items():
-                self.buckets.model.load(*key, values)
-            self.buckets.model.settle()
+            self.buckets.show(self._meanwhile)
             self._meanwhile = None
 
     @torch.no_grad()

@@ -311,20 +311,6 @@ class Retrying:
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
 
-    def state(
-        self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
-    ) -> Sequence[BucketImage] | None:
-        """See Lane.state. Raises UnreachableError, Restart."""
-        try:
-            return self._lane.state(sender, step, buckets, timeout_s=timeout_s)
-        except NotAdmittedError as error:
-            raise Restart(f"shard {self._shard}: {error.outcome.name.lower()}: {error}") from error
-
-    def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
-        """See Lane.bring_state."""
-        moved_s = sum(image.nbytes for image in images) / SLOWEST_BYTES_PER_S
-        return self._lane.bring_state(sender, images, timeout_s=timeout_s + moved_s)
-
     def _limit_s(self, timeout_s: float, pending: Sequence[Push], sink: PullSink) -> float:
         """Deadline of one call in seconds: timeout_s, plus time for its bytes on a very slow link.
 
@@ -649,21 +635,21 @@ class Exchange:
         """
         return self._connections[shard].standing(sender, replicas, timeout_s=self.timeouts.rpc_s)
 
-    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int] = ()) -> Sequence[BucketImage] | None:
-        """Parameters and optimizer state of a shard at a step, where workers run the optimizer; None if it has none.
-
-        buckets: () = all of parameters.
-
-        Raises UnreachableError, Restart.
+    def state(self, sender: Sender, shard: int, step: int, buckets: Sequence[int]) -> Sequence[BucketImage] | None:
+        """Parameters and optimizer state of a shard's buckets at a step, where workers run the optimizer; None if it
+        has none. Raises UnreachableError, Restart.
         """
-        return self._connections[shard].state(sender, step, buckets, timeout_s=self._state_s(shard))
+        timeout_s = self.timeouts.rpc_s + self._sinks[shard].shard_bytes / SLOWEST_BYTES_PER_S
+        try:
+            return self.lanes[shard].state(sender, step, buckets, timeout_s=timeout_s)
+        except NotAdmittedError as error:
+            raise Restart(f"shard {shard}: {error.outcome.name.lower()}: {error}") from error
 
     def bring_state(self, sender: Sender, shard: int, images: Sequence[BucketImage]) -> Outcome:
         """Bring a shard such a state for a cut. Raises UnreachableError, ProtocolError."""
-        return self._connections[shard].bring_state(sender, images, timeout_s=self._state_s(shard))
-
-    def _state_s(self, shard: int) -> float:
-        return self.timeouts.rpc_s + self._sinks[shard].shard_bytes / SLOWEST_BYTES_PER_S
+        nbytes = self._sinks[shard].shard_bytes + sum(image.nbytes for image in images)
+        timeout_s = self.timeouts.rpc_s + nbytes / SLOWEST_BYTES_PER_S
+        return self.lanes[shard].bring_state(sender, images, timeout_s=timeout_s)
 
     def close(self) -> None:
         """End the threads and close the lanes."""

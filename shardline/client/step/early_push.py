@@ -136,15 +136,6 @@ def why_not_early(job: JobSpec, half: WorkerHalf, expected: Expected, *, first: 
     return ""
 
 
-def not_stepped(step: int) -> JobError:
-    """The error for a backward pass that sent gradients and was not followed by a step."""
-    return JobError(
-        f"step {step}: backward() has sent gradients, but no step() followed; with overlap every backward() needs its "
-        "step(), since its gradients are already sent. To skip a batch, or only inspect gradients, use attach(..., "
-        "overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
-    )
-
-
 class EarlyPush:
     """One replica's gradients, sent to all shards while they are computed. A listener of GradientHooks.
 
@@ -444,7 +435,11 @@ class AsComputed:
     def not_stepped(self, step: int) -> Exception:
         """End an early push that no step() followed; returns the error to raise."""
         assert self._push is not None
-        error = self._push.error or not_stepped(step)
+        error = self._push.error or JobError(
+            f"step {step}: backward() has sent gradients, but no step() followed; with overlap every backward() needs "
+            "its step(), since its gradients are already sent. To skip a batch, or only inspect gradients, use "
+            "attach(..., overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
+        )
         self._push.fail(error)
         return error
 
