@@ -398,7 +398,7 @@ class StepRunner:
             self.stepper.stale = True
             self._give_up()
             return False
-        retained.keep(self.trainer, shared=self.place.zero_copy)
+        retained.keep(self.trainer, shared=self.place.wishes.zero_copy)
         self._give_up()
         if not self.find_again():
             return False
@@ -545,7 +545,7 @@ class StepLoop:
 
     def watch(self, replica: int, *, ask_loss: bool) -> Watch:
         """Watch for replica_gradients. ask_loss: the loss costs nothing."""
-        if not self.place.overlaps:
+        if not self.place.wishes.overlap:
             return UNWATCHED
         owned = sorted(self._stepper.todo) if self._now.assigned else [0]
 
@@ -593,7 +593,7 @@ class StepLoop:
                 'a GradScaler needs connect(nan_policy="skip"), so that all replicas skip a step in which one of them '
                 f'overflows; the policy of this job is "{policy}"'
             )
-        if self.place.overlaps:
+        if self.place.wishes.overlap:
             raise JobError(
                 "a GradScaler can't be combined with overlap, which would send scaled gradients during backward(); "
                 "use attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
@@ -624,7 +624,7 @@ class StepLoop:
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""
         view = self.place.view
-        if self.place.overlaps and view is not None and view.job.script and self.hyper is not None:
+        if self.place.wishes.overlap and view is not None and view.job.script and self.hyper is not None:
             replica = self._own_replica
             self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self.hyper))
 

@@ -108,7 +108,7 @@ class Workplace:
         """The user's tensors by name."""
         self.watch = UNWATCHED
         """Looks at the user's model."""
-        self._wishes = Wishes()
+        self.wishes = Wishes()
         self._methods: WorkerMethods | None = None
         self.view: JobView | None = None
         self.current: Trainer | None = None
@@ -142,7 +142,7 @@ class Workplace:
                 f"overlap and zero_copy can't be combined, since zero_copy leaves nothing to overlap; {remedy}"
             )
         overlaps = self._config.overlap and (overlap or from_file)
-        self._wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
+        self.wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)
             if from_file and overlaps:
@@ -156,16 +156,6 @@ class Workplace:
         """Start this worker's server, on which partners call; returns its address."""
         self._server = server_of(self._config, self.partners)
         return self._server.start()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients leave during the backward pass."""
-        return self._wishes.overlap
-
-    @property
-    def zero_copy(self) -> bool:
-        """Whether tensors may be in shared memory."""
-        return self._wishes.zero_copy
 
     @property
     def trainer(self) -> Trainer:
@@ -203,14 +193,14 @@ class Workplace:
         self.view = view
         if self._methods is None:
             self._methods = WorkerMethods(view.job, self.values)
-            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
+            self.wishes = replace(self.wishes, overlap=self.wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
-        trainer = make_trainer(view, self._methods, ties, self._wishes)
+        trainer = make_trainer(view, self._methods, ties, self.wishes)
         if self.partners is not None:
             trainer.weights.arrivals.on_end = self.partners.look
         self.watch.meet(own_layout(trainer))
         trainer.watch = self.watch
-        if self._reach is not None and self.overlaps:
+        if self._reach is not None and self.wishes.overlap:
             self._reach.rebase()
 
             def wait_for(tensors: Iterable[int]) -> None:

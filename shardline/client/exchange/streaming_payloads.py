@@ -123,35 +123,18 @@ class LivePayloads:
         self.in_place = in_place
         self._queue = queue
         self._prepare = prepare
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._interrupted = interrupted
         self._changed = threading.Condition()
         self._sent: list[Payload] = []
         """In the order of sending."""
-        self._raw_bytes = self._wire_bytes = 0
+        self.raw_bytes = self.wire_bytes = 0
+        """Bytes prepared so far, before and after encoding."""
         self._preparing = False
         self._closed = False
-        self._empty: tuple[int, ...] = ()
+        self.empty: Sequence[int] = ()
         self._error: Exception | None = None
         self._patience_s = 3600.0
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    @property
-    def empty(self) -> Sequence[int]:
-        return self._empty
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes prepared so far, before encoding."""
-        return self._raw_bytes
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes prepared so far, encoded."""
-        return self._wire_bytes
 
     @property
     def order(self) -> list[int]:
@@ -173,7 +156,7 @@ class LivePayloads:
     def close(self, empty: Sequence[int] = ()) -> None:
         """No further bucket will be offered. empty: buckets to which the push adds nothing."""
         with self._changed:
-            self._empty = tuple(empty)
+            self.empty = tuple(empty)
             self._closed = True
             self._changed.notify_all()
 
@@ -263,8 +246,8 @@ class LivePayloads:
             with self._changed:
                 # Kept even if this call is dead: a retry must not prepare a bucket a second time.
                 self._sent.extend(made)
-                self._raw_bytes += sum(item.raw_bytes for item in made)
-                self._wire_bytes += sum(item.nbytes for item in made)
+                self.raw_bytes += sum(item.raw_bytes for item in made)
+                self.wire_bytes += sum(item.nbytes for item in made)
                 self._preparing = False
                 self._error = self._error or error
                 self._changed.notify_all()

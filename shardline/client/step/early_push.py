@@ -183,7 +183,8 @@ class EarlyPush:
         """Buckets for which staging already has this replica's part."""
         self._early: set[Key] = set()
         """Buckets sent during the backward pass."""
-        self._begun = False
+        self.begun = False
+        """Something may have left."""
         self._closed = False
         self.error: Exception | None = None
         """The first error. A hook must not raise it into autograd."""
@@ -228,8 +229,8 @@ class EarlyPush:
                     if self._lacking[key] == 0:
                         ready.append(key)
             self._early.update(ready)
-            first = bool(ready) and not self._begun
-            self._begun = self._begun or bool(ready)
+            first = bool(ready) and not self.begun
+            self.begun = self.begun or bool(ready)
         try:
             if first:
                 self._begin()
@@ -260,8 +261,8 @@ class EarlyPush:
         self._gradients = dict(gradients)
         if self._gpu is not None:
             self._end = self._gpu.mark()
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self._begin()
         empty: dict[int, list[int]] = {shard: [] for shard in self.payloads}
         offered: dict[int, list[int]] = {shard: [] for shard in self.payloads}
@@ -272,11 +273,6 @@ class EarlyPush:
             for bucket in offered[shard]:
                 payloads.offer(bucket)
             payloads.close(empty[shard])
-
-    @property
-    def begun(self) -> bool:
-        """Whether something may have left."""
-        return self._begun
 
     def fail(self, error: Exception) -> None:
         """Send nothing more, because of this error."""
