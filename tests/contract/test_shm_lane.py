@@ -445,10 +445,10 @@ def test_what_was_counted_and_given_up_is_not_overwritten_by_the_step_that_is_ma
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
         # The step waits for replicas 1 and 2, and then they come to this worker.
-        worker.orders.stand = lambda: False
+        worker.orders.still_ordered = lambda: False
         with pytest.raises(Interrupted):
             worker.step([0])
         assert {tuple(bucket.contributions.counted) for bucket in cluster.shards[0].buckets} == {(0,)}
-        worker.orders.stand = lambda: True
+        worker.orders.still_ordered = lambda: True
         worker.run([0, 1, 2], job.steps)
         assert_same_end(cluster.state(), reference(job))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.api.step_loop import WorkerState
+from shardline.client.api.workplace import WorkerState
 from shardline.client.exchange.shard_exchange import Interrupted, Restart, ShardTask, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job

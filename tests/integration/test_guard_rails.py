@@ -128,7 +128,7 @@ def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64, dtype=torch.float16)})
     orders = Orders()
     # The interruption itself was lost; the orders are looked at all the same.
-    orders.stand = lambda: lane.calls < 3
+    orders.still_ordered = lambda: lane.calls < 3
     sinks = {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}
     exchange = Exchange({0: lane}, sinks, Timeouts(total_s=10.0), index=0, observer=orders)
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))

@@ -207,7 +207,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
                     late.set()
                 return True
 
-            worker.orders.stand = still_ordered
+            worker.orders.still_ordered = still_ordered
             exchange.arm()
             worker.trainer.locate([replica], cluster.timeline)
             if replica in (0, 2):
@@ -232,7 +232,7 @@ def test_a_push_that_waits_for_room_is_given_up_when_it_is_not_ordered_any_more(
         worker = cluster.worker(1)
         worker.trainer.exchange.arm()
         worker.trainer.locate([1], cluster.timeline)
-        worker.orders.stand = lambda: False
+        worker.orders.still_ordered = lambda: False
         with pytest.raises(Interrupted):
             worker.step([1])
         assert staging.in_use == 0

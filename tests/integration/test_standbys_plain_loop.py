@@ -430,5 +430,5 @@ def test_where_a_job_stands_says_what_becomes_of_a_contribution(
     mode: str, found: tuple[int, dict[int, int], dict[int, int]], back: bool, counted: bool
 ) -> None:
     made = RetainedContribution(standing(mode, 7, {0: 4, 1: 4}, {0: 9, 1: 9}).mark(), {})
-    assert made.went_back(standing(mode, *found)) == back
-    assert back or made.counted(standing(mode, *found)) == counted
+    assert standing(mode, *found).went_back(made.mark) == back
+    assert back or standing(mode, *found).counted(made.mark) == counted

@@ -359,10 +359,10 @@ def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
         (name, *_) = trainer.weights.memory.shared
         assert trainer.gradient_view(name) is not None
         # The step waits for replica 1; what replica 0 has sent is counted, and given up by this worker.
-        worker.orders.stand = lambda: False
+        worker.orders.still_ordered = lambda: False
         with pytest.raises(Interrupted):
             worker.step([0])
-        worker.orders.stand = lambda: True
+        worker.orders.still_ordered = lambda: True
         trainer.exchange.arm()
         assert trainer.locate([0, 1], cluster.timeline) == {1}
         assert trainer.gradient_view(name) is None
@@ -387,7 +387,7 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
             gradient.fill_(1.0)
         trainer.contribute(0, lent.gradients(), keep=True)
         # The step waits for replica 1; replica 0 is counted, and given up by this worker.
-        worker.orders.stand = lambda: False
+        worker.orders.still_ordered = lambda: False
         with pytest.raises(Interrupted):
             trainer.finish()
         lent.take_back()
@@ -396,7 +396,7 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
             assert gradient is not None and torch.equal(gradient, torch.ones_like(gradient))
             # As zero_grad(set_to_none=False) does.
             gradient.zero_()
-        worker.orders.stand = lambda: True
+        worker.orders.still_ordered = lambda: True
         trainer.exchange.arm()
         assert trainer.locate([0, 1], cluster.timeline) == {1}
         trainer.contribute(1, {name: torch.full_like(before[name], 3.0) for name in names})

@@ -97,14 +97,8 @@ class Orders(Observer):
     """Replaces the chief's orders for a worker, as set by the test; also records what its exchanges reported."""
 
     def __init__(self) -> None:
-        self.stand: Callable[[], bool] = lambda: True
         self.nonfinite: list[str] = []
-
-    def still_ordered(self) -> bool:
-        return self.stand()
-
-    def not_finite(self, name: str) -> None:
-        self.nonfinite.append(name)
+        super().__init__(not_finite=self.nonfinite.append)
 
 
 class Worker:

@@ -1,19 +1,21 @@
-"""A session's steps as the loop's body sees them (StepLoop), and what comes between two of them (StepRunner)."""
+"""A session's steps as the loop's body sees them (StepLoop), what comes between two (StepRunner), and their figures."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from shardline.cadence.base import Hyper
 from shardline.client.api.barrier import Barrier
-from shardline.client.api.step_reports import SentStep, StepReports
-from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, Seen, Stepper, TrainingPosition
-from shardline.client.api.workplace import Workplace
+from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, TrainingPosition
+from shardline.client.api.workplace import WorkerState, Workplace
 from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
 from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.early_push import Expected
@@ -21,9 +23,8 @@ from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
-from shardline.core.settings import EXACT
 from shardline.data import UNWATCHED, Watch
-from shardline.errors import JobError, RolledBackError, UnreachableError, UsageError
+from shardline.errors import JobError, RolledBackError, UnreachableError
 from shardline.host.awake import awake_s
 from shardline.host.process import OwnProcess, Termination
 from shardline.observability.metrics import Metrics
@@ -33,96 +34,142 @@ from shardline.rpc.link import ChiefLink
 log = logging.getLogger("shardline.client")
 
 
-class WorkerState:
-    """What a worker's loop looks at before it decides. Used by the session's thread, except ordered().
+@dataclass(frozen=True)
+class SentStep:
+    """A step that was sent and is not closed yet."""
 
-    leaving: whether this worker was asked to leave. settle: see PostOffice.
-    """
+    reports: Sequence[StepReport]
+    began_s: float
+    batch: int
+    """Asynchronous mode: the number of its batch."""
 
-    def __init__(
-        self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool], settle: Callable[[], None]
-    ) -> None:
-        self._leaving = leaving
-        self.stepper = Stepper()
-        self.place = Workplace(
-            config, metrics, still_ordered=self.still_ordered, still_open=self.still_open, settle=settle
+
+class StepReports:
+    """The open step's reports, one per replica. Used by the session's thread."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._reports: dict[int, StepReport] = {}
+        self._losses: dict[int, list[float]] = {}
+        self.contributed = False
+        """Some replica has contributed to the open tick."""
+        self._data_s = 0.0
+        """Seconds of waiting for batches since the last report."""
+        self.began_s = time.monotonic()
+        """When the open step began."""
+        self.skipped = False
+        """The last step was skipped because a gradient was not finite."""
+        self._accounted_s = time.monotonic()
+
+    def read(self, seconds: float) -> None:
+        """Note that the next report's batch took so long to come."""
+        self._data_s += seconds
+
+    def add(self, report: StepReport, *, waited_s: float) -> None:
+        """Add a replica's report on the open tick. waited_s: seconds it had to wait for the previous step.
+
+        compute_s and data_s are measured here; loss and samples are those of the tick.
+        """
+        before = self._reports.get(report.replica)
+        losses = self._losses.setdefault(report.replica, [])
+        losses.append(report.loss)
+        spent_s = sum(item.compute_s + item.data_s for item in self._reports.values())
+        compute_s = time.monotonic() - self.began_s - waited_s - spent_s - self._data_s
+        self._reports[report.replica] = replace(
+            report,
+            loss=losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses),
+            samples=report.samples + (before.samples if before is not None else 0),
+            compute_s=compute_s + (before.compute_s if before is not None else 0.0),
+            data_s=self._data_s + (before.data_s if before is not None else 0.0),
         )
-        self.joined: ChiefLink | None = None
-        """The link to the chief, from attach() on."""
-        self.retained: RetainedContribution | None = None
-        """The contribution to the open step of a loop that can't repeat a step."""
+        self._data_s = 0.0
+        self.contributed = True
 
-    @property
-    def link(self) -> ChiefLink:
-        """Link to the chief. Raises UsageError before attach()."""
-        if self.joined is None:
-            raise UsageError("the session is not attached: call session.attach(model, optimizer) first")
-        return self.joined
+    def next_tick(self) -> None:
+        """Begin another tick of the same step."""
+        self.contributed = False
 
-    @property
-    def assigned(self) -> bool:
-        """Whether the chief assigns logical replicas to this worker."""
-        return self.place.trainer.half.shares_steps
+    def take(self, batch: int) -> SentStep:
+        """Return the reports, one per replica, when the step is sent, and start over. batch: see SentStep."""
+        taken = SentStep(tuple(self._reports.values()), self.began_s, batch)
+        self.clear()
+        return taken
 
-    @property
-    def number(self) -> int:
-        """Number of the open step, or of the leased batch."""
-        leases = self.stepper.leases
-        return self.place.trainer.step if leases.lease is None else leases.batch
+    def clear(self) -> None:
+        """Begin another step, or the same one again."""
+        self._reports.clear()
+        self._losses.clear()
+        self.contributed = False
+        self._data_s = 0.0
+        self.began_s = time.monotonic()
 
-    def see(self) -> Seen:
-        """What to decide on. Raises the error of a worker that may not go on, see ChiefLink.check."""
-        link, trainer = self.link, self.place.trainer
-        leaving = self._leaving()
-        if leaving and trainer.job.error_memory != EXACT:
-            trainer.encoders.leaving = True
-        released = leaving and (link.orders.fenced or not link.orders.replicas)
-        if not released:
-            link.check()
-        return Seen(
-            orders=link.orders,
-            released=released,
-            leaving=leaving,
-            timeline=self.place.timeline,
-            job_step=trainer.half.job_step,
-            assigned=self.assigned,
-            script=trainer.job.script,
-            resting=self.place.resting,
-            resends=trainer.methods.parts.partial,
-            retained=self.retained is not None,
-        )
+    def account(self, sent: SentStep, figures: StepFigures, place: Workplace, link: ChiefLink) -> None:
+        """Report a closed step to the metrics and the chief."""
+        place.resting = False
+        self.skipped = figures.skipped
+        step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
+        self._accounted_s = time.monotonic()
+        meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
+        for item in sent.reports:
+            if place.partners is not None and not place.partners.reports(item.replica):
+                continue
+            link.report(
+                replace(
+                    item,
+                    exchange_s=figures.seconds,
+                    staleness=figures.staleness,
+                    blocked_s=figures.blocked_s,
+                    gap=figures.gap or 0.0,
+                )
+            )
 
-    def ordered(self, orders: Orders) -> None:
-        """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
-        trainer, link, timeline = self.place.current, self.joined, self.place.timeline
-        if trainer is None or link is None or timeline is None:
-            return
-        assigned = trainer.half.shares_steps
-        if link.lost or self.stepper.interrupts(orders, timeline, assigned=assigned):
-            self.place.interrupt()
 
-    def still_ordered(self) -> bool:
-        """Whether the orders are still those that the open step began with."""
-        link, timeline = self.link, self.place.timeline
-        if link.lost is not None or timeline is None:
-            return False
-        return self.stepper.still_ordered(link.orders, timeline, assigned=self.assigned)
-
-    def still_open(self, number: int) -> bool:
-        """Whether a step still has to be computed, by the orders that it began with."""
-        if not self.still_ordered() or self.place.trainer.methods.parts.goes_back:
-            # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
-            return self.still_ordered()
-        try:
-            found = self.place.trainer.standings(range(self.place.trainer.job.replicas)).values()
-        except UnreachableError as error:
-            # Beginning again would not help: the other stages do so only if the orders change.
-            log.info("can't ask whether step %d is closed: %s", number, error)
-            return self.still_ordered()
-        except (Restart, Interrupted) as error:
-            log.info("looking for the current step again: %s", error or "interrupted")
-            return False
-        return min(step for standing in found for step in standing.replicas.values()) <= number
+def meter_step(
+    metrics: Metrics,
+    trainer: Trainer,
+    figures: StepFigures,
+    reports: Sequence[StepReport],
+    step_s: float,
+    peers: Mapping[int, str],
+) -> None:
+    """Record the metrics of one finished step. step_s: seconds. peers: the ps of each shard."""
+    metrics.histogram("shardline_step_seconds").observe(step_s)
+    metrics.histogram("shardline_data_seconds").observe(sum(item.data_s for item in reports))
+    metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
+    metrics.histogram("shardline_exchange_seconds").observe(figures.seconds)
+    metrics.counter("shardline_examples_total").inc(sum(item.samples for item in reports))
+    metrics.gauge("shardline_step").set(trainer.step)
+    for item in reports:
+        if not math.isnan(item.loss):
+            metrics.gauge("shardline_loss").set(item.loss)
+        if item.drift:
+            metrics.gauge("shardline_drift").set(item.drift)
+    if trainer.half.clock is not None:
+        metrics.gauge("shardline_clock_pushes").set(trainer.half.clock)
+    if figures.gap is not None:
+        metrics.histogram("shardline_gap").observe(figures.gap)
+    push = trainer.weights.coding.push
+    if push.relative_error is not None:
+        metrics.gauge("shardline_codec_error_ratio", codec=push.name, way="push").set(push.relative_error)
+    if trainer.encoders.memory_norm is not None:
+        metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
+    for shard, outcome in figures.outcomes.items():
+        peer = peers.get(shard, "ps")
+        coding = trainer.weights.coding
+        for kind, raw, wire in trainer.meter.take(shard):
+            codec = (coding.push if kind == "push" else coding.pull).name
+            labels = {"peer": peer, "codec": codec, "lane": trainer.exchange.lanes[shard].name}
+            metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
+            metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
+        parts = outcome.parts(figures.computed_s)
+        metrics.histogram("shardline_push_seconds", peer=peer).observe(parts.push_s)
+        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(parts.wait_s)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(parts.pull_s)
+        for ack in outcome.acks:
+            name = ack.outcome.name.lower()
+            metrics.counter("shardline_pushes_total", peer=peer, outcome=name).inc()
+            if name == "applied":
+                metrics.histogram("shardline_staleness_updates", shard=shard).observe(ack.staleness)
 
 
 class StepRunner:
@@ -402,11 +449,11 @@ class StepRunner:
         self._give_up()
         if not self.find_again():
             return False
-        trainer = self.trainer
-        if retained.went_back(trainer.half):
-            raise rolled_back(link.task, trainer.step if trainer.half.shares_steps else link.orders.first_step)
-        if retained.counted(trainer.half):
-            self.closed_by = retained.accept(trainer.half)
+        trainer, half = self.trainer, self.trainer.half
+        if half.went_back(retained.mark):
+            raise rolled_back(link.task, trainer.step if half.shares_steps else link.orders.first_step)
+        if half.counted(retained.mark):
+            self.closed_by = retained.accept(half)
         else:
             retained.contribute(trainer)
         return True

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardline import division, topology
 from shardline.cadence import Sends
+from shardline.client.api.stepper import Seen, Stepper
 from shardline.client.applied.worker_optimizer import ServerStates
 from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Observer, Restart
 from shardline.client.layout import ModelLayout
@@ -20,14 +21,15 @@ from shardline.client.partners import Hooks, Partners, server_of
 from shardline.client.step.early_push import AsComputed, GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
 from shardline.client.step.staging import GradientStaging, PushTools
-from shardline.client.step.trainer import Trainer, WorkerMethods
+from shardline.client.step.trainer import RetainedContribution, Trainer, WorkerMethods
 from shardline.client.step.weights import GapMeter, ParameterMemory, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig, environment
 from shardline.consistency import Clock
 from shardline.core.identity import Identity
-from shardline.core.orders import JobView
+from shardline.core.orders import JobView, Orders
+from shardline.core.settings import EXACT
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.status import Traffic
 from shardline.core.timeouts import Timeouts
@@ -43,36 +45,6 @@ from shardline.topology import Hop, Route, Surroundings
 from shardline.waist import Sender, Standing
 
 log = logging.getLogger("shardline.client")
-
-
-class SessionObserver(Observer):
-    """Reports the events of one timeline's exchanges to the metrics and the chief."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        link: ChiefLink,
-        timeline: int,
-        hops: Mapping[int, Hop],
-        still_ordered: Callable[[], bool],
-    ) -> None:
-        self._metrics = metrics
-        self._link = link
-        self._timeline = timeline
-        self._hops = hops
-        self._still_ordered = still_ordered
-
-    def still_ordered(self) -> bool:
-        return self._still_ordered()
-
-    def retried(self, shard: int) -> None:
-        self._metrics.counter("shardline_rpc_retries_total", peer=self._hops[shard].task).inc()
-
-    def silent(self, shards: frozenset[int]) -> None:
-        self._link.suspect({self._hops[shard].task for shard in shards}, self._timeline)
-
-    def not_finite(self, name: str) -> None:
-        self._metrics.counter("shardline_nonfinite_total", what=name).inc()
 
 
 class Workplace:
@@ -249,16 +221,17 @@ class Workplace:
             )
         )
 
-        def fallen_back(lane: str, reason: str) -> None:
-            self._metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc()
+        hops, count = route.hops(), self._metrics.counter
 
-        hops = route.hops()
+        def fallen_back(lane: str, reason: str) -> None:
+            count("shardline_lane_fallbacks_total", lane=lane).inc()
+
         lanes: dict[int, Lane] = {}
         for shard, hop in hops.items():
             peer = self._peers.get(hop.task, hop.address)
             # Only a resolved name shows whether the peer is on this host.
             peer.await_name()
-            peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
+            peer.on_retry = count("shardline_rpc_retries_total", peer=hop.task).inc
             lanes[shard] = open_lane(self._config, peer, shard, view.plan.shards[shard], on_fallback=fallen_back)
         return Ties(
             who=link.identity,
@@ -266,7 +239,13 @@ class Workplace:
             route=route,
             lanes=lanes,
             timeouts=self._config.timeouts,
-            observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
+            observer=Observer(
+                still_ordered=self._still_ordered,
+                retried=lambda shard: count("shardline_rpc_retries_total", peer=hops[shard].task).inc(),
+                # Of this timeline's servers.
+                silent=lambda shards: link.suspect({hops[shard].task for shard in shards}, view.timeline),
+                not_finite=lambda name: count("shardline_nonfinite_total", what=name).inc(),
+            ),
         )
 
     def _close_trainer(self) -> None:
@@ -367,6 +346,98 @@ class Workplace:
         self._peers.close()
         if self._server is not None:
             self._server.close(grace_s=0.2)
+
+
+class WorkerState:
+    """What a worker's loop looks at before it decides. Used by the session's thread, except ordered().
+
+    leaving: whether this worker was asked to leave. settle: see PostOffice.
+    """
+
+    def __init__(
+        self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool], settle: Callable[[], None]
+    ) -> None:
+        self._leaving = leaving
+        self.stepper = Stepper()
+        self.place = Workplace(
+            config, metrics, still_ordered=self.still_ordered, still_open=self.still_open, settle=settle
+        )
+        self.joined: ChiefLink | None = None
+        """The link to the chief, from attach() on."""
+        self.retained: RetainedContribution | None = None
+        """The contribution to the open step of a loop that can't repeat a step."""
+
+    @property
+    def link(self) -> ChiefLink:
+        """Link to the chief. Raises UsageError before attach()."""
+        if self.joined is None:
+            raise UsageError("the session is not attached: call session.attach(model, optimizer) first")
+        return self.joined
+
+    @property
+    def assigned(self) -> bool:
+        """Whether the chief assigns logical replicas to this worker."""
+        return self.place.trainer.half.shares_steps
+
+    @property
+    def number(self) -> int:
+        """Number of the open step, or of the leased batch."""
+        leases = self.stepper.leases
+        return self.place.trainer.step if leases.lease is None else leases.batch
+
+    def see(self) -> Seen:
+        """What to decide on. Raises the error of a worker that may not go on, see ChiefLink.check."""
+        link, trainer = self.link, self.place.trainer
+        leaving = self._leaving()
+        if leaving and trainer.job.error_memory != EXACT:
+            trainer.encoders.leaving = True
+        released = leaving and (link.orders.fenced or not link.orders.replicas)
+        if not released:
+            link.check()
+        return Seen(
+            orders=link.orders,
+            released=released,
+            leaving=leaving,
+            timeline=self.place.timeline,
+            job_step=trainer.half.job_step,
+            assigned=self.assigned,
+            script=trainer.job.script,
+            resting=self.place.resting,
+            resends=trainer.methods.parts.partial,
+            retained=self.retained is not None,
+        )
+
+    def ordered(self, orders: Orders) -> None:
+        """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
+        trainer, link, timeline = self.place.current, self.joined, self.place.timeline
+        if trainer is None or link is None or timeline is None:
+            return
+        assigned = trainer.half.shares_steps
+        if link.lost or self.stepper.interrupts(orders, timeline, assigned=assigned):
+            self.place.interrupt()
+
+    def still_ordered(self) -> bool:
+        """Whether the orders are still those that the open step began with."""
+        link, timeline = self.link, self.place.timeline
+        if link.lost is not None or timeline is None:
+            return False
+        return self.stepper.still_ordered(link.orders, timeline, assigned=self.assigned)
+
+    def still_open(self, number: int) -> bool:
+        """Whether a step still has to be computed, by the orders that it began with."""
+        if not self.still_ordered() or self.place.trainer.methods.parts.goes_back:
+            # Without a flush stages are at different steps, and whatever ends one of them changes the orders.
+            return self.still_ordered()
+        try:
+            found = self.place.trainer.standings(range(self.place.trainer.job.replicas)).values()
+        except UnreachableError as error:
+            # Beginning again would not help: the other stages do so only if the orders change.
+            log.info("can't ask whether step %d is closed: %s", number, error)
+            return self.still_ordered()
+        except (Restart, Interrupted) as error:
+            log.info("looking for the current step again: %s", error or "interrupted")
+            return False
+        return min(step for standing in found for step in standing.replicas.values()) <= number
 
 
 def credit_bytes() -> int:

@@ -147,21 +147,18 @@ TRIES = 4
 FIRST_PAUSE_S = 0.05
 
 
+@dataclass(kw_only=True)
 class Observer:
-    """Ignores all events of exchanges; a session overrides what it needs. Called by any thread."""
+    """What exchanges tell and ask. Called by any thread."""
 
-    def still_ordered(self) -> bool:
-        """Whether the result of the exchange is still wanted; called whenever a shard answers WAITING."""
-        return True
-
-    def retried(self, shard: int) -> None:
-        """A call to this shard is about to be repeated."""
-
-    def silent(self, shards: frozenset[int]) -> None:
-        """Shards that have been silent long enough to count as dead; called whenever this set changes."""
-
-    def not_finite(self, name: str) -> None:
-        """The loss (name "loss") or the gradient of a tensor has NaN or infinity."""
+    still_ordered: Callable[[], bool] = lambda: True
+    """Whether the result of the exchange is still wanted; called whenever a shard answers WAITING."""
+    retried: Callable[[int], None] = lambda shard: None
+    """A call to this shard is about to be repeated."""
+    silent: Callable[[frozenset[int]], None] = lambda shards: None
+    """Shards that have been silent long enough to count as dead; called whenever this set changes."""
+    not_finite: Callable[[str], None] = lambda name: None
+    """The loss (name "loss") or the gradient of a tensor has NaN or infinity."""
 
 
 class PullSink(Sink, Protocol):
@@ -181,29 +178,11 @@ class PullSink(Sink, Protocol):
     def begin(self) -> None: ...
 
 
-class SilentShards:
-    """Shards that do not answer; reports every change to the observer. Any thread may call it."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._lock = threading.Lock()
-        self._silent: set[int] = set()
-
-    def note(self, shard: int, *, silent: bool) -> None:
-        """Note that a shard does not answer, or answers again."""
-        if silent == (shard in self._silent):
-            return
-        with self._lock:
-            (self._silent.add if silent else self._silent.discard)(shard)
-            found = frozenset(self._silent)
-        self._observer.silent(found)
-
-
 class Retrying:
     """One shard's ShardService over a lane, whose calls it repeats.
 
-    interrupted: makes a running exchange end with Interrupted. promise: called with the shard and the seconds that its
-    next call may take.
+    interrupted: makes a running exchange end with Interrupted. note: called with the shard and whether it is silent.
+    promise: called with the shard and the seconds that its next call may take.
     """
 
     def __init__(
@@ -214,7 +193,7 @@ class Retrying:
         *,
         interrupted: threading.Event,
         observer: Observer,
-        silence: SilentShards,
+        note: Callable[[int, bool], None],
         promise: Callable[[int, float], None],
     ) -> None:
         self._shard = shard
@@ -222,7 +201,7 @@ class Retrying:
         self._timeouts = timeouts
         self._interrupted = interrupted
         self._observer = observer
-        self._silence = silence
+        self._note = note
         self._promise = promise
         self._told = ""
 
@@ -255,7 +234,7 @@ class Retrying:
                 want = self._again(want, sink)
                 continue
             heard_s = awake_s()
-            self._silence.note(self._shard, silent=False)
+            self._note(self._shard, False)
             if pending:
                 push_s = call_s - start_s + done.push_s
             taken = [ack for ack in done.acks if ack.outcome is not Outcome.WAITING]
@@ -283,7 +262,7 @@ class Retrying:
         if silent_s > self._timeouts.total_s:
             raise error
         if silent_s >= self._timeouts.dead_s:
-            self._silence.note(self._shard, silent=True)
+            self._note(self._shard, True)
         self._observer.retried(self._shard)
         log.warning("shard %d: %s; trying again", self._shard, error)
 
@@ -298,14 +277,14 @@ class Retrying:
                 raise Interrupted
             try:
                 standing = self._lane.standing(sender, replicas, timeout_s=timeout_s)
-                self._silence.note(self._shard, silent=False)
+                self._note(self._shard, False)
                 return standing
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
                 waited_s = awake_s() - start_s
                 if waited_s >= timeout_s:
-                    self._silence.note(self._shard, silent=True)
+                    self._note(self._shard, True)
                     raise UnreachableError(f"shard {self._shard}, after {waited_s:.1f} s: {error}") from error
                 self._observer.retried(self._shard)
                 self._interrupted.wait(pause_s)
@@ -523,7 +502,8 @@ class Exchange:
         self._live: list[LivePayloads] = []
         self._running: Running | None = None
         self.observer = observer or Observer()
-        silence = SilentShards(self.observer)
+        self._silent: set[int] = set()
+        self._noting = threading.Lock()
         self._connections = {
             shard: Retrying(
                 shard,
@@ -531,11 +511,20 @@ class Exchange:
                 timeouts,
                 interrupted=self._interrupted,
                 observer=self.observer,
-                silence=silence,
+                note=self._note,
                 promise=self._promise,
             )
             for shard, lane in lanes.items()
         }
+
+    def _note(self, shard: int, silent: bool) -> None:
+        """Tell the observer of a shard that does not answer, or answers again."""
+        if silent == (shard in self._silent):
+            return
+        with self._noting:
+            (self._silent.add if silent else self._silent.discard)(shard)
+            found = frozenset(self._silent)
+        self.observer.silent(found)
 
     def _promise(self, shard: int, seconds: float) -> None:
         if self._running is not None:

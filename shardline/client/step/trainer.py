@@ -631,7 +631,7 @@ class RetainedContribution:
     """
 
     def __init__(self, mark: ComputedAt, parts: Mapping[int, Outgoing]) -> None:
-        self._mark = mark
+        self.mark = mark
         self._parts = {replica: part if part.keep else _copied(part) for replica, part in parts.items()}
         self._kept = False
         self._began_s = time.monotonic()
@@ -650,23 +650,15 @@ class RetainedContribution:
             own = {name: buffers[name] for name in part.buffers if name in buffers}
             self._parts[replica] = replace(_copied(part) if shared else part, buffers=own, keep=True)
 
-    def went_back(self, half: WorkerHalf) -> bool:
-        """Whether the job, as just located, is behind the step of the contribution."""
-        return half.went_back(self._mark)
-
-    def counted(self, half: WorkerHalf) -> bool:
-        """Whether all shards have counted the contribution, so that only the answer is missing."""
-        return half.counted(self._mark)
-
     def contribute(self, trainer: Trainer) -> None:
         """Contribute the same bits again to the step that a trainer has located. Raises like Trainer.contribute."""
-        trainer.half.resume(self._mark)
+        trainer.half.resume(self.mark)
         for replica, part in self._parts.items():
             trainer.hand_over(replica, part)
 
     def accept(self, half: WorkerHalf) -> StepFigures:
         """Close the step of a contribution that is counted; the model already contains the result."""
-        skipped = half.accept(self._mark)
+        skipped = half.accept(self.mark)
         return StepFigures(
             seconds=time.monotonic() - self._began_s, computed_s=self._began_s, outcomes={}, skipped=skipped
         )
