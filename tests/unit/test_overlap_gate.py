@@ -26,7 +26,7 @@ from shardline.client.exchange.shard_exchange import Restart
 from shardline.client.layout import homes, keys_of
 from shardline.client.overlap.gate import Gate, Reach, StepAgain, tables_of
 from shardline.client.step.early_push import Expected as Expectation
-from shardline.client.step.early_push import FireCount, GradientHooks, why_not_early
+from shardline.client.step.early_push import GradientHooks, once_each, why_not_early
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors, named_values
@@ -444,13 +444,13 @@ def test_gradients_that_are_completed_twice_in_one_pass_are_not_whole_at_their_f
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     plan = make_plan(model_tensors(model), 1)
     hooks = GradientHooks(plan, list(model.parameters()))
-    count = FireCount()
-    hooks.listen(count)
+    fired: list[int] = []
+    hooks.listen(lambda number, _: fired.append(number))
     x = torch.ones(2, 3, requires_grad=True)
     # The middle layer runs twice, each time within a nested backward pass of its own.
     hidden = checkpoint(model[1], checkpoint(model[1], model[0](x), use_reentrant=True), use_reentrant=True)
     model[2](hidden).sum().backward()
-    assert count.once == {0, 1, 4, 5}
+    assert once_each(fired) == {0, 1, 4, 5}
     hooks.close()
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
@@ -485,13 +485,13 @@ def test_a_parameter_that_is_thawed_later_is_hooked_then() -> None:
     hooks = GradientHooks(plan, list(model.parameters()))
     for thawed, expected in ((False, {0}), (True, {0, 1})):
         model.bias.requires_grad_(thawed)
-        count = FireCount()
-        hooks.listen(count)
+        fired: list[int] = []
+        hooks.listen(lambda number, _, fired=fired: fired.append(number))
         model(torch.ones(1, 3)).sum().backward()
-        assert count.once == expected
+        assert once_each(fired) == expected
     hooks.ignore()
     model(torch.ones(1, 3)).sum().backward()
-    assert count.once == {0, 1}
+    assert once_each(fired) == {0, 1}
 
 
 def test_every_bucket_of_a_tensor_is_its_home() -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,26 +98,13 @@ class GradientHooks:
         self._handles.clear()
 
 
-class FireCount:
-    """How often each parameter's gradient is completed in one backward pass. A listener of GradientHooks.
+def once_each(fired: Iterable[int]) -> set[int]:
+    """Numbers of the parameters whose gradients are complete when their hook is called.
 
-    Once, unless a pass runs others within itself (reentrant checkpointing) or there are several passes: then the
-    gradient is complete only when all have ended.
+    fired: of every call in one backward pass. It is called once, unless a pass runs others within itself (reentrant
+    checkpointing) or there are several passes: then the gradient is complete only when all have ended.
     """
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def __call__(self, number: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete."""
-        with self._lock:
-            self._counts[number] += 1
-
-    @property
-    def once(self) -> set[int]:
-        """Numbers of the parameters whose gradients are complete when their hook is called."""
-        return {number for number, count in self._counts.items() if count == 1}
+    return {number for number, count in Counter(fired).items() if count == 1}
 
 
 def why_not_early(job: JobSpec, half: WorkerHalf, expected: Expected, *, first: bool) -> str:
@@ -349,7 +336,8 @@ class AsComputed:
         self._nonfinite = NonFinite(job.consistency.nan_policy, tools.staging, observer)
         self.uses: dict[int, None] | None = {}
         """Tensors in the order of their first use, filled in the first step by the gate."""
-        self._count: FireCount | None = None
+        self._fired: list[int] = []
+        """Calls of hooks, while it is not known how often each is called in a backward pass."""
         self._once: set[int] = set()
         self._sent_order: dict[int, list[int]] = {}
         """Order of sending in the previous step, by shard."""
@@ -377,8 +365,8 @@ class AsComputed:
         step = self._half.step
         if not self._once:
             # The first step only counts how often hooks are called; nothing leaves early.
-            self._count = FireCount()
-            self._hooks.listen(self._count)
+            self._fired = []
+            self._hooks.listen(lambda number, parameter: self._fired.append(number))
             return
         reason = why_not_early(self._job, self._half, expected, first=first)
         if reason:
@@ -448,8 +436,8 @@ class AsComputed:
 
     def learn(self) -> None:
         """Learn from a finished step: order of use and of sending."""
-        if self._count is not None and not self._once:
-            self._once = self._count.once
+        if self._fired and not self._once:
+            self._once = once_each(self._fired)
             self.ranks = bucket_ranks(self._plan, list(self.uses) if self.uses else range(len(self._plan.tensors)))
         if self._push is not None:
             self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}

@@ -175,14 +175,13 @@ class GradientStaging:
     def _buffer(self, key: Key) -> GradientMemory:
         free = self._free.get(key)
         spec = self._specs[key]
-        buffer = free.pop() if free else GradientMemory(self._plan, spec, self._new_buffer(spec))
+        if free:
+            buffer = free.pop()
+        else:
+            zeros = torch.zeros if self._host is None else self._host.pinned
+            buffer = GradientMemory(self._plan, spec, zeros(spec.elements, dtype=DTYPES[spec.dtype]))
         self._lent.setdefault(key, []).append(buffer)
         return buffer
-
-    def _new_buffer(self, spec: BucketSpec) -> torch.Tensor:
-        if self._host is not None:
-            return self._host.pinned(spec.elements, DTYPES[spec.dtype])
-        return torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
 
     def add(
         self,
@@ -341,15 +340,9 @@ class GradientStaging:
             digest=0 if key in self._shared else digest(data),
             nonfinite=tuple(nonfinite),
             bound=partial.bound if math.isfinite(partial.bound) else 0.0,
-            fingerprint=self._fingerprint(key, block, data),
+            # Nobody asks for it if no other worker can compute these bytes again.
+            fingerprint=0 if self._replicas == 1 else self._marks.get(key, {}).get(block) or fingerprint(data),
         )
-
-    def _fingerprint(self, key: Key, block: Block, data: Buffer) -> int:
-        """Fingerprint of a block's bytes; 0 if no other worker could be asked to compute them again."""
-        if self._replicas == 1:
-            return 0
-        known = self._marks.get(key, {}).get(block)
-        return fingerprint(data) if known is None else known
 
     def contribution(
         self, block: Block, payloads: Payloads, stamp: Stamp, *, skip: bool = False, partial: bool = False
@@ -453,7 +446,14 @@ class NonFinite:
         if self._policy == "stop":
             if not early:
                 self._staging.clear()
-            raise stop_error(step, replica, bad, early=early)
+            sent = (
+                "other gradients of this step may already have been sent and applied" if early else "nothing was sent"
+            )
+            names = ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)
+            raise NonFiniteError(
+                f"step {step}, replica {replica}: {names} has NaN or infinity; {sent}. "
+                "Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
+            )
         if not early:
             named = self._staging.extras.nonfinite
             named.extend(name for name in bad if name not in named)
@@ -462,19 +462,6 @@ class NonFinite:
 def loss_names(loss: float | None) -> list[str]:
     """["loss"] if it is NaN or infinite, else []."""
     return [] if loss is None or -float("inf") < loss < float("inf") else ["loss"]
-
-
-def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> NonFiniteError:
-    """The error of the policy "stop". bad: "loss" and names of tensors. early: found while gradients were leaving."""
-    sent = "other gradients of this step may already have been sent and applied" if early else "nothing was sent"
-    return NonFiniteError(
-        f"step {step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
-        "Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
-    )
-
-
-def _names(bad: Iterable[str]) -> str:
-    return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)
 
 
 @dataclass(frozen=True, kw_only=True)
