@@ -277,7 +277,8 @@ class BucketSink:
             self._host.await_host_memory((self._shard, arrival.bucket))
         held = self._memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
-            held = self._memory[arrival.bucket] = self._new_memory(arrival.payload_bytes)
+            empty = torch.empty if self._host is None else self._host.pinned
+            held = self._memory[arrival.bucket] = empty(arrival.payload_bytes, dtype=torch.uint8)
         return memory_of(held)
 
     def _check(self, arrival: Arrival) -> None:
@@ -286,11 +287,6 @@ class BucketSink:
             raise ProtocolError(
                 f"shard {self._shard}, bucket {arrival.bucket}: payload of {arrival.payload_bytes} bytes, {misfit}"
             )
-
-    def _new_memory(self, nbytes: int) -> torch.Tensor:
-        if self._host is not None:
-            return self._host.pinned(nbytes, torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def done(self, arrival: Arrival) -> None:
         self.first_s = self.first_s or time.monotonic()
