@@ -126,7 +126,7 @@ def why_not_early(job: JobSpec, half: WorkerHalf, expected: Expected, *, first: 
 class EarlyPush:
     """One replica's gradients, sent to all shards while they are computed. A listener of GradientHooks.
 
-    block: the replica is its last one, earlier ones are in staging. once: see FireCount. begin: starts the exchange;
+    block: the replica is its last one, earlier ones are in staging. once: see once_each(). begin: starts the exchange;
     called when the first bucket is ready. watched: the user's code runs between backward() and step(), so gradients are
     read once more before the step: writes to `.data` and the like change no version. on_nonfinite: called on a lane's
     thread with the names of tensors whose gradients have NaN or infinity, before their bucket leaves; an error that it
