@@ -86,7 +86,6 @@ class StepReports:
         self.contributed = True
 
     def next_tick(self) -> None:
-        """Begin another tick of the same step."""
         self.contributed = False
 
     def take(self, batch: int) -> SentStep:
@@ -254,7 +253,6 @@ class StepRunner:
                     self._wait_for_change(seen.orders)
 
     def _begin(self) -> None:
-        """Begin a pass of the loop's body."""
         trainer, owned = self.trainer, self.stepper.begun.replicas
         if self.place.partners is not None:
             self.place.partners.begin(trainer.job, self.stepper.begun, trainer.step, self.link.identity)
@@ -629,7 +627,6 @@ class StepLoop:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped; see Session.skipped."""
         return self._reports.skipped
 
     def check_scaler(self) -> None:

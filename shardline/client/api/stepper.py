@@ -82,11 +82,9 @@ class WorkerLeases:
 
     @property
     def end(self) -> int | None:
-        """First batch after the lease; None without one."""
         return self.lease.first + self.lease.count if self.lease is not None else None
 
     def take(self, lease: Lease) -> None:
-        """Take a lease, which may be empty."""
         self.batch = lease.first
         self.lease = lease if lease.count else None
 
@@ -173,7 +171,6 @@ class Stepper:
         return Do.CATCH_UP if overtaken and not seen.retained else Do.CARRY_OVER
 
     def advance(self, *, assigned: bool) -> None:
-        """The open step was sent."""
         self.todo = set(self.begun.replicas) if assigned else {0}
         self.leases.batch += self.leases.lease is not None
 
@@ -307,7 +304,6 @@ class LoopMistakes:
         self._goes_on = 0
 
     def about_to_step(self) -> None:
-        """Warn of steps that will be done twice."""
         if self._goes_on:
             log.warning(
                 "the job continues at step %d, but this script has neither read that (session.step, session.steps()) "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from shardline import division, topology
+from shardline import codecs, division, topology
 from shardline.cadence import Sends
 from shardline.client.api.stepper import Seen, Stepper
 from shardline.client.applied.worker_optimizer import ServerStates
@@ -19,10 +19,10 @@ from shardline.client.layout import ModelLayout
 from shardline.client.overlap.gate import BodyWaits, Gate, Reach
 from shardline.client.partners import Hooks, Partners, server_of
 from shardline.client.step.early_push import AsComputed, GradientHooks
-from shardline.client.step.in_place import InPlace, Places, place, why_not_shareable
+from shardline.client.step.in_place import InPlace, Places, place
 from shardline.client.step.staging import GradientStaging, PushTools
 from shardline.client.step.trainer import RetainedContribution, Trainer, WorkerMethods
-from shardline.client.step.weights import GapMeter, ParameterMemory, Weights
+from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig, environment
@@ -311,7 +311,6 @@ class Workplace:
             trainer.methods.applied.bring_last(step, wanting)
 
     def fail(self, link: ChiefLink, error: ShardlineError) -> None:
-        """Report to the chief why this worker can't continue."""
         trainer = self.current
         if isinstance(error, NonFiniteError) and trainer is not None and trainer.methods.applied is not None:
             # The job stops at this step, and maybe nobody else is there to bring what its last cut lacks.
@@ -324,7 +323,7 @@ class Workplace:
         Any thread may call this.
         """
         if self.current is not None:
-            self.current.weights.memory.release()
+            self.current.weights.keep()
 
     def interrupt(self) -> None:
         """End what waits for others: the orders have changed. Called on the heartbeat thread."""
@@ -487,16 +486,11 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     """Make a trainer for the plan and timeline of `view`. Raises UsageError if zero_copy is not possible."""
     plan, job = view.plan, view.job
     unshareable = why_not_shareable(job, methods)
-    if not unshareable and not methods.mode.lends_values:
-        unshareable = (
-            f"zero_copy needs parameters that stay where they are while a worker uses them; in consistency "
-            f"{methods.mode} the servers go on without a slow worker"
-        )
     if wishes.zero_copy and unshareable:
         raise UsageError(unshareable)
     places = Places({}, {}) if unshareable else place(plan, methods.held.pulled, ties.lanes)
     layout = ModelLayout(plan, methods.held.pulled)
-    memory = ParameterMemory()
+    memory = None
     if places.regions or wishes.zero_copy:
         memory = InPlace(plan, layout, ties.lanes, places, lends=wishes.zero_copy)
     coding, apart = coding_of(job, plan), methods.copies
@@ -524,6 +518,33 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
         states = ServerStates(exchange, lambda: trainer.sender)
         methods.applied.meet(plan, ModelLayout(plan, methods.held.model), layout, states)
     return trainer
+
+
+def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
+    """Why this job's tensors can't be read from and computed in shared memory; "" if they can."""
+    codec = codecs.of(job)
+    if not (methods.half.exact is not None and all(one.is_view for one in (*codec.ups, *codec.downs))):
+        # Its replies are made for a single worker.
+        return (
+            f"zero_copy needs a synchronous job with codec raw; this one is {job.consistency.mode} with codec {codec}"
+        )
+    if methods.applied is not None:
+        return "zero_copy needs servers that run the optimizer; with apply 'worker' the workers read gradients instead"
+    if not methods.streams:
+        return (
+            "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
+            f"{job.cadence} and {job.topology}"
+        )
+    if methods.parts.partial:
+        return (
+            "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
+        )
+    if not methods.mode.lends_values:
+        return (
+            f"zero_copy needs parameters that stay where they are while a worker uses them; in consistency "
+            f"{methods.mode} the servers go on without a slow worker"
+        )
+    return ""
 
 
 def own_layout(trainer: Trainer) -> ModelLayout | None:

@@ -430,7 +430,6 @@ class Running:
 
     @property
     def failed(self) -> bool:
-        """Whether some shard's part has failed."""
         return bool(self._errors)
 
     def promise(self, shard: int, seconds: float) -> None:

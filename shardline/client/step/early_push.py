@@ -443,5 +443,4 @@ class AsComputed:
             self._sent_order = {shard: payloads.order for shard, payloads in self._push.payloads.items()}
 
     def detach(self) -> None:
-        """Remove all hooks from the model."""
         self._hooks.close()

@@ -21,12 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardline import codecs, division
 from shardline.client.layout import ModelLayout
-from shardline.client.step.trainer import WorkerMethods
-from shardline.client.step.weights import ParameterMemory
 from shardline.core.plan import Plan
-from shardline.core.spec import DTYPES, JobSpec, TensorKind, TensorSpec
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import is_stored, memory_uses, tensor_from_bytes
 from shardline.division import Key
 from shardline.host.addresses import address_of, pages_of
@@ -102,28 +99,6 @@ def _spans(plan: Plan, shard: int) -> list[tuple[int, int]]:
 
 def _area_bytes(plan: Plan, shard: int) -> int:
     return offsets_of([bucket.nbytes for bucket in plan.shards[shard].buckets])[-1]
-
-
-def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
-    """Why this job's tensors can't be read from and computed in shared memory; "" if they can."""
-    codec = codecs.of(job)
-    if not (methods.half.exact is not None and all(one.is_view for one in (*codec.ups, *codec.downs))):
-        # Its replies are made for a single worker.
-        return (
-            f"zero_copy needs a synchronous job with codec raw; this one is {job.consistency.mode} with codec {codec}"
-        )
-    if methods.applied is not None:
-        return "zero_copy needs servers that run the optimizer; with apply 'worker' the workers read gradients instead"
-    if not methods.streams:
-        return (
-            "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
-            f"{job.cadence} and {job.topology}"
-        )
-    if division.of(job).partial:
-        return (
-            "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
-        )
-    return ""
 
 
 @dataclass(frozen=True)
@@ -287,8 +262,8 @@ def _runs(chosen: NDArray[np.bool_]) -> list[Run]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class InPlace(ParameterMemory):
-    """Reads pulled parameters where the shards publish them. See ParameterMemory.
+class InPlace:
+    """Reads pulled parameters where the shards publish them: decides which pulled buckets stay there.
 
     places: from place(), made before the layout. lends: gradients may be computed in memory that the shards read.
 
@@ -322,15 +297,18 @@ class InPlace(ParameterMemory):
         self._lent = _on_host(plan, layout) if lends else {}
         self._lock = threading.Lock()
         self.pending = False
+        """show() has something to do."""
         self._over = False
         self._told = all(shard.window.copies for shard in self._shards.values())
 
     @property
     def shared(self) -> list[str]:
+        """Names of the tensors that are currently in shared memory."""
         showing = {shard for shard, held in self._shards.items() if held.window.shows}
         return [self._plan.tensors[number].name for number, region in self._regions.items() if region.shard in showing]
 
     def with_neighbours(self, keys: Iterable[Key]) -> list[Key]:
+        """These buckets and those without which show() can't show all of them."""
         found: dict[Key, None] = {}
         for key in keys:
             found.update(dict.fromkeys(self._near.get(key, (key,))))
@@ -343,10 +321,12 @@ class InPlace(ParameterMemory):
                 shard.begin()
 
     def pulling(self) -> None:
+        """Use the time in which nothing has arrived yet."""
         for shard in self._shards.values():
             shard.window.forget()
 
     def take(self, key: Key, memory: memoryview) -> bool:
+        """Whether a bucket that the shard refers to may stay in its memory; show() then makes the tensors show it."""
         shard = self._shards.get(key[0])
         if shard is None:
             return False
@@ -373,7 +353,7 @@ class InPlace(ParameterMemory):
         return [*map(torch.Tensor.data_ptr, tensors)] == addresses and address_of(memory) - segment.address == start
 
     def stands(self, key: Key, step: int) -> None:
-        """See ParameterMemory: both areas have an unchanged bucket, and the one that is shown will be overwritten."""
+        """A bucket of `step` is unchanged: both areas have it, and the one that is shown will be overwritten."""
         published = self._lanes[key[0]].published
         if key not in self._near:
             return
@@ -384,11 +364,13 @@ class InPlace(ParameterMemory):
         self.take(key, published.area(step & 1)[start:end])
 
     def loaded(self, key: Key) -> None:
+        """A bucket is copied into the tensors."""
         if key in self._near:
             with self._lock:
                 self._shards[key[0]].mixed = self.pending = True
 
     def show(self) -> None:
+        """Make the tensors show the buckets that have arrived. On the computing thread, between two uses of tensors."""
         if not self.pending:
             return
         with self._lock:
@@ -399,6 +381,7 @@ class InPlace(ParameterMemory):
             self._layout.mark_written(*key)
 
     def settle(self) -> None:
+        """show() at the end of a pull: the tensors have their values of one step, wherever it came from."""
         self.show()
         with self._lock:
             for number, shard in self._shards.items():
@@ -429,6 +412,7 @@ class InPlace(ParameterMemory):
         return tensor_from_bytes(mapped.slot(region.start, region.nbytes), spec.dtype).view(spec.shape)
 
     def release(self) -> None:
+        """Leave every tensor's current value in private memory, where nothing changes it but a copying pull."""
         with self._lock:
             self._over = True
             for shard in self._shards.values():

@@ -72,7 +72,6 @@ class SharedGradients:
                 self._tensors[name].grad = self._lent[name] = lent.clone()
 
     def close(self) -> None:
-        """Remove the hooks and make the gradients private."""
         self.take_back()
         for handle in self._handles.values():
             handle.remove()

@@ -278,7 +278,6 @@ class GradientStaging:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether staging contains a replica's part of the open step."""
         return bool(self._sums or self._singles)
 
     def _partials(self, key: Key) -> Mapping[Block, Partial]:
@@ -302,7 +301,6 @@ class GradientStaging:
         return found
 
     def blocks(self, keys: Iterable[Key]) -> list[Block]:
-        """Blocks to push of these buckets, in order."""
         return sorted({block for key in keys for block in self._partials(key)})
 
     def added(self, key: Key, block: Block) -> bool:

@@ -252,9 +252,7 @@ class Trainer:
             tasks[shard] = self.open.task(shard, want, patience_s=patience_s)
         self._start_s = time.monotonic()
         weights.begin_pull(hold=hold)
-        self.open.running = self.exchange.start(
-            self.sender, tasks, weights.arrivals.end, weights.memory.pulling, here=here
-        )
+        self.open.running = self.exchange.start(self.sender, tasks, weights.arrivals.end, weights.pulling, here=here)
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
@@ -344,7 +342,7 @@ class Trainer:
             self._early.detach()
         self.weights.arrivals.end()
         self.exchange.close()
-        self.weights.memory.release()
+        self.weights.keep()
         with contextlib.suppress(UnreachableError):
             self.open.close()
         self._staging.close()
@@ -353,7 +351,7 @@ class Trainer:
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None if there is none (left)."""
         # It contains the unsent gradients of another replica of this worker.
-        if self._staging.has_gradients:
+        if self._staging.has_gradients or self.weights.memory is None:
             return None
         return self.weights.memory.gradient(self.plan.index[name])
 
@@ -382,7 +380,7 @@ def _fetch(trainer: Trainer) -> Mapping[int, ShardOutcome]:
     want = Want(step=step, have_step=weights.have, wait_s=exchange.timeouts.server_wait_s)
     tasks = {s: ShardTask(shard=s, contributions=[], want=own) for s, own in trainer.open.share.asks(want).items()}
     weights.begin_pull(hold=False)
-    outcomes = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.memory.pulling).wait()
+    outcomes = exchange.start(trainer.sender, tasks, weights.arrivals.end, weights.pulling).wait()
     trainer.methods.versions = weights.settle(step)
     return outcomes
 
@@ -416,7 +414,6 @@ class OpenStep:
 
     @property
     def failed(self) -> bool:
-        """Whether the exchange has failed: settle() would raise."""
         return self.sent and self.running is not None and self.running.failed
 
     @property

@@ -13,6 +13,7 @@ import torch
 from shardline.client.exchange.device import HostPath, host_path
 from shardline.client.exchange.shard_exchange import LOOK_S, Running
 from shardline.client.layout import ModelLayout, homes, keys_of
+from shardline.client.step.in_place import InPlace
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, Coding, JobCoding
 from shardline.core.plan import BucketSpec, Plan
@@ -64,7 +65,6 @@ class Arrivals:
 
     @property
     def waiting(self) -> bool:
-        """Whether some bucket has not been loaded yet."""
         return bool(self._missing)
 
     # Lanes
@@ -140,54 +140,6 @@ class Arrivals:
         return True
 
 
-class ParameterMemory:
-    """Decides which pulled buckets stay where a server published them: here none.
-
-    Lanes call take(), stands() and loaded().
-    """
-
-    pending = False
-    """Whether show() has anything to do."""
-
-    @property
-    def shared(self) -> Sequence[str]:
-        """Names of the tensors that are currently in shared memory."""
-        return ()
-
-    def with_neighbours(self, keys: Iterable[Key]) -> Sequence[Key]:
-        """These buckets and those without which show() can't show all of them."""
-        return list(keys)
-
-    def begin(self) -> None:
-        """Note that a pull is about to begin."""
-
-    def pulling(self) -> None:
-        """Use the time in which nothing has arrived yet."""
-
-    def take(self, key: Key, memory: memoryview) -> bool:
-        """Whether a bucket that the shard refers to may stay in its memory; show() then makes the tensors show it."""
-        return False
-
-    def stands(self, key: Key, step: int) -> None:
-        """Note that a bucket of `step` is unchanged."""
-
-    def loaded(self, key: Key) -> None:
-        """Note that a bucket is copied into the tensors."""
-
-    def show(self) -> None:
-        """Make the tensors show the buckets that have arrived. On the computing thread, between two uses of tensors."""
-
-    def settle(self) -> None:
-        """show() at the end of a pull: the tensors have their values of one step, wherever it came from."""
-
-    def gradient(self, number: int) -> torch.Tensor | None:
-        """Memory that the shard reads, in the shape of tensor `number` of the plan; None if there is currently none."""
-        return None
-
-    def release(self) -> None:
-        """Leave every tensor's current value in private memory, where nothing changes it but a copying pull."""
-
-
 HOLD_S = 3600.0
 """How long a lane's own memory waits until the model may be written to."""
 
@@ -206,14 +158,14 @@ class BucketSink:
         arrivals: Arrivals | None = None,
         *,
         host: HostPath | None = None,
-        memory: ParameterMemory | None = None,
+        memory: InPlace | None = None,
     ) -> None:
         self._layout = layout
         self._shard = shard
         self._coding = coding
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._host = host
-        self._kept = memory or ParameterMemory()
+        self._kept = memory
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
@@ -291,7 +243,8 @@ class BucketSink:
     def done(self, arrival: Arrival) -> None:
         self.first_s = self.first_s or time.monotonic()
         if arrival.unchanged:
-            self._kept.stands((self._shard, arrival.bucket), arrival.step)
+            if self._kept is not None:
+                self._kept.stands((self._shard, arrival.bucket), arrival.step)
             self._landed(arrival, _nothing)
         elif arrival.bucket in self._in_place:
             self._moved(arrival, functools.partial(self._received, arrival.bucket))
@@ -314,7 +267,8 @@ class BucketSink:
         """Count a bucket's bytes, which went over the wire."""
         self.wire_bytes += arrival.payload_bytes
         self.raw_bytes += self._spec(arrival).nbytes
-        self._kept.loaded((self._shard, arrival.bucket))
+        if self._kept is not None:
+            self._kept.loaded((self._shard, arrival.bucket))
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: Memory) -> None:
@@ -327,7 +281,8 @@ class BucketSink:
         if self._arrivals.holding and not self._arrivals.await_release(HOLD_S):
             raise UnreachableError(f"shard {self._shard}: its published values were not read within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
-        stays = arrival.lasting and self._kept.take((self._shard, arrival.bucket), memoryview(octets(memory)))
+        key, kept = (self._shard, arrival.bucket), self._kept
+        stays = kept is not None and arrival.lasting and kept.take(key, memoryview(octets(memory)))
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
         if self._host is not None:
             # The lane may reuse the memory when this returns.
@@ -404,7 +359,7 @@ class Weights:
         plan: Plan,
         layout: ModelLayout,
         coding: JobCoding,
-        memory: ParameterMemory,
+        memory: InPlace | None,
         gap: GapMeter,
         *,
         apart: bool = False,
@@ -415,6 +370,7 @@ class Weights:
         self.layout = layout
         self.coding = coding
         self.memory = memory
+        """Set if tensors may be where the shards publish them."""
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
         self.gpu = host_path(layout.tensors)
         """Copies to and from the GPU of all tensors; None if they aren't all on one."""
@@ -443,7 +399,8 @@ class Weights:
         if self.gpu is not None and not hold:
             self.gpu.fence()
         self.gap.begin()
-        self.memory.begin()
+        if self.memory is not None:
+            self.memory.begin()
         self.arrivals.begin(hold=hold)
 
     def release(self) -> None:
@@ -465,23 +422,26 @@ class Weights:
         """
         numbers = list(tensors)
         wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
+        keys = keys_of(self._homes, wanted)
         with self._loads:
-            self._load(self.memory.with_neighbours(keys_of(self._homes, wanted)), running)
+            self._load(keys if self.memory is None else self.memory.with_neighbours(keys), running)
             with torch.no_grad():
                 self.layout.settle(numbers)
 
     @property
     def incomplete(self) -> bool:
         """Whether wait_for() may have to wait."""
+        hidden = self.memory is not None and self.memory.pending
         loading = self.gpu is not None and self.gpu.unjoined
-        return self.arrivals.waiting or self.memory.pending or self.layout.unsettled or loading
+        return self.arrivals.waiting or hidden or self.layout.unsettled or loading
 
     def _load(self, wanted: Iterable[Key], running: Running | None) -> None:
         keys = list(wanted)
         if self.arrivals.load(keys, running.look if running is not None else _nothing):
             if self.gpu is not None:
                 self.gpu.join(keys)
-            self.memory.show()
+            if self.memory is not None:
+                self.memory.show()
             return
         if running is not None:
             running.wait()
@@ -498,11 +458,21 @@ class Weights:
             if self.layout.unsettled:
                 with torch.no_grad():
                     self.layout.settle()
-            if step is not None:
+            if step is not None and self.memory is not None:
                 self.memory.settle()
         self.have = step
         self.gap.end()
         return {shard: sink.base_version for shard, sink in self.sinks.items()}
+
+    def pulling(self) -> None:
+        """Use the time in which nothing has arrived yet."""
+        if self.memory is not None:
+            self.memory.pulling()
+
+    def keep(self) -> None:
+        """Leave every tensor's current value in private memory, where nothing changes it but a copying pull."""
+        if self.memory is not None:
+            self.memory.release()
 
     # Buffers
 
@@ -527,7 +497,6 @@ class Weights:
         self._touched = True
 
     def restore(self) -> None:
-        """Restore the buffers of theta_t."""
         if self._buffer_keys:
             with torch.no_grad():
                 self.layout.restore()
