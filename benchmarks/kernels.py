@@ -24,12 +24,33 @@ from shardline.core.spec import TensorKind, TensorSpec
 from shardline.core.tensor_bytes import fingerprint, tensor_bytes
 from shardline.native import library
 from shardline.native.kernels import Copies
-from shardline.update.torch_optim import sgd
+from shardline.update.torch_optim import adam, eager, sgd
 
 SIZES = {"256 KB": 1 << 16, "4 MB": 1 << 20, "64 MB": 1 << 24}
 """float32 elements."""
 CODED = ("int8", "onebit", "ef-sign", "qsgd", "terngrad", "topk")
 PLAIN = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+ADAMS: dict[str, dict[str, bool]] = {"AdamW": {}, "AdamW, amsgrad": {"amsgrad": True}, "AdamW, fused": {"fused": True}}
+"""The last is torch's at each level."""
+
+
+def adam_step(
+    values: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor, **given: bool
+) -> Callable[[], object]:
+    """One step of AdamW, as a bucket's run takes it."""
+    parameter = torch.nn.Parameter(target)
+    parameter.grad = gradient
+    optimizer = torch.optim.AdamW([parameter], **given)
+    eager.step(optimizer)
+    group, state = optimizer.param_groups[0], optimizer.state[parameter]
+
+    def action() -> None:
+        if not adam.is_plain(torch.optim.AdamW, group) or adam.step(values, gradient, target, state, group) is None:
+            target.copy_(values)
+            eager.step(optimizer)
+
+    return action
 
 
 def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -55,6 +76,7 @@ def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "SGD, decay", lambda: sgd.step(values, gradient, target, None, {**PLAIN, "weight_decay": 1e-4})
     yield "SGD, momentum", lambda: sgd.step(values, gradient, target, kept, momentum)
     yield "SGD, momentum, decay, nesterov", lambda: sgd.step(values, gradient, target, kept, all_of_it)
+    yield from ((name, adam_step(values, gradient, target, **given)) for name, given in ADAMS.items())
     yield "to bfloat16", lambda: cast(values, "bfloat16")
     half = values.to(torch.bfloat16)
     yield "from bfloat16", lambda: cast(half, "float32")

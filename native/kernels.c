@@ -263,6 +263,68 @@ SUM(64)
 SGD(32, float)
 SGD(64, double)
 
+/* Adam and AdamW, in the order of torch's _single_tensor_adam and with its roundings. Between the two halves torch takes
+ * the roots: MKL's are not rounded like the processor's. */
+
+#define ADAM(BITS, REAL)                                                                                               \
+    static void moments##BITS(void *mean, void *square, void *most, const void *source, const void *gradient,          \
+                              size_t count, const struct adam_step *step) {                                            \
+        REAL share = (REAL)step->share, beta2 = (REAL)step->beta2, rest = (REAL)step->rest;                            \
+        /* torch.lerp goes from the nearer end. */                                                                     \
+        int near = share < (REAL)0.5 && share > (REAL)-0.5;                                                            \
+        REAL weight = near ? share : share - 1;                                                                        \
+        f##BITS scratch[BLOCK];                                                                                        \
+        for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
+            size_t size = SMALLER(BLOCK, count - at);                                                                  \
+            const f##BITS *from = (const f##BITS *)source + at, *g = (const f##BITS *)gradient + at;                   \
+            f##BITS *m = (f##BITS *)mean + at, *v = (f##BITS *)square + at, *top = (f##BITS *)most + at;               \
+            if (step->maximize) {                                                                                      \
+                EACH for (size_t i = 0; i < size; i++)                                                                 \
+                    scratch[i] = -g[i];                                                                                \
+                g = scratch;                                                                                           \
+            }                                                                                                          \
+            if (step->weight_decay != 0) {                                                                             \
+                madd##BITS(scratch, from, (REAL)step->weight_decay, g, size, step->fused);                             \
+                g = scratch;                                                                                           \
+            }                                                                                                          \
+            if (step->fused) {                                                                                         \
+                EACH for (size_t i = 0; i < size; i++) {                                                               \
+                    m[i] = FUSED##BITS(weight, g[i] - m[i], near ? m[i] : g[i]);                                       \
+                    v[i] = FUSED##BITS(rest * g[i], g[i], v[i] * beta2);                                               \
+                }                                                                                                      \
+            } else {                                                                                                   \
+                EACH for (size_t i = 0; i < size; i++) {                                                               \
+                    m[i] = weight * (g[i] - m[i]) + (near ? m[i] : g[i]);                                              \
+                    v[i] = rest * g[i] * g[i] + v[i] * beta2;                                                          \
+                }                                                                                                      \
+            }                                                                                                          \
+            if (most) {                                                                                                \
+                EACH for (size_t i = 0; i < size; i++)                                                                 \
+                    top[i] = v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void adam##BITS(void *target, const void *source, const void *mean, const void *roots, size_t count,        \
+                           const struct adam_step *step) {                                                             \
+        REAL rate = (REAL)step->rate, root = (REAL)step->root, eps = (REAL)step->eps, keep = (REAL)step->keep;         \
+        f##BITS scratch[PIECE];                                                                                        \
+        keep_order();                                                                                                  \
+        for (size_t at = 0, block = step->away ? PIECE : count; at < count; at += block) {                             \
+            size_t size = SMALLER(block, count - at);                                                                  \
+            const f##BITS *from = (const f##BITS *)source + at, *m = (const f##BITS *)mean + at;                       \
+            const f##BITS *r = (const f##BITS *)roots + at;                                                            \
+            f##BITS *to = step->away ? scratch : (f##BITS *)target + at;                                               \
+            EACH for (size_t i = 0; i < size; i++)                                                                     \
+                to[i] = from[i] * keep + rate * m[i] / (r[i] / root + eps);                                            \
+            if (step->away)                                                                                            \
+                put_away((f##BITS *)target + at, scratch, size * sizeof *to);                                          \
+        }                                                                                                              \
+        keep_order();                                                                                                  \
+    }
+
+ADAM(32, float)
+ADAM(64, double)
+
 /* Casts: to nearest even. NaN stays NaN; torch itself writes one or another. */
 
 static void to_bf16(void *target, const void *source, size_t count) {
@@ -582,6 +644,10 @@ const struct kernels TABLE(LEVEL) = {
     .sum64 = sum64,
     .sgd32 = sgd32,
     .sgd64 = sgd64,
+    .moments32 = moments32,
+    .moments64 = moments64,
+    .adam32 = adam32,
+    .adam64 = adam64,
     .to_bf16 = to_bf16,
     .from_bf16 = from_bf16,
     .int8_encode = int8_encode,

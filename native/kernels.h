@@ -26,6 +26,21 @@ struct sgd_step {
     int away;            /* the values are written past the cache */
 };
 
+/* One step of torch.optim.Adam or AdamW. */
+struct adam_step {
+    double rate;         /* minus lr, over the first moment's bias */
+    double share;        /* 1 - beta1: the gradient's part of the new mean */
+    double beta2;
+    double rest;         /* 1 - beta2 */
+    double root;         /* of the second moment's bias */
+    double eps;
+    double weight_decay; /* Adam's, added to the gradient */
+    double keep;         /* AdamW's decay: what the values are multiplied with */
+    int maximize;
+    int fused;           /* a * b + c is rounded once */
+    int away;            /* the values are written past the cache */
+};
+
 struct kernels {
     int fma;             /* this level can do `fused` */
     /* Largest magnitude: NaN where an element is, 0 without elements. */
@@ -50,6 +65,16 @@ struct kernels {
                   const struct sgd_step *step);
     void (*sgd64)(void *target, const void *source, const void *gradient, void *momentum_buffer, size_t count,
                   const struct sgd_step *step);
+    /* most: NULL without amsgrad. */
+    void (*moments32)(void *mean, void *square, void *most, const void *source, const void *gradient, size_t count,
+                      const struct adam_step *step);
+    void (*moments64)(void *mean, void *square, void *most, const void *source, const void *gradient, size_t count,
+                      const struct adam_step *step);
+    /* roots: of the squares, or of most. */
+    void (*adam32)(void *target, const void *source, const void *mean, const void *roots, size_t count,
+                   const struct adam_step *step);
+    void (*adam64)(void *target, const void *source, const void *mean, const void *roots, size_t count,
+                   const struct adam_step *step);
     void (*to_bf16)(void *target, const void *source, size_t count);
     void (*from_bf16)(void *target, const void *source, size_t count);
     /* Parts of gradients as codecs write them. Payloads may lie at any address; nothing overlaps. */

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.native.library import SgdStep, level
+from shardline.native.library import AdamStep, Level, SgdStep, level
 
 Buffer = bytes | bytearray | memoryview
 
@@ -27,8 +27,12 @@ _MAGNITUDES = {
 _COPIES = {torch.float32: "copies32", torch.float64: "copies64"}
 _SUMS = {torch.float32: "sum32", torch.float64: "sum64"}
 _SGD = {torch.float32: "sgd32", torch.float64: "sgd64"}
+_MOMENTS = {torch.float32: "moments32", torch.float64: "moments64"}
+_ADAM = {torch.float32: "adam32", torch.float64: "adam64"}
 _CASTS = {(torch.float32, torch.bfloat16): "to_bf16", (torch.bfloat16, torch.float32): "from_bf16"}
 _ORDINARY = (Tensor, torch.nn.Parameter)
+CHUNK = 1 << 15
+"""Elements of each of six arrays that stay in a core's own cache between two passes; torch uses one thread for them."""
 MOST_CACHED = 16 << 20
 """Half of what the last caches of common processors hold."""
 _SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
@@ -172,6 +176,71 @@ def sgd_step(
         source.numel(),
         ctypes.addressof(step),
     )
+    return True
+
+
+def adam_step(
+    source: Tensor,
+    gradient: Tensor,
+    target: Tensor,
+    state: Mapping[str, Tensor],
+    step: float,
+    arguments: Mapping[str, Any],
+) -> bool:
+    """Write the values after one step of torch.optim.Adam or AdamW to `target`, and its moments to `state`.
+
+    float32, float64. state: torch's exp_avg and exp_avg_sq, with amsgrad also max_exp_avg_sq. step: number of this one,
+    from 1. arguments: torch.optim.Adam's. target may be source, nothing else may overlap. Returns whether it was done.
+    """
+    dtype, amsgrad = source.dtype, arguments["amsgrad"]
+    held = [state.get(name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 2 + bool(amsgrad)]]
+    tensors = (source, gradient, target, *held)
+    if dtype not in _ADAM or not all(tensor is not None and _takes(tensor, source) for tensor in tensors):
+        return False
+    numbers = [arguments[name] for name in ("lr", "eps", "weight_decay")] + [*arguments["betas"]]
+    if not all(_fits(number, dtype) for number in numbers) or not _adam_agrees(dtype, level()):
+        return False
+    rate, eps, decay, beta1, beta2 = numbers
+    added, keep = (0.0, 1 - rate * decay) if arguments["decoupled_weight_decay"] else (decay, 1.0)
+    root = (1 - beta2**step) ** 0.5
+    constants = (-(rate / (1 - beta1**step)), 1 - beta1, beta2, 1 - beta2, root, eps, added, keep)
+    if not all(_fits(number, dtype) for number in constants):
+        return False
+    away = _memory_outgrows_cache(target) and _memory_outgrows_cache(gradient)
+    _adam(target, source, gradient, held, AdamStep(*constants, bool(arguments["maximize"]), _torch_fuses(dtype), away))
+    return True
+
+
+def _adam(target: Tensor, source: Tensor, gradient: Tensor, held: Sequence[Any], step: AdamStep) -> None:
+    kernels, dtype, count = level(), source.dtype, source.numel()
+    assert kernels is not None
+    moments, values, given = kernels.call[_MOMENTS[dtype]], kernels.call[_ADAM[dtype]], ctypes.addressof(step)
+    places = [tensor.data_ptr() for tensor in (target, source, gradient, *held)]
+    roots = torch.empty(min(CHUNK, count), dtype=dtype)
+    for at in range(0, count, CHUNK):
+        size = min(CHUNK, count - at)
+        to, before, change, mean, square, *most = (place + at * source.itemsize for place in places)
+        moments(mean, square, most[0] if most else None, before, change, size, given)
+        torch.sqrt(held[-1][at : at + size], out=roots[:size])
+        values(to, before, mean, roots.data_ptr(), size, given)
+
+
+@functools.cache
+def _adam_agrees(dtype: torch.dtype, kernels: Level | None) -> bool:
+    """Whether this level rounds as torch does on this machine: tried once, on whole vectors and what is left over."""
+    fused = _torch_fuses(dtype)
+    if kernels is None or fused is None or (fused and not kernels.fma):
+        return False
+    for share in (0.1, 0.7):
+        values, gradient, mean, square = (torch.linspace(n, -7.3, 67, dtype=dtype).sin_() for n in (1, 2, 3, 4))
+        square.abs_()
+        expected = mean.lerp(gradient, share), (square * 0.97).addcmul_(gradient, gradient, value=0.03)
+        denominator = (expected[1].sqrt() / 0.17).add_(1e-8)
+        after = (values * 0.99).addcdiv_(expected[0], denominator, value=-0.013)
+        step = AdamStep(-0.013, share, 0.97, 0.03, 0.17, 1e-8, 0.0, 0.99, False, fused, False)
+        _adam(values, values, gradient, (mean, square), step)
+        if not all(map(torch.equal, (values, mean, square), (after, *expected))):
+            return False
     return True
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 7
+ABI = 9
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
@@ -28,6 +28,15 @@ class SgdStep(ctypes.Structure):
     _fields_ = (
         *((name, _NUMBER) for name in ("rate", "momentum", "share", "weight_decay")),
         *((name, ctypes.c_int) for name in ("nesterov", "maximize", "first", "fused", "away")),
+    )
+
+
+class AdamStep(ctypes.Structure):
+    """`struct adam_step` of native/kernels.h."""
+
+    _fields_ = (
+        *((n, _NUMBER) for n in ("rate", "share", "beta2", "rest", "root", "eps", "weight_decay", "keep")),
+        *((name, ctypes.c_int) for name in ("maximize", "fused", "away")),
     )
 
 
@@ -48,6 +57,8 @@ class _Table(ctypes.Structure):
         ("digest_end", _function(ctypes.c_uint64, _ADDRESS)),
         *((f"sum{bits}", _function(None, _ADDRESS, _ADDRESS, _COUNT, _COUNT)) for bits in (32, 64)),
         *((f"sgd{bits}", _function(None, *(_ADDRESS,) * 4, _COUNT, _ADDRESS)) for bits in (32, 64)),
+        *((f"moments{bits}", _function(None, *(_ADDRESS,) * 5, _COUNT, _ADDRESS)) for bits in (32, 64)),
+        *((f"adam{bits}", _function(None, *(_ADDRESS,) * 4, _COUNT, _ADDRESS)) for bits in (32, 64)),
         *((name, _function(None, _ADDRESS, _ADDRESS, _COUNT)) for name in ("to_bf16", "from_bf16")),
         *((f"int8_{way}", _function(ctypes.c_int, *_PARTS)) for way in ("encode", "decode")),
         *((name, _function(None, *_PARTS)) for name in ("pack", "unpack")),
@@ -63,7 +74,7 @@ class _Table(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
     """The kernels of one level of the processor. Addresses are given as numbers, sizes in elements."""
 

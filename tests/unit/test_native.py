@@ -26,6 +26,7 @@ from torch import Tensor
 from shardline.core import reduce
 from shardline.core.tensor_bytes import FINGERPRINT_BYTES, fingerprint
 from shardline.native import kernels, library
+from shardline.update.torch_optim import adam, eager
 from tests.support.sources import ROOT
 
 build_spec = importlib.util.spec_from_file_location("shardline_native_build", ROOT / "native" / "build.py")
@@ -335,6 +336,7 @@ def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
         "parameter = torch.nn.Parameter(values.clone()); rule = torch.optim.SGD([parameter], **given)\n"
         "for gradient, mine in zip(rest, found[:-1], strict=True):\n"
         "    parameter.grad = gradient; eager.step(rule); assert t.same(parameter.detach(), mine)\n"
+        "assert k._adam_agrees(torch.float32, k.level())\n"
         "print(torch.backends.cpu.get_cpu_capability(), k._torch_fuses(torch.float32), len(found))\n"
     )
     if not library.levels():
@@ -346,6 +348,62 @@ def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
     assert done.returncode == 0, done.stderr
     if NAMES != ("neon",):
         assert done.stdout.split() == ["DEFAULT", "False", "4"]
+
+
+# Adam
+
+
+@at_every_level
+@given(
+    cls=st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
+    dtype=REALS,
+    count=st.one_of(SIZES, st.just(40_000)),
+    shift=SHIFTS,
+    seed=SEEDS,
+    arguments=st.fixed_dictionaries(
+        {
+            "lr": FACTORS,
+            "betas": st.sampled_from([(0.9, 0.999), (0.4, 0.3), (0.5, 0.5), (0.0, 0.0), (0.999, 0.9)]),
+            "eps": st.sampled_from([1e-8, 0.0, 1e-3]),
+            "weight_decay": FACTORS,
+            "amsgrad": st.booleans(),
+            "maximize": st.booleans(),
+        }
+    ),
+    beside=st.booleans(),
+    away=st.booleans(),
+)
+def test_adam_is_torchs(
+    level: str,
+    cls: type[torch.optim.Optimizer],
+    dtype: torch.dtype,
+    count: int,
+    shift: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+    beside: bool,
+    away: bool,
+) -> None:
+    values, *gradients = (numbers(seed + n, dtype, count, shift, finite=n == 0) for n in range(4))
+    parameter = torch.nn.Parameter(values.clone())
+    optimizer = cls([parameter], **arguments)
+    state: dict[str, Tensor] = {}
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        eager.step(optimizer)
+        target = torch.full_like(values, math.nan) if beside else values
+        with pytest.MonkeyPatch.context() as patch, using(level):
+            patch.setattr(kernels, "MOST_CACHED", -1 if away else math.inf)
+            found = adam.step(values, gradient, target, state, optimizer.param_groups[0])
+            table = library.level()
+        fuses = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+        assert table is not None and (found is None) is (fuses and not table.fma)
+        if found is None:
+            return
+        values, state = target, found
+        theirs = optimizer.state[parameter]
+        assert state.keys() == theirs.keys() and all(same(state[name], theirs[name]) for name in theirs)
+        assert same(values, parameter.detach())
 
 
 # Casts
@@ -396,6 +454,9 @@ def test_other_tensors_are_left_to_torch(values: Tensor) -> None:
     assert kernels.cast(values, torch.bfloat16) is None
     given_ = dict.fromkeys(("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"), 1)
     assert not kernels.sgd_step(values, values, values, None, given_, first=False)
+    given_ = {**given_, "lr": 0.1, "eps": 0.1, "betas": (0.9, 0.9), "amsgrad": False}
+    held = dict.fromkeys(("exp_avg", "exp_avg_sq"), values)
+    assert not kernels.adam_step(values, values, values, held, 1.0, given_)
 
 
 def test_tensors_of_other_lengths_and_dtypes_are_left_to_torch() -> None:

@@ -136,12 +136,13 @@ def test_fused_rules_run_torchs_fused_kernel(name: str) -> None:
     ("name", "arguments"), [("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"lr": 0.1})]
 )
 def test_a_bucket_of_many_slices_takes_as_many_operations_as_one_of_two(name: str, arguments: dict[str, Any]) -> None:
-    few, many = steady_calls(name, arguments, 2), steady_calls(name, arguments, 150)
+    few, many = steady_calls(name, arguments, 2), steady_calls(name, arguments, 100)
     assert few == many
 
 
 def test_plain_sgd_copies_no_values() -> None:
     assert steady_calls("SGD", {"lr": 0.1}, 1).count("aten.copy_") == 0
     assert steady_calls("SGD", {"lr": 0.1}, 1).count("aten.add") == 1
+    assert steady_calls("AdamW", {"lr": 0.1}, 1).count("aten.copy_") == 0
     # What a rule changes in place is copied first, once.
-    assert steady_calls("AdamW", {"lr": 0.1}, 1).count("aten.copy_") == 1
+    assert steady_calls("RMSprop", {"lr": 0.1}, 1).count("aten.copy_") == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardline.core.plan import ALIGNMENT_ELEMENTS, padded
 from shardline.update.base import Site, StateSpec, padding_positions
 from shardline.update.elementwise import neighbours
-from shardline.update.torch_optim import eager, sgd
+from shardline.update.torch_optim import adam, eager, sgd
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CACHED_RUNS = 64
@@ -47,12 +47,18 @@ class _Run:
             if after is not before and after is not None:
                 self.set_state({"momentum_buffer": after})
             return
+        group = self.optimizer.param_groups[0]
+        group.update(arguments)
+        if adam.is_plain(type(self.optimizer), group):
+            state = adam.step(source, gradient, values, self.state(), group)
+            if state is not None:
+                self.set_state(state)
+                return
         if source is not values:
             values.copy_(source)
         # values alternates between two buffers from call to call, so the parameter is set to it each time.
         self.parameter.data = values
         self.parameter.grad = gradient
-        self.optimizer.param_groups[0].update(arguments)
         try:
             eager.step(self.optimizer)
         finally:
