@@ -106,7 +106,7 @@ def _values(cases: Iterable[Mapping[str, Any]], name: str) -> str:
 
 
 def deaths(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """A line per kind of death, for the page and the README."""
+    """A line per kind of death."""
     yield "| killed | kills | noticed | standstill | back | made again | jobs that held |"
     yield "|---|---|---|---|---|---|---|"
     for case in cases:
