@@ -15,6 +15,7 @@ from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.schedule import complete, cosine
 from shardline.update import rule
 from shardline.waist import Sender
+from shardline_pipeline.worker.side import predicted
 from tests.support.builders import make_job_spec
 
 TENSORS = tuple(TensorSpec(name=f"w{stage}", shape=(3, 5), dtype="float32", fragment=stage) for stage in (0, 1))
@@ -65,15 +66,15 @@ def test_a_prediction_is_where_the_optimizer_goes_without_a_gradient(name: str, 
     kind = name if name in ("Adam", "AdamW") else "SGD"
     ground, job = trained(rule(kind, (OPTIMIZERS[name],)), schedule)
     before = {spec.name: ground.model.tensors[number].clone() for number, spec in enumerate(TENSORS)}
-    predicted = [[ground.predict(job, stage, late, clock=STEPS) for stage in (0, 1)] for late in range(6)]
+    found = [[predicted(ground, job, stage, late, clock=STEPS) for stage in (0, 1)] for late in range(6)]
     for number, spec in enumerate(TENSORS):
-        assert list(predicted[0][number]) == [spec.name]
-        assert torch.equal(predicted[0][number][spec.name], before[spec.name])
+        assert list(found[0][number]) == [spec.name]
+        assert torch.equal(found[0][number][spec.name], before[spec.name])
         assert torch.equal(ground.model.tensors[number], before[spec.name]), "predicting changes nothing"
     for late in range(1, 6):
         go_on(ground, STEPS + late - 1, [torch.zeros(spec.shape) for spec in TENSORS])
         for number, spec in enumerate(TENSORS):
-            assert torch.equal(predicted[late][number][spec.name], ground.model.tensors[number])
+            assert torch.equal(found[late][number][spec.name], ground.model.tensors[number])
     assert all(torch.equal(before[spec.name], ground.model.tensors[n]) for n, spec in enumerate(TENSORS)) is (
         name == "SGD"
     )
@@ -90,7 +91,7 @@ def test_under_momentum_it_is_the_closed_form() -> None:
     values, velocity = ground.model.tensors[0], states(ground)["momentum_buffer"]
     for late in range(6):
         expected = values - 0.1 * (0.9 - 0.9 ** (late + 1)) / (1 - 0.9) * velocity
-        assert torch.allclose(ground.predict(job, 0, late, clock=STEPS)["w0"], expected, rtol=0, atol=1e-6)
+        assert torch.allclose(predicted(ground, job, 0, late, clock=STEPS)["w0"], expected, rtol=0, atol=1e-6)
 
 
 def test_under_adam_both_moments_decay() -> None:
@@ -100,4 +101,4 @@ def test_under_adam_both_moments_decay() -> None:
         m, v = found["exp_avg"] * 0.9**late, found["exp_avg_sq"] * 0.999**late
         step = STEPS + late
         expected -= 0.05 * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
-        assert torch.allclose(ground.predict(job, 0, late, clock=STEPS)["w0"], expected, rtol=0, atol=1e-6)
+        assert torch.allclose(predicted(ground, job, 0, late, clock=STEPS)["w0"], expected, rtol=0, atol=1e-6)

@@ -9,6 +9,7 @@ from torch import nn
 
 import shardline_pipeline as pipeline
 from shardline.client.api.session import Session
+from shardline.client.applied.worker_optimizer import OptimizerBuckets
 from shardline.client.partners import Hooks
 from shardline.config import RoleConfig
 from shardline.core.spec import JobSpec
@@ -71,6 +72,29 @@ class _Stages:
         return self._runner.run(step, {replica: self._office.stages(replica) for replica in replicas})
 
 
+@torch.no_grad()
+def predicted(buckets: OptimizerBuckets, job: JobSpec, stage: int, late: int, *, clock: int) -> dict[str, torch.Tensor]:
+    """A stage's parameters after `late` more steps of the optimizer, without a gradient, by name.
+
+    clock: the step of the parameters.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, rule in buckets.rules.items():
+        pieces = buckets.bucket(key).slices
+        if buckets.plan.tensors[pieces[0].tensor].fragment != stage:
+            continue
+        twin, values = buckets.rule(job, key), buckets.values(key)
+        twin.load(*rule.export())
+        for step in range(clock, clock + late):
+            twin.apply(values, torch.zeros_like(values), clock=step, present=[True] * len(pieces))
+        for piece in pieces:
+            spec = buckets.plan.tensors[piece.tensor]
+            whole = found.setdefault(spec.name, values.new_empty(spec.shape)).view(-1)
+            start = piece.first_row * spec.row_elements
+            whole[start : start + piece.elements] = values[piece.offset : piece.end]
+    return found
+
+
 class _Stream:
     """Computes stages where none can begin a step again: what is computed stays in the runner."""
 
@@ -87,7 +111,8 @@ class _Stream:
     def _predict(self, stage: int, late: int) -> Mapping[str, torch.Tensor]:
         applied = self._session.trainer.methods.applied
         assert applied is not None, "checked when the job was read"
-        return applied.predict(stage, late)
+        assert applied.step is not None, "its parameters have arrived"
+        return predicted(applied.buckets, self._session.job, stage, late, clock=applied.step)
 
     def compute(self, step: int) -> Mapping[int, StepPart]:
         self._runner.begin(step, self._office.timeline, self._office.all_stages())

@@ -81,20 +81,21 @@ class OptimizerBuckets:
 
     def own(self, job: JobSpec, keys: Iterable[Key]) -> bool:
         """Keep the rules of these buckets alone; False if there are new ones: all begin without a state then."""
-        wanted = [key for key in keys if self._bucket(key).kind is TensorKind.PARAM]
+        wanted = [key for key in keys if self.bucket(key).kind is TensorKind.PARAM]
         complete = self.rules.keys() >= set(wanted)
         if not complete:
             self.rules.clear()
-            self.rules.update({key: self._rule(job, key) for key in wanted})
+            self.rules.update({key: self.rule(job, key) for key in wanted})
         for key in self.rules.keys() - set(wanted):
             del self.rules[key]
         return complete
 
-    def _bucket(self, key: Key) -> BucketSpec:
+    def bucket(self, key: Key) -> BucketSpec:
         return self.plan.shards[key[0]].buckets[key[1]]
 
-    def _rule(self, job: JobSpec, key: Key) -> BucketRule:
-        bucket = self._bucket(key)
+    def rule(self, job: JobSpec, key: Key) -> BucketRule:
+        """A bucket's rule, without a state."""
+        bucket = self.bucket(key)
         device = self.model.tensors[bucket.slices[0].tensor].device
         return bucket_rule(job.rule, job.schedule, bucket, self.plan.tensors, device)
 
@@ -103,24 +104,6 @@ class OptimizerBuckets:
         for shard, at in self.rules:
             buckets.setdefault(shard, []).append(at)
         return self.states.take(step, buckets)
-
-    def predict(self, job: JobSpec, stage: int, late: int, *, clock: int) -> dict[str, torch.Tensor]:
-        """See WorkerOptimizer.predict. clock: the step of the parameters."""
-        found: dict[str, torch.Tensor] = {}
-        for key, rule in self.rules.items():
-            pieces = self._bucket(key).slices
-            if self.plan.tensors[pieces[0].tensor].fragment != stage:
-                continue
-            twin, values = self._rule(job, key), self.values(key)
-            twin.load(*rule.export())
-            for step in range(clock, clock + late):
-                twin.apply(values, torch.zeros_like(values), clock=step, present=[True] * len(pieces))
-            for piece in pieces:
-                spec = self.plan.tensors[piece.tensor]
-                whole = found.setdefault(spec.name, values.new_empty(spec.shape)).view(-1)
-                start = piece.first_row * spec.row_elements
-                whole[start : start + piece.elements] = values[piece.offset : piece.end]
-        return found
 
     # Buckets
 
@@ -138,7 +121,7 @@ class OptimizerBuckets:
 
     def mean(self, key: Key) -> tuple[torch.Tensor, list[bool]]:
         """A bucket's mean gradient, as the servers published it, and which slices have one."""
-        device, pieces = self.rules[key].site.device, self._bucket(key).slices
+        device, pieces = self.rules[key].site.device, self.bucket(key).slices
         gradient = self.pulled.whole(*key)
         gradient = self.pulled.values(*key, device) if gradient is None else gradient
         # Which slices of a bucket have a gradient: for the others the servers write NaN, which no counted one contains.
@@ -152,7 +135,7 @@ class OptimizerBuckets:
 
     def gathered(self, key: Key, found: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, list[bool]]:
         """The same of gradients, by tensor, that have stayed here: their own memory where it is the whole bucket."""
-        bucket = self._bucket(key)
+        bucket = self.bucket(key)
         whole = tensor_piece(self.plan, bucket, found)
         if whole is not None:
             return whole, [True]
@@ -179,7 +162,7 @@ class WorkerOptimizer(LocalTraining):
         """Stages close a step one by one, and begin it again together: this one may then be a step ahead."""
         self._buckets: OptimizerBuckets | None = None
         self._share: Share | None = None
-        self._step: int | None = None
+        self.step: int | None = None
         """The step whose parameters and state are here; None if there are none."""
         self._computed: tuple[int | None, set[int]] = None, set()
         """The last step of which this worker ran replicas, and these."""
@@ -215,7 +198,7 @@ class WorkerOptimizer(LocalTraining):
         self._share = share
 
     def _forget(self) -> None:
-        self._step, self._kept = None, (None, {})
+        self.step, self._kept = None, (None, {})
         self._before_of = None
         self._before.clear()
 
@@ -232,14 +215,14 @@ class WorkerOptimizer(LocalTraining):
         The servers may have been restored meanwhile: then they publish parameters, and have the state, which counts.
         """
         self._return()
-        images = self.buckets.take(step) if told.located and self._step != step else None
+        images = self.buckets.take(step) if told.located and self.step != step else None
         if images is not None:
             self._load(images, step)
-        elif self._step is not None and step == self._step + 1 and (not self.keeps or self._kept[0] == self._step):
-            self._apply(self._step, told.hyper)
-        elif told.located and self._before_of == step and self._step == step + 1:
+        elif self.step is not None and step == self.step + 1 and (not self.keeps or self._kept[0] == self.step):
+            self._apply(self.step, told.hyper)
+        elif told.located and self._before_of == step and self.step == step + 1:
             self._repeat()
-        elif self._step != step:
+        elif self.step != step:
             raise Restart(f"no server has the optimizer state of step {step}; the chief takes the job back")
         if told.located:
             self._show(TensorKind.FROZEN)
@@ -253,7 +236,7 @@ class WorkerOptimizer(LocalTraining):
     def _apply(self, step: int, hyper: Hyper) -> None:
         """Apply the mean gradients that close a step."""
         buckets = self.buckets
-        self._step = None
+        self.step = None
         for (shard, number), rule in buckets.rules.items():
             device, pieces = rule.site.device, rule.site.bucket.slices
             key = shard, number
@@ -271,7 +254,7 @@ class WorkerOptimizer(LocalTraining):
             if rule.apply(values, gradient, clock=step, present=present, hyper=numbers):
                 buckets.model.load(shard, number, values)
         buckets.model.settle()
-        self._step, self._before_of = step + 1, step if self._repeats else None
+        self.step, self._before_of = step + 1, step if self._repeats else None
         # The next step's gradients take this memory.
         self._kept = None, {}
         self._brought.clear()
@@ -279,17 +262,11 @@ class WorkerOptimizer(LocalTraining):
     @torch.no_grad()
     def rest(self) -> None:
         """There is nothing to compute now, and nobody goes back before this step: keep its parameters already."""
-        if self._repeats and self._step is not None and self._meanwhile is None and self._before_of != self._step:
+        if self._repeats and self.step is not None and self._meanwhile is None and self._before_of != self.step:
             self._before_of = None
             for key in self.buckets.rules:
                 self._before[key] = self.buckets.values(key)
-            self._before_of = self._step
-
-    @torch.no_grad()
-    def predict(self, stage: int, late: int) -> dict[str, torch.Tensor]:
-        """A pipeline stage's parameters after `late` more steps of the optimizer, without a gradient, by name."""
-        assert self._step is not None, "arrived() comes first"
-        return self.buckets.predict(self._job, stage, late, clock=self._step)
+            self._before_of = self.step
 
     # A step that other stages have not closed
 
@@ -311,14 +288,14 @@ class WorkerOptimizer(LocalTraining):
         found = {(image.shard, image.bucket): image for image in images}
         if found.keys() != buckets.rules.keys():
             raise ProtocolError(f"the state of step {step} has {len(found)} buckets; the plan has {len(buckets.rules)}")
-        self._step = None
+        self.step = None
         for key, rule in buckets.rules.items():
             image = found[key]
             begun = (tuple(image.initialized) + (False,) * len(rule.site.bucket.slices))[: len(rule.site.bucket.slices)]
             rule.load(image.tensors, image.scalars, begun)
             buckets.model.load(*key, image.tensors[VALUE].to(rule.site.device))
         buckets.model.settle()
-        self._step, self._before_of = step, None
+        self.step, self._before_of = step, None
         self._before.clear()
         self._brought.clear()
 
@@ -335,7 +312,7 @@ class WorkerOptimizer(LocalTraining):
     def _ran_first(self) -> bool:
         """Whether this worker ran replica 0 in the step that led here."""
         step, replicas = self._computed
-        return step is not None and self._step == step + 1 and 0 in replicas
+        return step is not None and self.step == step + 1 and 0 in replicas
 
     def _bring(self, *, anyone: bool = False) -> None:
         """Bring replica 0's part of what is owed; anyone: whatever is here, since its worker may be lost."""
@@ -357,13 +334,13 @@ class WorkerOptimizer(LocalTraining):
 
     def bring_last(self, step: int, wanting: Iterable[int]) -> None:
         """Bring the state of the step at which the job stops to shards that still want it, whoever ran replica 0."""
-        if self._step == step:
+        if self.step == step:
             self._owed = set(wanting)
             self._bring(anyone=True)
 
     def images(self, shard: int, keys: Collection[Key] | None = None) -> list[BucketImage]:
         """The state of a shard as of this worker's step, of these buckets; None = all that are here."""
-        assert self._step is not None
+        assert self.step is not None
         found = []
         for (number, at), rule in self.buckets.rules.items():
             if number == shard and (keys is None or (number, at) in keys):
@@ -373,7 +350,7 @@ class WorkerOptimizer(LocalTraining):
                     BucketImage(
                         shard=shard,
                         bucket=at,
-                        step=self._step,
+                        step=self.step,
                         version=0,
                         tensors={VALUE: values, **states},
                         scalars=scalars,
@@ -399,13 +376,13 @@ class WorkerOptimizer(LocalTraining):
         return replace(outgoing, buffers=self._changed(replica))
 
     def _note(self, replica: int, outgoing: Outgoing) -> None:
-        if self._computed[0] != self._step:
-            self._computed = self._step, set()
+        if self._computed[0] != self.step:
+            self._computed = self.step, set()
         self._computed[1].add(replica)
         if self.keeps:
             index = self.buckets.plan.index
             self._kept = (
-                self._step,
+                self.step,
                 {index[name]: values if outgoing.keep else values.clone() for name, values in outgoing.values.items()},
             )
 
