@@ -113,6 +113,5 @@ def outcome(*, pushed_s: float, first_s: float, ended_s: float = 10.0) -> ShardO
 def test_parts_of_an_exchange_are_what_followed_the_backward_pass(
     found: ShardOutcome, computed_s: float, expected: tuple[float, float, float]
 ) -> None:
-    parts = found.parts(computed_s)
-    assert (parts.push_s, parts.wait_s, parts.pull_s) == expected
+    assert found.parts(computed_s) == expected
     assert sum(expected) == found.ended_s - computed_s

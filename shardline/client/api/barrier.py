@@ -61,20 +61,26 @@ class Barrier:
                 f"{orders.reason}"
             )
         assert state is not None
+        names = ", ".join(state.waits_for)
         raise JobError(
-            f"{where.format('is waiting', _names(state))}, which has ended: all workers must call barrier() the same "
+            f"{where.format('is waiting', names)}, which has ended: all workers must call barrier() the same "
             "number of times"
         )
 
     def _wait(self, link: ChiefLink, place: BarrierPlace, where: str, timeout_s: float) -> Orders:
         """Return the orders that settle the barrier. Raises UnreachableError if none arrive within timeout_s."""
         began_s = awake_s()
+
+        def decided(orders: Orders) -> bool:
+            state = _state(orders, place)
+            return orders.fenced or orders.phase is Phase.ENDED or bool(state and (state.passed or state.hopeless))
+
         while True:
             left_s = began_s + timeout_s - awake_s()
-            if link.wait(lambda orders: _decided(orders, place), timeout_s=max(0.0, min(left_s, TOLD_S))):
+            if link.wait(decided, timeout_s=max(0.0, min(left_s, TOLD_S))):
                 return link.orders
             state = _state(link.orders, place)
-            missing = _names(state) if state is not None else "the chief's answer"
+            missing = ", ".join(state.waits_for) if state is not None else "the chief's answer"
             if left_s <= TOLD_S and awake_s() - began_s >= timeout_s:
                 raise UnreachableError(
                     f"{where.format(f'waited {timeout_s:g} s', missing)}; see its log, or allow more time with "
@@ -86,12 +92,3 @@ class Barrier:
 def _state(orders: Orders, place: BarrierPlace) -> BarrierState | None:
     """State of this barrier in the chief's orders; None if the chief has not heard of it yet."""
     return orders.barrier if orders.barrier is not None and orders.barrier.place == place else None
-
-
-def _decided(orders: Orders, place: BarrierPlace) -> bool:
-    state = _state(orders, place)
-    return orders.fenced or orders.phase is Phase.ENDED or (state is not None and (state.passed or state.hopeless))
-
-
-def _names(state: BarrierState) -> str:
-    return ", ".join(state.waits_for)

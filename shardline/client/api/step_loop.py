@@ -160,10 +160,10 @@ def meter_step(
             labels = {"peer": peer, "codec": codec, "lane": trainer.exchange.lanes[shard].name}
             metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
             metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
-        parts = outcome.parts(figures.computed_s)
-        metrics.histogram("shardline_push_seconds", peer=peer).observe(parts.push_s)
-        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(parts.wait_s)
-        metrics.histogram("shardline_pull_seconds", peer=peer).observe(parts.pull_s)
+        push_s, wait_s, pull_s = outcome.parts(figures.computed_s)
+        metrics.histogram("shardline_push_seconds", peer=peer).observe(push_s)
+        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(pull_s)
         for ack in outcome.acks:
             name = ack.outcome.name.lower()
             metrics.counter("shardline_pushes_total", peer=peer, outcome=name).inc()

@@ -68,21 +68,12 @@ class ShardOutcome:
     wants_state: bool = False
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
-    def parts(self, computed_s: float) -> Parts:
-        """Time for push, barrier wait and pull, counted from computed_s, when the gradients were complete."""
+    def parts(self, computed_s: float) -> tuple[float, float, float]:
+        """Seconds of push, barrier wait and pull, counted from computed_s, when the gradients were complete."""
         began = max(self.began_s, computed_s)
         pushed = max(self.pushed_s, began)
         first = max(self.first_s, pushed)
-        return Parts(push_s=pushed - began, wait_s=first - pushed, pull_s=max(self.ended_s, first) - first)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Seconds of one exchange with one shard."""
-
-    push_s: float
-    wait_s: float
-    pull_s: float
+        return pushed - began, first - pushed, max(self.ended_s, first) - first
 
 
 @fixed(kw_only=True)
@@ -106,7 +97,7 @@ class StepFigures:
     @property
     def blocked_s(self) -> float:
         """Seconds from the push to the pull at the shard where that took longest: others were waited for."""
-        return max((outcome.parts(self.computed_s).wait_s for outcome in self.outcomes.values()), default=0.0)
+        return max((outcome.parts(self.computed_s)[1] for outcome in self.outcomes.values()), default=0.0)
 
 
 def rank(error: Exception) -> int:

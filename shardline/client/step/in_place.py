@@ -294,7 +294,9 @@ class InPlace:
             for s, shard in self._shards.items()
             for b, near in shard.near().items()
         }
-        self._lent = _on_host(plan, layout) if lends else {}
+        other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not is_stored(item)]
+        self._lent = regions(plan, other) if lends else {}
+        """Tensors whose gradients can be computed in the segment of their shard."""
         self._lock = threading.Lock()
         self.pending = False
         """show() has something to do."""
@@ -418,9 +420,3 @@ class InPlace:
             for shard in self._shards.values():
                 shard.mixed = True
                 shard.window.keep()
-
-
-def _on_host(plan: Plan, layout: ModelLayout) -> dict[int, Region]:
-    """Tensors whose gradients can be computed in the segment of their shard."""
-    other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not is_stored(item)]
-    return regions(plan, other)
