@@ -93,7 +93,6 @@ def _load(flags: Mapping[str, Any]) -> Job:
 
 
 def _remarks(checked: CheckedJob) -> list[str]:
-    """Name, in a sentence, the job's settings that are left out of the comparison."""
     if not checked.replaced:
         return []
     return [

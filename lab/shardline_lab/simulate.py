@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardline.job import Job
-    from shardline_lab.simulator import Death, Network, Result, Setup, StageCosts, Times
+    from shardline_lab.simulator import Death, Result, Setup, StageCosts, Times
     from shardline_lab.simulator.menu import Choice, Menu
 
 _DEATH = re.compile(r"worker/([0-9]{1,6})@([^:]+)(?::back=(.+))?")
@@ -198,7 +198,7 @@ def death(text: str, option: str) -> Death:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     import shardline_pipeline as pipeline
-    from shardline_lab.simulator import Setup
+    from shardline_lab.simulator import Network, Setup
     from shardline_pipeline.partition.automatic import cuts_for
     from shardline_pipeline.staged import StagedModel
 
@@ -215,7 +215,11 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         }
         # The address of a task that takes any place is *; it runs on some machine of its own.
         machines = {task: host for task, host in machines.items() if host != "*"}
-    links, exchange_s = network(flags), quantities.seconds(flags["exchange"], "--exchange")
+    links = Network(
+        bytes_per_s=quantities.bytes_per_s(flags["link"], "--link"),
+        latency_s=quantities.seconds(flags["latency"], "--latency"),
+    )
+    exchange_s = quantities.seconds(flags["exchange"], "--exchange")
     model = job.build_model()
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
@@ -242,15 +246,6 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         overlap=flags["overlap"],
         exchange_s=exchange_s,
         **more,
-    )
-
-
-def network(flags: Mapping[str, Any]) -> Network:
-    from shardline_lab.simulator import Network
-
-    return Network(
-        bytes_per_s=quantities.bytes_per_s(flags["link"], "--link"),
-        latency_s=quantities.seconds(flags["latency"], "--latency"),
     )
 
 
@@ -301,19 +296,14 @@ def remarks(setup: Setup) -> list[str]:
 
     job, units = setup.job, pipeline.units(setup.job)
     if pipeline.of(job).staged:
-        if setup.workers > units:
-            return [
-                f"{setup.workers - units} of {setup.workers} workers have nothing to do: the job has "
-                f"{pipeline.stages(job)} stages, {job.replicas} times"
-            ]
+        what = f"{pipeline.stages(job)} stages, {job.replicas} times"
+    elif consistency.of(job.consistency).assigns_replicas:
+        units = job.replicas
+        what = f"{units} replicas (replicas={setup.workers} in the job, or --set replicas={setup.workers})"
+    else:
         return []
-    replicas = job.replicas
-    if consistency.of(setup.job.consistency).assigns_replicas and setup.workers > replicas:
-        return [
-            f"{setup.workers - replicas} of {setup.workers} workers have nothing to do: the job has {replicas} replicas"
-            f" (replicas={setup.workers} in the job, or --set replicas={setup.workers})"
-        ]
-    return []
+    idle = setup.workers - units
+    return [f"{idle} of {setup.workers} workers have nothing to do: the job has {what}"] if idle > 0 else []
 
 
 def report(job: Job, setup: Setup, result: Result) -> list[str]:

@@ -86,8 +86,6 @@ class CodedModel:
 
 
 class _Handed(torch.autograd.Function):
-    """Encodes and decodes a tensor, and its gradient on the way back."""
-
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, coding: ActivationCoding, there: ParcelKey, back: ParcelKey, number: int
@@ -211,7 +209,6 @@ class Delayed:
             own[-1].microbatches += 1
 
     def _mitigate(self, gaps: Gaps, step: int, parts: Sequence[_Part]) -> None:
-        """Set a stage's gradients of a step: the sum of what each version made, by its gap."""
         found = []
         for one in parts:
             late = step - one.version
@@ -255,7 +252,6 @@ def _assign(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tens
 def in_one_process(
     spec: JobSpec, job: DataSource, model: nn.Module, source: BatchSource, predict: Callable[[int], Any]
 ) -> Gradients:
-    """See Division.in_one_process."""
     schedule = pipeline.of(spec)
     if consistency.of(spec.consistency).by_stage and spec.replicas > 1:
         raise JobError(

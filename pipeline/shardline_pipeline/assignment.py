@@ -63,7 +63,6 @@ def _left(team: Sequence[str], hosts: Mapping[str, str]) -> list[str]:
 
 
 def _new_teams(free: Sequence[str], hosts: Mapping[str, str], ranks: int) -> list[list[str]]:
-    """As many teams of workers of one host as these make."""
     teams = []
     for host in dict.fromkeys(hosts.values()):
         there = [worker for worker in free if hosts[worker] == host]

@@ -74,7 +74,6 @@ def balanced(points: Sequence[int], stages: int, size: Size, homes: Sequence[Seq
 
 
 def _largest(points: Sequence[int], cuts: Sequence[int] | None, size: Size, homes: Sequence[Sequence[int]]) -> float:
-    """What the worker has that has most, with these cuts."""
     if cuts is None:
         return math.inf
     has: dict[int, float] = {}

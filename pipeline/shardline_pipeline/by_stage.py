@@ -73,7 +73,6 @@ class StageSteps(SharedSteps):
         return None
 
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
-        """See WorkerHalf.blocks: each replica makes an update."""
         return [Block(replica, 1) for replica in sorted(owned)]
 
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
@@ -275,7 +274,6 @@ class StageUpdates(ReplicaSteps):
         return found, None
 
     def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
-        """See ServerHalf. Records that came before may say more."""
         for push in pushes:
             bucket = self.storage.buckets[push.incarnation]
             replica = replica_of(push.task)

@@ -73,7 +73,6 @@ def check(job: JobSpec, *, standbys: int, workers: int | None) -> None:
 
 
 def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
-    """Refuse what workers that share layers can't do."""
     ranks = pipeline.ranks(job)
     if workers is not None and workers < ranks:
         raise JobError(
@@ -93,7 +92,6 @@ def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
 
 
 def _check_by_stage(job: JobSpec, mode: Consistency) -> None:
-    """Refuse what needs replicas of a stage that wait for each other, or a push that has all stages."""
     found = pipeline.of(job)
     how = f"consistency {mode} applies each replica's gradient of a stage of pipeline {found} by itself"
     if pipeline.ranks(job) > 1:
@@ -114,7 +112,6 @@ def _check_by_stage(job: JobSpec, mode: Consistency) -> None:
 
 
 def _check_asynchronous(job: JobSpec, *, standbys: int) -> None:
-    """Refuse what needs all stages at the same step, and what needs the optimizer where it isn't."""
     found = pipeline.of(job)
     if found.predict and job.apply != WORKER:
         raise JobError(

@@ -166,7 +166,6 @@ def named(job: JobSpec, owned: Sequence[int]) -> str:
 
 
 def _part(job: JobSpec, number: int) -> str:
-    """Which part of a replica's step a unit is: its number without the replica."""
     rank, stage = divmod(number, stages(job))
     names = [f"rank {rank}"] if ranks(job) > 1 else []
     return " of ".join([*names, f"stage {stage}"] if of(job).staged else names)
@@ -185,23 +184,7 @@ __all__ = [
     "StageLayout",
     "Stash",
     "VerticalSync",
-    "assigned",
-    "bound",
     "bubble",
-    "by_replica",
-    "cells",
     "check_hosts",
-    "divided",
-    "layout_of",
-    "named",
-    "neighbours",
-    "of",
-    "planned",
-    "rank_of",
-    "ranks",
-    "schedule_named",
-    "share_of",
-    "stages",
-    "unit_of",
-    "units",
 ]
+"""Names from other modules, for __init__.pyi; it lists those that are defined here as well."""

@@ -144,7 +144,6 @@ class Pipeline(nn.Sequential, StagedModel):
         return f"stage {stage}, {self.name_of(span[0])} to {self.name_of(span[-1])}"
 
     def _balanced(self, stages: int) -> list[int]:
-        """Cuts into this many stages, so that the largest has as few parameters as possible."""
         if stages < 1:
             raise JobError(f"Pipeline: stages is {stages}; give a whole number >= 1, or the layers that begin a stage")
         sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in self]
@@ -171,7 +170,6 @@ class Pipeline(nn.Sequential, StagedModel):
         return cuts
 
     def _check_ties(self) -> None:
-        """Refuse weights and modules that two stages share: each stage has its own worker."""
         homes: dict[int, tuple[str, int]] = {}
         for name, tensor in (
             *self.named_parameters(remove_duplicate=False),

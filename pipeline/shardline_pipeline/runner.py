@@ -72,7 +72,6 @@ class StageRunner:
             tensors.clear()
 
     def _compute(self, step: int, stages: Mapping[int, Sequence[int]]) -> dict[int, float]:
-        """Compute all passes; returns the sum of the microbatches' losses, by replica."""
         work, totals = self._work, dict.fromkeys(stages, 0.0)
         todo = {
             (replica, stage): deque(self._pipeline.passes(stage, work.last + 1, self._job.accumulate))

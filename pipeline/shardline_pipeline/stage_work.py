@@ -125,8 +125,6 @@ class _Taken(BaseException):
 
 
 class _Model:
-    """What the job's loss gets as its model: it may be called once, and nothing else."""
-
     def __init__(self, training: bool, call: Callable[..., Any]) -> None:
         self.training = training
         self._call = call
@@ -293,7 +291,6 @@ class StageWork:
         return found.clone() if self._overwrites and isinstance(output, nn.Parameter) else found
 
     def _given(self, at: At) -> _Given:
-        """What a pass begins with. Inputs are tensors that collect gradients."""
         ends = at.stage in (0, self.last)
         parcel = self._channel.take(at.key(back=False)) if at.stage > 0 else None
         batch = self._batches.take(at.step, at.replica, at.stage, at.microbatch) if ends else None
@@ -313,7 +310,6 @@ class StageWork:
         return _Given(batch, buffers, leaves, encoded, parcel.places, parcel.random_state, parcel.sender)
 
     def _outputs(self, at: At, given: _Given) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        """What a pass makes, see pack(): the loss, in the last stage."""
         # After reading the batch, which uses the same generators.
         seed_everything(derive(self._job.seed, at.step, at.replica, at.microbatch))
 
@@ -331,7 +327,6 @@ class StageWork:
         return ((output,), ()) if at.stage == self.last else pack(output, at.stage, self._model.end_of(at.stage))
 
     def _repeated(self, at: At, held: _Held) -> tuple[torch.Tensor, ...]:
-        """The outputs of a forward pass, made again. Raises JobError if they are others."""
         with self.tensors.again(at.replica, at.stage, held.given.buffers):
             outputs, _ = self._outputs(at, held.given)
         if tuple(one.requires_grad for one in outputs) != held.needs_grad:
@@ -347,7 +342,6 @@ class StageWork:
         return f"the {'gradient of the ' if back else ''}output of {self._model.end_of(stage)}, stage {stage}"
 
     def _output(self, at: At, run: Callable[..., Any], batch: Batch) -> Any:
-        """What a stage returns: the loss, of the last one. run(): the model's part of it."""
         stage = at.stage
         if 0 < stage < self.last:
             with calling(f"the model, {at}"):

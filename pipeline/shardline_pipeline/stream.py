@@ -201,7 +201,6 @@ class StreamRunner:
         return {stage for stages in self._history[1].values() for stage in stages}
 
     def _open(self) -> None:
-        """Begin with an empty pipeline and the buffers that the servers have."""
         self._arrive()
         begin = self._first * self._job.accumulate
         for replica, stages in sorted(self._history[1].items()):
@@ -211,8 +210,8 @@ class StreamRunner:
     # Passes
 
     def _advance(self) -> bool:
-        """Compute one pass; False if none has what it needs."""
         # The last stages first: what they send back frees memory. Then the replica that has most to do.
+        """Compute one pass; False if none has what it needs."""
         self._units.sort(key=lambda unit: (-unit.stage, unit.forward + unit.backward, unit.replica))
         for unit in self._units:
             for at, back in self._passes(unit):
@@ -241,7 +240,6 @@ class StreamRunner:
         unit.forward += 1
 
     def _next(self) -> Iterator[tuple[At, bool]]:
-        """Passes that have their version of the parameters."""
         for unit in self._units:
             for at, back in self._passes(unit):
                 if self._version(self._number(at), unit.stage, back=back) in self._versions.get(unit.stage, ()):
@@ -263,7 +261,7 @@ class StreamRunner:
             yield At(step, unit.replica, unit.stage, microbatch), back
 
     def _crew(self, unit: _Unit) -> list[_Unit]:
-        """The units that the layout gives to the same worker: they are on one, whichever that is."""
+        """Units that the layout gives to the same worker: they are on one, whichever that is."""
         crew = self._layout.crew(unit.replica, unit.stage)
         return [
             one for one in self._units if one.stage == unit.stage and self._layout.crew(one.replica, one.stage) == crew
@@ -275,7 +273,6 @@ class StreamRunner:
     # Gaps
 
     def _count(self, unit: _Unit) -> None:
-        """Count a backward pass; one with another version begins with no gradients."""
         version = self._work.version
         if not unit.runs or unit.runs[-1].version != version:
             if unit.runs:
@@ -284,7 +281,6 @@ class StreamRunner:
         unit.runs[-1].passes += 1
 
     def _mitigated(self, unit: _Unit, last: Values) -> Values:
-        """A unit's gradients of the open step, now that the parameters which they change are here."""
         assert self._gaps is not None
         runs, own = unit.runs, self._work.tensors.parameters[unit.stage]
         unit.runs = []
@@ -322,7 +318,6 @@ class StreamRunner:
 
     @property
     def _has_come(self) -> bool:
-        """Whether the open step's parameters are here: those of all stages come together."""
         return any(self._step in kept for kept in self._versions.values())
 
     def _arrive(self) -> None:

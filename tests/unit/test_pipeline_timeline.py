@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardline.core.orders import PassReport
 from shardline_pipeline import bubble, schedule_named
-from shardline_pipeline.timeline import ClockOffsets, TaskPass, Timeline, trace
-from shardline_pipeline.timeline.board import PassBoard
+from shardline_pipeline.timeline import TaskPass, Timeline, trace
+from shardline_pipeline.timeline.board import ClockOffsets, PassBoard
 
 FLUSHING = ["gpipe", "flush"]
 

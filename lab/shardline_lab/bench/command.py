@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from shardline_lab.bench.codecs import codecs
 from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from rich.table import Table
 
@@ -74,14 +74,10 @@ class Measurement:
     sender: str
     server: str
     address: str
-    lane: str
-    run_dir: Path | None
-    megabytes: float
-    seconds: float
-    wait_s: float
     timeouts: Timeouts
     security: Security
-    insecure_bind: bool = False
+    flags: Mapping[str, Any]
+    """Of the command: lane, run_dir, megabytes, seconds, wait_s, insecure_bind."""
 
 
 @click.group(short_help="Measure a cluster's network, and codecs.")
@@ -113,23 +109,7 @@ bench.add_command(codecs)
 @options.admin
 @options.insecure_bind
 @click.option("--ready-fd", type=int, hidden=True)
-def net(
-    cluster: str | None,
-    sender: str,
-    server: str,
-    serve: bool,
-    port: int | None,
-    lane: str,
-    run_dir: Path | None,
-    megabytes: float,
-    seconds: float,
-    wait_s: float,
-    json_path: Path | None,
-    timeout: float,
-    insecure_bind: bool,
-    ready_fd: int | None,
-    **files: Path | None,
-) -> int:
+def net(**flags: Any) -> int:
     """Measure between two tasks of a cluster: plain TCP each way, push and pull, and their ratio.
 
     No job may be running on the port of --to. On the machine of --to, run:
@@ -140,7 +120,8 @@ def net(
     and then the same without --serve on the machine of --from. If the address of --to belongs to this machine, the
     serving side is started automatically.
     """
-    spec = locate(None, cluster=cluster, task=server, tf_config=os.environ.get("TF_CONFIG") or None).spec
+    sender, server, port, json_path = (flags[name] for name in ("sender", "server", "port", "json_path"))
+    spec = locate(None, cluster=flags["cluster"], task=server, tf_config=os.environ.get("TF_CONFIG") or None).spec
     spec.address(sender)
     if sender == server:
         raise UsageError(f"--from and --to are both {server}; name two tasks")
@@ -150,18 +131,16 @@ def net(
         sender=sender,
         server=server,
         address=format_address(host, spec_port if port is None else port),
-        lane=lane,
-        run_dir=run_dir,
-        megabytes=megabytes,
-        seconds=seconds,
-        wait_s=wait_s,
-        timeouts=Timeouts(total_s=timeout),
-        security=options.security(files),
-        insecure_bind=insecure_bind,
+        timeouts=Timeouts(total_s=flags["timeout"]),
+        security=options.security(flags),
+        flags=flags,
     )
-    if serve:
-        return _serve(asked, ready_fd)
-    found = _measure_here(asked) if is_local(host) else _measure(asked)
+    if flags["serve"]:
+        return _serve(asked)
+    # Against a server started here, unless one is already running on the task's own port.
+    here = is_local(host) and (parse_address(asked.address)[1] == 0 or not _answers(asked.address))
+    with _child(asked) if here else nullcontext(asked.address) as address:
+        found = _measure(asked, address)
     if json_path is not None:
         json_path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
     from shardline.cli.terminal import PlainConsole
@@ -176,7 +155,7 @@ def net(
 # The serving side
 
 
-def _serve(asked: Measurement, ready_fd: int | None) -> int:
+def _serve(asked: Measurement) -> int:
     """Serve one measurement: plain TCP first, then a parameter server on the same port, so that one port is enough."""
     config = RoleConfig(
         role="ps",
@@ -184,16 +163,16 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
         cluster=ClusterSpec({"chief": (asked.spec.chief,), "ps": (asked.address,)}),
         timeouts=asked.timeouts,
         security=asked.security,
-        insecure_bind=asked.insecure_bind,
-        run_dir=asked.run_dir,
+        insecure_bind=asked.flags["insecure_bind"],
+        run_dir=asked.flags["run_dir"],
     )
-    link = LinkServer(asked.address, asked.security.token)
-    if ready_fd is not None:
-        with os.fdopen(ready_fd, "w") as pipe:
+    link, wait_s = LinkServer(asked.address, asked.security.token), asked.flags["wait_s"]
+    if asked.flags["ready_fd"] is not None:
+        with os.fdopen(asked.flags["ready_fd"], "w") as pipe:
             pipe.write(f"{link.address}\n")
     else:
-        print(f"{asked.server} is waiting at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
-    request = link.serve(wait_s=asked.wait_s)
+        print(f"{asked.server} is waiting at {link.address} for {asked.sender}, up to {wait_s:.0f} s", flush=True)
+    request = link.serve(wait_s=wait_s)
     # Imports torch, which the first part doesn't need.
     from shardline_lab.bench.lane import serve_without_chief
 
@@ -213,8 +192,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
 # The measuring side
 
 
-def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
-    address = asked.address if address is None else address
+def _measure(asked: Measurement, address: str) -> BenchFigures:
     if parse_address(address)[1] == 0:
         raise ClusterSpecError(
             f"{asked.server} is {address} in the cluster spec: its port is known only on its own machine; set the "
@@ -226,10 +204,10 @@ def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
         hint=f"start the other side there first: shardline bench net --to {asked.server} --serve",
         token=asked.security.token,
     )
-    given = link.measure(asked.seconds)
+    given = link.measure(asked.flags["seconds"])
     slowest = min(given.up_bytes_per_s, given.down_bytes_per_s)
     # Initial values, one uncounted call and MIN_ROUNDS of each kind, at a tenth of the link's rate.
-    budget_s = min(3600.0, START_S + 10 * (3 * asked.seconds + 16 * asked.megabytes * 1e6 / slowest))
+    budget_s = min(3600.0, START_S + 10 * (3 * asked.flags["seconds"] + 16 * asked.flags["megabytes"] * 1e6 / slowest))
     link.ask("lane", budget_s=budget_s)
     from shardline_lab.bench.lane import LaneProbe
 
@@ -240,30 +218,21 @@ def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
         cluster=asked.spec,
         timeouts=asked.timeouts,
         security=asked.security,
-        lane=asked.lane,
-        run_dir=asked.run_dir,
+        lane=asked.flags["lane"],
+        run_dir=asked.flags["run_dir"],
         # It doesn't listen on any port.
         insecure_bind=True,
     )
-    probe = LaneProbe(config, asked.server, address, megabytes=asked.megabytes)
+    probe = LaneProbe(config, asked.server, address, megabytes=asked.flags["megabytes"])
     try:
         probe.prepare()
-        moved = probe.measure(asked.seconds)
+        moved = probe.measure(asked.flags["seconds"])
     finally:
         probe.close()
     return BenchFigures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
 
 
-def _measure_here(asked: Measurement) -> BenchFigures:
-    """Measure against a server started here, unless one is already running on the task's own port."""
-    if parse_address(asked.address)[1] != 0 and _answers(asked.address):
-        return _measure(asked)
-    with _child(asked) as address:
-        return _measure(asked, address)
-
-
 def _answers(address: str) -> bool:
-    """Whether anything listens there; the first request shows what it is."""
     import socket
 
     try:
@@ -288,9 +257,9 @@ def _child(asked: Measurement) -> Iterator[str]:
         name: getattr(asked.security, name)
         for name in ("tls_cert", "tls_key", "tls_ca", "token_file", "admin_token_file")
     }
-    if asked.insecure_bind:
+    if asked.flags["insecure_bind"]:
         command.append("--insecure-bind")
-    for name, path in {**paths, "run_dir": asked.run_dir}.items():
+    for name, path in {**paths, "run_dir": asked.flags["run_dir"]}.items():
         if path is not None:
             command += [f"--{name.replace('_', '-')}", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}

@@ -94,7 +94,6 @@ def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int,
 
 
 def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[int], str]:
-    """The chief and its address. Raises what it ended with, UnreachableError."""
     read, write = os.pipe()
     with open(read, encoding="utf-8") as ready:
         config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=os.dup(write))

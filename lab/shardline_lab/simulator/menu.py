@@ -84,7 +84,6 @@ def own(job: Job) -> Choice:
 
 
 def _comparable(codec: Codec) -> bool:
-    """Whether it is a choice whose effect can be simulated."""
     return codec.memory is Memory.NONE and not undecided(codec) and not codec.at_server.votes
 
 

@@ -68,11 +68,9 @@ class Counts(Contributions):
         self.mask |= ((1 << block.count) - 1) << block.first
 
     def take(self) -> Partial:
-        """See Contributions. Nothing."""
         return Partial(None, NOTHING.present)
 
     def take_of(self, replicas: Sequence[int]) -> Partial:
-        """See Contributions. Nothing."""
         return self.take()
 
     def clear(self) -> None:
@@ -176,7 +174,6 @@ class VirtualServer:
             self._serve(bucket, key, [reply])
 
     def _serve(self, bucket: int, key: tuple[int | None, str], replies: list[Reply]) -> None:
-        """Answer pulls that ask for the same, or have them wait."""
         step, task = key
         outcome = self.half.serve(self.buckets[bucket], StepWanted(step=step, task=task))
         if outcome is Outcome.WAITING:

@@ -257,7 +257,6 @@ class Simulation:
         return self._cadence.rounds.overlap / self._cadence.rounds.ticks_in(step)
 
     def _published(self, step: int) -> None:
-        """A bucket has published a step; the job has done it once all have."""
         self._published_at[step] += 1
         if self._published_at[step] == self._buckets:
             del self._published_at[step]
@@ -289,7 +288,6 @@ class Simulation:
         server.settle()
 
     def _vote(self) -> None:
-        """Decide on a step that all servers have completed, one exchange with the lead later."""
         self._tell()
         if all(server.completed for server in self.servers):
             self.clock.after(2 * self.setup.network.latency_s, self._decide)
@@ -311,7 +309,6 @@ class Simulation:
     # Who takes part
 
     def _admit(self) -> None:
-        """Tell the servers who takes part, and the workers what they compute."""
         living = [worker.task for worker in self.workers if worker.alive]
         for server in self.servers:
             server.members_changed(living)
@@ -336,7 +333,6 @@ class Simulation:
             self.clock.after(death.back_s, self._return, worker)
 
     def _fence(self, worker: VirtualWorker, incarnation: int) -> None:
-        """The job goes on without a dead worker, unless it is back already."""
         if worker.incarnation == incarnation:
             self._admit()
 

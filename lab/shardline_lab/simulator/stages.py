@@ -107,7 +107,7 @@ class VirtualStages:
             self._push()
 
     def _next(self) -> tuple[_Unit, int, bool] | None:
-        """Unit, microbatch counted from the job's first one, and whether it is a backward pass; None: none is ready."""
+        """Unit, microbatch counted from the job's first one, and if it goes back; None: nothing is ready."""
         for unit in self._units:
             for number, back in self._may_follow(unit):
                 last = self._simulation.stages - 1
@@ -378,7 +378,6 @@ class PipelineSimulation:
         return self._streams[sender, receiver]
 
     def _publish(self, step: int) -> None:
-        """A bucket has published a step; the job has done it once all have."""
         self._published[step] += 1
         if self._published[step] == len(self.buckets):
             del self._published[step]

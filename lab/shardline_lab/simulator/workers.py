@@ -277,7 +277,6 @@ class VirtualWorker:
         self._arrived = {}
 
     def _versions(self) -> dict[int, int]:
-        """The lowest version of what has arrived, by server."""
         base: dict[int, int] = {}
         for found in self._arrived.values():
             base[found.server] = min(base.get(found.server, found.version), found.version)

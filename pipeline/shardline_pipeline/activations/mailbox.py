@@ -159,7 +159,6 @@ class Mailbox:
         return True
 
     def _counts(self, life: Life, key: ParcelKey) -> bool:
-        """Whether this life computes the stage that such a parcel comes from."""
         post = self._origin(key)
         return post is not None and life == (post.task, post.incarnation)
 

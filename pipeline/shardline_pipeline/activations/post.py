@@ -113,7 +113,6 @@ class PostOffice(Partners):
         return self.mailbox.comes_first(keys, self._settled)
 
     def _refused(self, what: str, error: Exception) -> None:
-        """Count and tell what other workers sent here in vain."""
         self._metrics.counter("shardline_refused_messages_total", method=what).inc()
         log.warning("refused %s: %s", what, error)
 

@@ -128,7 +128,6 @@ def lines_of(costs: Costs, option: Rated) -> list[str]:
 
 
 def _whole_lines(job: Job, costs: Costs) -> list[str]:
-    """What to write in the job for data parallelism."""
     workers = costs.cluster.workers
     accumulate = costs.share(workers)
     lines = ["Put into the job:", f'    pipeline="whole-model", replicas={workers}, accumulate={accumulate},']

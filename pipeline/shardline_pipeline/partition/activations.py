@@ -35,12 +35,10 @@ class Activations:
         return self._given_bytes(first, end) if self._recompute else self.made_bytes(first, end)
 
     def _given_bytes(self, first: int, end: int) -> int:
-        """The stage's input, and the batch at both ends."""
         batch = self._profile.batch_bytes if first == 0 or end == len(self._profile.layers) else 0
         return batch + self._come_bytes(first, set())
 
     def _come_bytes(self, first: int, found: set[int]) -> int:
-        """What has come from the stage before; found: gets its storages."""
         if not first:
             return 0
         before = self._profile.layers[first - 1]

@@ -122,7 +122,6 @@ def nominal(profile: Profile) -> Profile:
 
 
 def _too_many(costs: Costs, count: int) -> str:
-    """Why there are no so many stages."""
     starts, first = [], 0
     for end in range(1, costs.count + 1):
         if costs.stage_allowed(first, end):

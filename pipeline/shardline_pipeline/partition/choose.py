@@ -91,7 +91,6 @@ def _staged(costs: Costs, copies: int | None) -> list[Stages]:
 
 
 def _alone(costs: Costs) -> Costs:
-    """The costs of plans in which each stage has one worker."""
     return kept(costs, [PlannedStage(first=0, end=0, workers=(0,))] * 2)
 
 

@@ -26,8 +26,6 @@ MOST_POINTS, FEW_POINTS = {1: 20, 2: 20}, 12
 
 @dataclass(frozen=True)
 class _Found:
-    """One way to run some layers."""
-
     measure: Measure
     """What a plan is compared by: the less of each the better. With groups, (seconds of the slowest worker or link in a
     step; bytes for the servers, of all workers of one component)."""

@@ -93,7 +93,7 @@ MOST_S = 20.0
 
 
 def _recurrent_flops(given: Sequence[int], weights: Sequence[int], recurrent: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of one direction of one layer: for each step of each sample, its input and its state times their weights."""
+    """Flops of one direction of a layer: its input and its state times their weights, for each step of each sample."""
     return 2 * given[0] * given[1] * (math.prod(weights) + math.prod(recurrent))
 
 
@@ -103,8 +103,6 @@ FLOPS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops}
 
 @dataclass
 class _Look:
-    """What one pass over the model has found."""
-
     entry: Any
     """What the job's loss calls the model with: a tensor, or a tuple of tensors."""
     outputs: list[Any] = field(default_factory=list)
@@ -118,12 +116,37 @@ def shapes(model: nn.Sequential, job: DataSource) -> Profile:
     keep. Raises JobError if the job's loss or a layer raises, or a layer of which gradients are wanted returns no
     tensor.
     """
-    batch = _batch(job, next(model.parameters()).device)
-    look = _look(model, job, batch)
+    return _profile(model, job, 0)
+
+
+def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
+    """The profile with times: medians of one microbatch on this machine, with torch's present number of threads.
+
+    Changes and raises what shapes() does.
+    """
+    return _profile(model, job, repeats)
+
+
+def _profile(model: nn.Sequential, job: DataSource, repeats: int) -> Profile:
+    """repeats: of each pass whose median counts; 0 = without times."""
+    device = next(model.parameters()).device
+    with calling(f"moving a batch to {device}"):
+        batch = to_device(BatchSource(job).batch(0, 0, 0), device)
+    look, layers = _look(model, job, batch), []
+    ends: list[Callable[[Any], torch.Tensor] | None] = [None] * (len(model) - 1)
+    passes = list(zip(model, [look.entry, *look.outputs], [*ends, _entered(model, job, batch)], strict=False))
+    for found, (layer, given, loss) in zip(look.layers, passes, strict=True):
+        passing, between = _passing_bytes(layer, given, loss)
+        layers.append(replace(found, passing_bytes=passing, between_bytes=between))
+    for number, one in enumerate(passes if repeats else ()):
+        forward_s, backward_s = _timed(*one, device, repeats)
+        layers[number] = replace(layers[number], forward_s=forward_s, backward_s=backward_s)
+    threads = torch.get_num_threads()
     return Profile(
-        layers=tuple(_passing(model, job, batch, look)),
+        layers=tuple(layers),
         samples=job.batch_size,
-        batch_bytes=_bytes_of(batch),
+        measured=f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if repeats else "",
+        batch_bytes=sum(tensor.nbytes for tensor in tensors_in(batch)),
         joined=_joined(model),
         split=isinstance(model, Units),
     )
@@ -132,34 +155,6 @@ def shapes(model: nn.Sequential, job: DataSource) -> Profile:
 def name_of(number: int, layer: nn.Module) -> str:
     """A layer's name in a profile: its number, and its class or the module that it begins with."""
     return f"{number} ({layer.start if isinstance(layer, Unit) else type(layer).__name__})"
-
-
-def measure(model: nn.Sequential, job: DataSource, *, repeats: int = REPEATS) -> Profile:
-    """The profile with times: medians of one microbatch on this machine, with torch's present number of threads.
-
-    Changes and raises what shapes() does.
-    """
-    device = next(model.parameters()).device
-    batch = _batch(job, device)
-    look = _look(model, job, batch)
-    looked = _passing(model, job, batch, look)
-    given: Any = look.entry
-    layers = []
-    for number, layer in enumerate(model):
-        ahead = _entered(model, job, batch) if number == len(model) - 1 else None
-        forward_s, backward_s = _timed(layer, given, device, repeats, ahead)
-        layers.append(replace(looked[number], forward_s=forward_s, backward_s=backward_s))
-        given = look.outputs[number]
-    threads = torch.get_num_threads()
-    measured = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
-    return Profile(
-        layers=tuple(layers),
-        samples=job.batch_size,
-        measured=measured,
-        batch_bytes=_bytes_of(batch),
-        joined=_joined(model),
-        split=isinstance(model, Units),
-    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -174,21 +169,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
-def _batch(job: DataSource, device: torch.device) -> Any:
-    with calling(f"moving a batch to {device}"):
-        return to_device(BatchSource(job).batch(0, 0, 0), device)
-
-
-def _bytes_of(batch: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(batch))
-
-
 class _Entered(BaseException):
     """Leaves the job's loss once the model's input is known. Not an Exception, so that no user's code stops it."""
 
 
 def _entry(model: nn.Module, job: DataSource, batch: Any) -> Any:
-    """What the job's loss calls the model with."""
     found: list[Any] = []
 
     def call(given: Any) -> Any:
@@ -203,8 +188,6 @@ def _entry(model: nn.Module, job: DataSource, batch: Any) -> Any:
 
 
 class _StandIn(nn.Module):
-    """Takes the model's place in the job's loss."""
-
     def __init__(self, model: nn.Module, call: Callable[[Any], Any]) -> None:
         super().__init__()
         self.training = model.training
@@ -217,8 +200,6 @@ class _StandIn(nn.Module):
 
 
 def _entered(model: nn.Module, job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
-    """The job's loss as a function of the model's output."""
-
     def loss(output: Any) -> torch.Tensor:
         found = job.loss(_StandIn(model, lambda _: output), batch)
         check_loss(found)
@@ -228,7 +209,6 @@ def _entered(model: nn.Module, job: DataSource, batch: Any) -> Callable[[Any], t
 
 
 def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
-    """Run the model forward, and see what each layer hands on and keeps."""
     seed_everything(derive(job.seed, 0, 0, 0))
     look = _Look(_entry(model, job, batch))
     storages = _Storages(model)
@@ -260,17 +240,6 @@ def _look(model: nn.Sequential, job: DataSource, batch: Any) -> _Look:
             )
         )
     return look
-
-
-def _passing(model: nn.Sequential, job: DataSource, batch: Any, look: _Look) -> list[Layer]:
-    """The layers, with what their backward passes need."""
-    given, found = look.entry, []
-    for number, layer in enumerate(model):
-        loss = _entered(model, job, batch) if number == len(model) - 1 else None
-        passing, between = _passing_bytes(layer, given, loss)
-        found.append(replace(look.layers[number], passing_bytes=passing, between_bytes=between))
-        given = look.outputs[number]
-    return found
 
 
 class _Given(torch.autograd.Function):
@@ -322,8 +291,6 @@ def _handed(value: torch.Tensor) -> Handed:
 
 
 class _Storages:
-    """Numbers the memory of tensors, that of the model aside."""
-
     def __init__(self, model: nn.Module) -> None:
         self._own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         self._numbers: dict[int, int] = {}
@@ -342,8 +309,6 @@ class _Storages:
 
 @contextmanager
 def _saving(saved: list[torch.Tensor]) -> Iterator[None]:
-    """Collect what forward passes keep for backward passes."""
-
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)
         return tensor
@@ -377,7 +342,7 @@ def _joined(model: nn.Sequential) -> tuple[int, ...]:
 
 
 def _timed(
-    layer: nn.Module, given: Any, device: torch.device, repeats: int, loss: Callable[[Any], torch.Tensor] | None
+    layer: nn.Module, given: Any, loss: Callable[[Any], torch.Tensor] | None, device: torch.device, repeats: int
 ) -> tuple[float, float]:
     """Medians of a layer's forward and backward pass. loss: what follows the last layer."""
     forward: list[float] = []

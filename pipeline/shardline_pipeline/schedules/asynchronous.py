@@ -110,7 +110,6 @@ class OneVersion(AsynchronousSchedule, abc.ABC):
         return newest(number, stage, layout, first)
 
     def back_version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
-        """See PipelineSchedule.back_version: that of the step."""
         return layout.step(number)
 
 

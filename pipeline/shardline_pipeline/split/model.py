@@ -73,7 +73,6 @@ class Split(StagedModel):
         self._cuts, self._traced = tuple(cuts), None
 
     def in_layers(self) -> nn.Sequential:
-        """See StagedModel.in_layers(). Raises JobError, see Units."""
         return Units(self)
 
     def begin_with(self, layers: Sequence[int], profile: Profile) -> None:
@@ -109,7 +108,6 @@ class Split(StagedModel):
         return len(self.cuts) + 1
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
-        """See StagedModel.run(). Raises JobError for inputs of other forms and shapes than those it was traced with."""
         traced = self._trace()
         values = (
             self._inputs(traced, inputs, named) if stage == 0 else dict(zip(traced.handed[stage], *inputs, strict=True))
@@ -151,7 +149,6 @@ class Split(StagedModel):
         return f"what is before {self._trace().starts[stage]!r}"
 
     def staged(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """See StagedModel.staged(). Raises JobError for weights that nothing uses."""
         owners = self._trace().owners
         unused = [one.name for one in tensors if one.kind is TensorKind.PARAM and one.name not in owners]
         if unused:
@@ -165,7 +162,6 @@ class Split(StagedModel):
     # Inputs
 
     def _bound(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
-        """Inputs in the one form in which they can be compared."""
         try:
             found = inspect.signature(self.whole.forward).bind(*given, **named)
         except TypeError as error:
@@ -227,7 +223,6 @@ class Split(StagedModel):
             )
 
     def _by_stages(self, inputs: Inputs) -> Any:
-        """What the model returns, by way of its stages, each on tensors of its own as on workers of their own."""
         with calling(f"{self.where(0)}, with the example inputs,"):
             returned = self.run(0, *inputs[0], **inputs[1])
         for stage in range(1, self.num_stages):
@@ -319,7 +314,7 @@ class Units(nn.Sequential):
 
 
 def _cut(split: Split, starts: Sequence[str]) -> Split:
-    """The model, cut where it begins something. What it computes for nothing is in no trace."""
+    """Cut the model where it begins something: what it computes for nothing is in no trace."""
     found = split.cut_at(starts)
     try:
         found.stage_of_tensor("")

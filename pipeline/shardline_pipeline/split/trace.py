@@ -177,7 +177,7 @@ def _read(model: nn.Module, pipe: Any, starts: Sequence[str], form: pytree.TreeS
 
 
 def _names(model: nn.Module) -> dict[str, str]:
-    """The name under which the state_dict's first has a tensor, for each of its names."""
+    """Name under which the state_dict's first has a tensor, for each of its names."""
     first: dict[int, str] = {}
     found = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -187,7 +187,7 @@ def _names(model: nn.Module) -> dict[str, str]:
 
 
 def _hollow(module: nn.Module, tensors: Mapping[str, str]) -> nn.Module:
-    """A module without the memory of these tensors, which each call brings along."""
+    """Take the memory of these tensors out of a module: each call brings them along."""
     for name in tensors:
         owner, _, last = name.rpartition(".")
         home = module.get_submodule(owner)

@@ -123,7 +123,6 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module, name: str, styles: Sequence[str], pattern: str) -> list[tuple[str, str]]:
-    """The layers that a pattern's match stands for, each with its style."""
     module = model.get_submodule(name)
     if _has_weights(module) and len(styles) == 1:
         return [(name, styles[0])]

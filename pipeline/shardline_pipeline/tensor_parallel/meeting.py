@@ -143,7 +143,6 @@ class Meeting:
             time.sleep(AGAIN_S)
 
     def _ask(self, connection: socket.socket) -> dict[str, Any]:
-        """Rank 0's answer. Raises OSError, SegmentError or ForbiddenError where there is none."""
         connection.settimeout(LOOK_S)
         connection.connect(name_of(self.key))
         segments.check_user(connection)
@@ -154,7 +153,6 @@ class Meeting:
         return hear(connection, awake_s() + PROOF_S)
 
     def _await(self, connection: socket.socket, missing: list[int]) -> None:
-        """Wait for bytes, or the end of the connection."""
         connection.settimeout(LOOK_S)
         while True:
             with contextlib.suppress(TimeoutError):

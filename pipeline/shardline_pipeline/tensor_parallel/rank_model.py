@@ -59,7 +59,6 @@ class RankModel:
         return module
 
     def _replace(self, module: nn.Module, name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-        """Have a parameter of the module use the memory that pulls fill."""
         spec = self._parts.get(name)
         local = self.values[spec.name if spec is not None else name].detach()
         self._placements[name] = parameter.placements

@@ -42,7 +42,6 @@ class TeamStore(dist.Store):  # type: ignore[name-defined,misc]  # torch exports
         self._values: dict[str, str] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """See dist.Store. Raises DistError if a member is lost meanwhile."""
         deadline_s = awake_s() + self._timeout_s
         found = {key: value.hex()}
         try:
@@ -57,7 +56,6 @@ class TeamStore(dist.Store):  # type: ignore[name-defined,misc]  # torch exports
         self._values.update(found)
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        """See dist.Store. Raises DistError for a key that nobody has set: none will come."""
         for key in keys:
             self.get(key)
 
@@ -86,7 +84,6 @@ def check_group(group: dist.ProcessGroup | None, key: bytes) -> None:
 
 
 def _told(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
-    """The same number of bytes from each member, by rank."""
     tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     heard = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([heard], [tensor]).wait()
@@ -159,7 +156,6 @@ class Team:
         return self._join(self._store, key)
 
     def _place_of(self, key: bytes) -> Place:
-        """Rank 0's socket, which stays open as long as the team is the same."""
         if self._place is None or self._place.key != key:
             self._close_place()
             self._place = Place(key)
@@ -281,7 +277,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_group(error: BaseException) -> bool:
-    """Whether torch.distributed failed, rather than the job's own code."""
     # gloo's errors are plain RuntimeErrors that begin with the place in its source.
     return any(
         isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and "gloo" in str(one).lower())

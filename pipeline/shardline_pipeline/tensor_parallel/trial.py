@@ -110,7 +110,6 @@ class _Trial:
     def _told(
         self, layer: SharedLayer, output: torch.Tensor, known: torch.Tensor, rank: int, number: int, *, compare: bool
     ) -> torch.Tensor:
-        """What a rank goes on with, where the layer has computed its part."""
         if layer.style.takes_parts:
             bias = self._model.get_submodule(layer.name).bias
             part = output.detach() - (bias.detach() if isinstance(bias, torch.Tensor) else 0.0)
@@ -153,7 +152,6 @@ class _Trial:
 
     @contextmanager
     def _forward(self, change: Callable[[SharedLayer, Forward], Forward]) -> Iterator[None]:
-        """Change what calling the shared layers does."""
         modules = [self._model.get_submodule(layer.name) for layer in self._layers]
         for layer, module in zip(self._layers, modules, strict=True):
             module.forward = change(layer, module.forward)
@@ -165,7 +163,6 @@ class _Trial:
 
     @contextmanager
     def _in_parts(self, rank: int) -> Iterator[None]:
-        """Have a rank's part in the place of every shared weight."""
         weights = dict(self._model.named_parameters())
         cuts = {name: dim for layer in self._layers for name, dim in layer.cuts.items() if name in weights}
         whole = {name: weights[name].data for name in cuts}

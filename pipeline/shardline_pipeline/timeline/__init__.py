@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardline_pipeline.timeline.clocks import ClockOffsets
 from shardline_pipeline.timeline.passes import TaskPass, Timeline
 from shardline_pipeline.timeline.trace import passes_in, trace
 
-__all__ = ["ClockOffsets", "TaskPass", "Timeline", "passes_in", "trace"]
+__all__ = ["TaskPass", "Timeline", "passes_in", "trace"]

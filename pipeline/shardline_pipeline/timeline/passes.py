@@ -145,7 +145,6 @@ def _span(passes: Iterable[TaskPass]) -> tuple[float, float]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times, without overlaps, ascending."""
     found: list[tuple[float, float]] = []
     for start_s, end_s in sorted(spans):
         if found and start_s <= found[-1][1]:

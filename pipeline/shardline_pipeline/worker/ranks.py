@@ -31,7 +31,7 @@ class TeamRunner(StageRunner):
     """A StageRunner of each rank of a process group, whose rank 0 says which unit is next."""
 
     def choose(self, first: Mapping[Unit, tuple[At, Pass]]) -> Unit:
-        """See StageRunner.choose. What rank 0 has ready, the others have or will get."""
+        # What rank 0 has ready, the others have or will get.
         if len(first) > 1:
             units = sorted(first)
             number = torch.tensor([units.index(super().choose(first)) if dist.get_rank() == 0 else 0])
