@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardline.job import Job
-    from shardline_lab.comparison import CheckedJob
 
 MOST_NAMED = 20
 """Tensors that are named if more differ."""
@@ -45,21 +44,25 @@ def check(**flags: Any) -> int:
     from shardline.update.torch_optim.eager import leave_compiler_out
 
     leave_compiler_out()
+    from shardline.job import load_job
     from shardline_lab.comparison import checked_job, differences
 
     steps: int = flags["steps"]
+    path = options.existing_job(flags["job"])
+    assert path is not None
     # Once: what a file registers, such as an operator, can't be registered again.
-    job = _load(flags)
-    for line in _remarks(checked_job(job, steps)):
-        click.echo(line)
+    job = load_job(path, options.overrides({**flags, "steps": None}), workers=1)
+    if replaced := checked_job(job, steps).replaced:
+        click.echo(
+            f"compared without {', '.join(replaced)}, which plain PyTorch has no equal for: synchronous, an exchange "
+            "in every step, exact bytes"
+        )
     expected = _plain(job, flags)
     found = _served(job, flags, steps, overlap=flags["overlap"])
     if not differences(expected, found):
         click.echo(f"{plural(steps, 'step')}: equal bits in {plural(len(expected[steps]), 'tensor')}")
         return 0
     # Raise JobError if plain PyTorch itself ends elsewhere when it runs again.
-    from shardline_lab.comparison import differences
-
     for one in differences(expected, _plain(job, flags))[:1]:
         when = f"in step {one.step}" if one.step else "before the first step"
         raise JobError(
@@ -81,24 +84,6 @@ def check(**flags: Any) -> int:
         result = "the bits are equal" if not differences(expected, found) else "bits differ as well"
         click.echo(f"with --no-overlap {result}")
     return 1
-
-
-def _load(flags: Mapping[str, Any]) -> Job:
-    from shardline.job import load_job
-
-    path = options.existing_job(flags["job"])
-    assert path is not None
-    pairs = options.overrides({**flags, "steps": None})
-    return load_job(path, pairs, workers=1)
-
-
-def _remarks(checked: CheckedJob) -> list[str]:
-    if not checked.replaced:
-        return []
-    return [
-        f"compared without {', '.join(checked.replaced)}, which plain PyTorch has no equal for: synchronous, an "
-        "exchange in every step, exact bytes"
-    ]
 
 
 def _plain(job: Job, flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:

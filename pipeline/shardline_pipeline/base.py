@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from shardline.division import Division, DivisionChoice, of_parts
 from shardline_pipeline.layout import StageLayout
@@ -33,18 +33,17 @@ class PipelineSchedule(DivisionChoice, abc.ABC):
     So gradients, and buffers that forward passes change, are those of the same microbatches on one process, to the bit.
     """
 
+    staged: ClassVar[bool] = True
+    """The model is cut into stages."""
+    flushes: ClassVar[bool] = True
+    """A step begins when the one before has ended in all stages, so that no parameter is stale."""
+    keeps_one: ClassVar[bool] = False
+    """A new version of a stage's parameters takes the memory of the last: see AsynchronousSchedule."""
+    warning: ClassVar[str] = ""
+    """A sentence for whoever starts a job with it."""
+
     def division(self, job: Any) -> Division:
         return of_parts(job)
-
-    @property
-    def staged(self) -> bool:
-        """Whether the model is cut into stages at all."""
-        return True
-
-    @property
-    def flushes(self) -> bool:
-        """Whether a step begins when the one before has ended in all stages, so that no parameter is stale."""
-        return True
 
     @property
     def predict(self) -> bool:
@@ -57,19 +56,9 @@ class PipelineSchedule(DivisionChoice, abc.ABC):
         return False
 
     @property
-    def keeps_one(self) -> bool:
-        """Whether a new version of a stage's parameters takes the memory of the last: see AsynchronousSchedule."""
-        return False
-
-    @property
     def recompute(self) -> bool:
         """Whether a stage keeps of a microbatch only what came in, and repeats its forward pass to go back."""
         return False
-
-    @property
-    def warning(self) -> str:
-        """A sentence for whoever starts a job with it; "" = none."""
-        return ""
 
     @abc.abstractmethod
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:

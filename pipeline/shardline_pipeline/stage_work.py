@@ -379,7 +379,10 @@ class StageWork:
             outputs = self._repeated(at, held) if held.outputs is None else held.outputs
             gradients = None if parcel is None else self._gradients(outputs, parcel)
             with calling(f"backward(), {at}"):
-                self._go_back(outputs if parcel is None else [outputs[n] for n in parcel.places], gradients)
+                if parcel is None:
+                    (outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
+                else:
+                    torch.autograd.backward([outputs[n] for n in parcel.places], gradients)
         end_s, given = time.monotonic(), held.given
         if any(value.requires_grad for value in given.inputs):
             found = {n: value.grad for n, value in enumerate(given.inputs) if value.grad is not None}
@@ -387,13 +390,6 @@ class StageWork:
             which = [given.encoded[number] for number in found]
             self._channel.send(self._coding.encoded(made, which, self._border(at.stage - 1, back=True)))
         self._passed(at, start_s, end_s, holds, back=True)
-
-    def _go_back(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None) -> None:
-        """Add the gradients. gradients: those of the outputs; None in the last stage."""
-        if gradients is None:
-            (outputs[0] / self._job.accumulate).backward()  # type: ignore[no-untyped-call]
-            return
-        torch.autograd.backward(outputs, gradients)
 
     def _gradients(self, outputs: Sequence[torch.Tensor], parcel: Parcel) -> list[torch.Tensor]:
         """What has come back from the next stage. Raises ProtocolError, naming its worker, if it fits no output."""

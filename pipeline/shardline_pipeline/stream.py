@@ -173,7 +173,7 @@ class StreamRunner:
         while any(unit.backward < end for unit in self._units):
             if self._advance():
                 continue
-            keys = [key for at, back in self._next() if (key := self._work.needs(at, back=back))]
+            keys = [key for _, at, back, _ in self._next() if (key := self._work.needs(at, back=back))]
             if self._has_come:
                 self._exchange.wait(keys)
             elif not self._exchange.comes_first(keys):
@@ -210,16 +210,14 @@ class StreamRunner:
     # Passes
 
     def _advance(self) -> bool:
-        # The last stages first: what they send back frees memory. Then the replica that has most to do.
         """Compute one pass; False if none has what it needs."""
+        # The last stages first: what they send back frees memory. Then the replica that has most to do.
         self._units.sort(key=lambda unit: (-unit.stage, unit.forward + unit.backward, unit.replica))
-        for unit in self._units:
-            for at, back in self._passes(unit):
-                version = self._version(self._number(at), unit.stage, back=back)
-                if version in self._versions.get(unit.stage, ()) and self._work.ready(at, back=back):
-                    self._point(unit.stage, version, late=at.step - version)
-                    self._pass(unit, at, back=back)
-                    return True
+        for unit, at, back, version in self._next():
+            if self._work.ready(at, back=back):
+                self._point(unit.stage, version, late=at.step - version)
+                self._pass(unit, at, back=back)
+                return True
         return False
 
     def _pass(self, unit: _Unit, at: At, *, back: bool) -> None:
@@ -239,26 +237,24 @@ class StreamRunner:
             unit.buffers[at.step] = self._work.tensors.buffers_of(0, at.stage)
         unit.forward += 1
 
-    def _next(self) -> Iterator[tuple[At, bool]]:
+    def _next(self) -> Iterator[tuple[_Unit, At, bool, int]]:
+        """Passes that may follow, at most one each way of a unit, if they go back, and their version, which is here."""
         for unit in self._units:
-            for at, back in self._passes(unit):
-                if self._version(self._number(at), unit.stage, back=back) in self._versions.get(unit.stage, ()):
-                    yield at, back
-
-    def _passes(self, unit: _Unit) -> Iterator[tuple[At, bool]]:
-        """The passes, at most one each way, that a unit may compute next, and whether they are backward passes."""
-        follows = self._pipeline.follows(
-            unit,
-            self._crew(unit),
-            unit.stage,
-            self._layout,
-            step=self._step,
-            steps=self._steps,
-            first=self._first,
-        )
-        for back in follows:
-            step, microbatch = divmod(unit.backward if back else unit.forward, self._job.accumulate)
-            yield At(step, unit.replica, unit.stage, microbatch), back
+            follows = self._pipeline.follows(
+                unit,
+                self._crew(unit),
+                unit.stage,
+                self._layout,
+                step=self._step,
+                steps=self._steps,
+                first=self._first,
+            )
+            for back in follows:
+                step, microbatch = divmod(unit.backward if back else unit.forward, self._job.accumulate)
+                at = At(step, unit.replica, unit.stage, microbatch)
+                version = self._version(self._number(at), unit.stage, back=back)
+                if version in self._versions.get(unit.stage, ()):
+                    yield unit, at, back, version
 
     def _crew(self, unit: _Unit) -> list[_Unit]:
         """Units that the layout gives to the same worker: they are on one, whichever that is."""

@@ -23,7 +23,7 @@ from shardline_pipeline.activations.post import PostOffice
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.partition.activations import Activations
 from shardline_pipeline.worker import memory
-from shardline_pipeline.worker.memory_wait import MemoryCheck
+from shardline_pipeline.worker.memory import MemoryCheck
 
 WEIGHTS = 4 * 64 * 64
 

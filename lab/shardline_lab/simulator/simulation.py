@@ -328,17 +328,20 @@ class Simulation:
     def _die(self, death: Death) -> None:
         worker = self.workers[death.worker]
         worker.die()
-        self.clock.after(self.setup.fence_s, self._fence, worker, worker.incarnation)
-        if death.back_s is not None:
-            self.clock.after(death.back_s, self._return, worker)
+        incarnation = worker.incarnation
 
-    def _fence(self, worker: VirtualWorker, incarnation: int) -> None:
-        if worker.incarnation == incarnation:
+        def fence() -> None:
+            # The job goes on without a dead worker, unless it is back already.
+            if worker.incarnation == incarnation:
+                self._admit()
+
+        def come_back() -> None:
+            worker.revive(self._mode.worker_half(self.setup.job))
             self._admit()
 
-    def _return(self, worker: VirtualWorker) -> None:
-        worker.revive(self._mode.worker_half(self.setup.job))
-        self._admit()
+        self.clock.after(self.setup.fence_s, fence)
+        if death.back_s is not None:
+            self.clock.after(death.back_s, come_back)
 
 
 def result(simulation: Simulation) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shardline_pipeline.base import Pass, PipelineSchedule, UnitProgress
 from shardline_pipeline.layout import StageLayout
@@ -21,24 +22,14 @@ def newest(number: int, stage: int, layout: StageLayout, first: int) -> int:
 
 @dataclass(frozen=True)
 class AsynchronousSchedule(PipelineSchedule, abc.ABC):
-    """1F1B that never drains, so that no stage idles once the pipeline is full; parameters are stale instead."""
+    """1F1B that never drains, so that no stage idles once the pipeline is full; parameters are stale instead.
 
-    @property
-    def predict(self) -> bool:
-        return False
+    keeps_one: the last backward pass of a step waits until all forward passes with its version are done, see follows(),
+    since the next one takes its place. Else a backward pass uses the very parameters of its forward pass, and a worker
+    keeps several versions.
+    """
 
-    @property
-    def keeps_one(self) -> bool:
-        """Whether a stage keeps one version of its parameters, so that a new one takes the place of the last.
-
-        So the last backward pass of a step waits until all forward passes with its version are done, see follows().
-        Else a backward pass uses the very parameters of its forward pass, and a worker keeps several versions.
-        """
-        return False
-
-    @property
-    def flushes(self) -> bool:
-        return False
+    flushes: ClassVar[bool] = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         """See PipelineSchedule.passes: a step with none after it drains."""
@@ -87,24 +78,12 @@ class AsynchronousSchedule(PipelineSchedule, abc.ABC):
         own = [number for number in span if self.version(number, stage, layout, first=first) == version]
         return {layout.step(number) - version for number in own}
 
-    def versions(self, stage: int, layout: StageLayout) -> int:
-        """Largest number of versions of its parameters that a worker uses at a time, in a full pipeline."""
-        if self.keeps_one:
-            return 1
-        most, each, full = 0, layout.workers[stage], 2 * sum(layout.workers) * layout.share(stage)
-        for oldest in range(full, full + layout.share(stage)):
-            span = range(oldest, oldest + layout.ahead(stage) + 1)
-            most = max(most, len({self.version(one * each, stage, layout) for one in span}))
-        return most
-
 
 @dataclass(frozen=True)
 class OneVersion(AsynchronousSchedule, abc.ABC):
     """A stage computes forward with its newest parameters, and back with those of the step."""
 
-    @property
-    def keeps_one(self) -> bool:
-        return True
+    keeps_one: ClassVar[bool] = True
 
     def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
         return newest(number, stage, layout, first)

@@ -17,10 +17,7 @@ class NoStash(OneVersion):
     """
 
     name: ClassVar[str] = "no-stash"
-
-    @property
-    def warning(self) -> str:
-        return (
-            "pipeline no-stash is a negative example: its backward passes use other parameters than their forward "
-            "passes, so what it trains with is the gradient of nothing; choose pipeline='stash' or 'ftpipe' to train"
-        )
+    warning: ClassVar[str] = (
+        "pipeline no-stash is a negative example: its backward passes use other parameters than their forward passes, "
+        "so what it trains with is the gradient of nothing; choose pipeline='stash' or 'ftpipe' to train"
+    )

@@ -12,10 +12,7 @@ class Undivided(PipelineSchedule):
     """The passes of a model that is not cut into stages."""
 
     name: ClassVar[str] = "undivided"
-
-    @property
-    def staged(self) -> bool:
-        return False
+    staged: ClassVar[bool] = False
 
     def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
         return [Pass(number, back) for number in range(microbatches) for back in (False, True)]

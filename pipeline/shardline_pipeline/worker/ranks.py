@@ -24,7 +24,7 @@ from shardline_pipeline.tensor_parallel import layers_of
 from shardline_pipeline.tensor_parallel.rank_model import RankModel
 from shardline_pipeline.tensor_parallel.team import Team
 from shardline_pipeline.tensor_parallel.trial import try_parts
-from shardline_pipeline.worker.memory_wait import MemoryCheck
+from shardline_pipeline.worker.memory import MemoryCheck
 
 
 class TeamRunner(StageRunner):

@@ -24,7 +24,7 @@ from shardline_pipeline.runner import StageRunner
 from shardline_pipeline.schedules.gaps import Gaps
 from shardline_pipeline.staged import StagedModel
 from shardline_pipeline.stream import ParameterSource, StreamRunner
-from shardline_pipeline.worker.memory_wait import MemoryCheck
+from shardline_pipeline.worker.memory import MemoryCheck
 
 
 class PartsWorker:
