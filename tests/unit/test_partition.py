@@ -31,6 +31,7 @@ from shardline_pipeline.partition import (
     choose,
     forecast_of,
     mixed,
+    rated,
 )
 from shardline_pipeline.partition.forecast import asynchronous_times
 from shardline_pipeline.partition.mixed import joined, pack, refined, stages_of
@@ -377,6 +378,13 @@ def test_small_weights_and_large_activations_are_data_parallel(sync: str) -> Non
     plan = best(costs)
     assert plan == (PlannedStage(first=0, end=8, workers=(0, 1, 2, 3)),)
     assert not choose(costs).pipeline_is_better
+
+
+def test_a_worker_with_several_replicas_of_a_stage_pushes_each_of_them() -> None:
+    costs = costs_of((1.0, 10, 0, 0), (1.0, 1000, 0, 0), schedule=FLUSH)
+    plan = (PlannedStage(first=0, end=1, workers=(0, 1, 2)), PlannedStage(first=1, end=2, workers=(3,)))
+    # Three replicas of either stage push; a worker pulls its stage once.
+    assert rated(costs, plan).forecast.parameter_bytes == 3 * (10 + 1000) + 3 * 10 + 1000
 
 
 def test_a_choice_names_the_pipeline_where_it_is_faster_or_the_only_one_that_fits() -> None:

@@ -246,10 +246,17 @@ class Costs:
 
 
 def kept(costs: Costs, plan: Sequence[PlannedStage]) -> Costs:
-    """The costs of this plan, which may exchange less than others: see Costs.keeps."""
-    if not costs.keeps or len(plan) == 1 or any(len(stage.workers) > 1 for stage in plan):
+    """The costs of this plan: it may exchange nothing, see Costs.keeps, and a worker pushes each replica by itself."""
+    if len(plan) == 1 or costs.ring:
         return costs
-    return replace(costs, exchange=[replace(one, push_bytes=0.0, pull_bytes=0.0) for one in costs.exchanges])
+    replicas = math.lcm(*(len(stage.workers) for stage in plan))
+    if costs.keeps and replicas == 1:
+        return replace(costs, exchange=[replace(one, push_bytes=0.0, pull_bytes=0.0) for one in costs.exchanges])
+    found = list(costs.exchanges)
+    for stage in plan:
+        for layer in range(stage.first, stage.end):
+            found[layer] = replace(found[layer], push_bytes=found[layer].push_bytes * replicas / len(stage.workers))
+    return replace(costs, exchange=found)
 
 
 def versions(schedule: PipelineSchedule, stage: int, layout: StageLayout) -> tuple[int, int]:
