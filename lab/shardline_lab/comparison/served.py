@@ -95,10 +95,16 @@ def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int,
 
 def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[int], str]:
     read, write = os.pipe()
+
+    def end_line(_: Future[int]) -> None:
+        # Wakes the reader of a chief that ended without an address; there is none after one that has told it.
+        with contextlib.suppress(BrokenPipeError), open(write, "wb", buffering=0) as pipe:
+            pipe.write(b"\n")
+
     with open(read, encoding="utf-8") as ready:
         config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=os.dup(write))
         chief = _start(cluster.role("chief"), config)
-        chief.add_done_callback(lambda _: _end_line(write))
+        chief.add_done_callback(end_line)
         told, _, _ = select.select([read], [], [], cluster.timeouts.total_s)
         address = ready.readline().strip() if told else ""
     if address:
@@ -106,12 +112,6 @@ def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[i
     if chief.done():
         chief.result()
     raise UnreachableError(f"the chief of the comparison did not start within {cluster.timeouts.total_s:g} s")
-
-
-def _end_line(write: int) -> None:
-    """Wake the reader of a chief that ended without an address; there is none after one that has told it."""
-    with contextlib.suppress(BrokenPipeError), open(write, "wb", buffering=0) as pipe:
-        pipe.write(b"\n")
 
 
 def _start(role: Role, config: RoleConfig) -> Future[int]:

@@ -12,7 +12,7 @@ from shardline import codecs, consistency
 from shardline.cadence import CADENCES, Sends
 from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
-from shardline.codecs.base import Codec, Memory
+from shardline.codecs.base import Memory
 from shardline.consistency import CONSISTENCIES
 from shardline.core.plan import make_plan
 from shardline.division import PIPELINES, WholeModel
@@ -83,10 +83,6 @@ def own(job: Job) -> Choice:
     )
 
 
-def _comparable(codec: Codec) -> bool:
-    return codec.memory is Memory.NONE and not undecided(codec) and not codec.at_server.votes
-
-
 def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
     """The job's own choice, and every mode and codec with their defaults; local training where every step is of all.
 
@@ -100,7 +96,8 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
     replicas = max(job.replicas, workers)
     # Others than `codec` are the job's in every choice.
     fixed = job.codec_up or job.codec_down or job.codec_tensors
-    compared = [mine.codec] if fixed else [str(kind()) for kind in CODECS if _comparable(kind())]
+    plain = [codec for codec in (kind() for kind in CODECS) if codec.memory is Memory.NONE and not undecided(codec)]
+    compared = [mine.codec] if fixed else [str(codec) for codec in plain if not codec.at_server.votes]
     spares = [CONSISTENCIES.parse("sync:spares=1")] if replicas > 1 else []
     for mode in (*(kind() for kind in CONSISTENCIES), *spares):
         of_all = not mode.whole_pushes and mode not in spares

@@ -46,6 +46,7 @@ class PostOffice(Partners):
         self._metrics = metrics
         self.mailbox = Mailbox(config.task, metrics, config.timeouts.suspect_s, lambda key: hooks.still_open(key.step))
         """What has come."""
+        self.here, self.take, self.wait = self.mailbox.here, self.mailbox.take, self.mailbox.wait
         self.ports = ParcelPorts(config, offered(config.lane), self.mailbox, self._refused)
         """On which other workers send."""
         self._job: JobSpec | None = None
@@ -98,16 +99,6 @@ class PostOffice(Partners):
         """End waits: the orders have changed."""
         self.mailbox.interrupt()
         self.on_interrupt()
-
-    def here(self, key: ParcelKey) -> bool:
-        return self.mailbox.here(key)
-
-    def take(self, key: ParcelKey) -> Parcel:
-        return self.mailbox.take(key)
-
-    def wait(self, keys: Sequence[ParcelKey]) -> None:
-        """Wait until one of these has come. Raises StepAgain if the step has to be found again."""
-        self.mailbox.wait(keys)
 
     def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
         return self.mailbox.comes_first(keys, self._settled)

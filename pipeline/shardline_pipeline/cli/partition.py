@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardline.core.plan import Plan
     from shardline.core.spec import JobSpec
     from shardline.job import Job
-    from shardline_pipeline.base import PipelineSchedule
     from shardline_pipeline.partition import Cluster, Costs, LayerTraffic, Profile, Stages
 
 
@@ -87,6 +86,7 @@ def partition(**flags: Any) -> int:
 
 def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Costs:
     from shardline.core.settings import WORKER
+    from shardline_pipeline import Flush, schedule_named
     from shardline_pipeline.partition import Costs, coded
 
     spec = spec_of(replace(job, pipeline="whole-model", tensor_ranks=1), model)
@@ -94,7 +94,8 @@ def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Cost
     return Costs(
         profile=profile,
         cluster=make_cluster(flags),
-        schedule=schedule_of(job),
+        # If the job has no pipeline, 1F1B with a flush.
+        schedule=found if (found := schedule_named(job.pipeline)).staged else Flush(),
         microbatches=job.contributors * job.accumulate,
         exchange=exchanges(spec, len(profile.layers), flags["ps"]),
         coded=coded(profile, str(job.codec_parcels)),
@@ -123,14 +124,6 @@ def optimizer_bytes(job: JobSpec) -> float:
 
     trained = sum(one.elements * itemsize(one.dtype) for one in job.tensors if one.kind is TensorKind.PARAM)
     return sum(state_bytes(job, make_plan(job.tensors, 1)).values()) / trained
-
-
-def schedule_of(job: Job) -> PipelineSchedule:
-    """The job's pipeline, or if it has none, 1F1B with a flush."""
-    from shardline_pipeline import Flush, schedule_named
-
-    found = schedule_named(job.pipeline)
-    return found if found.staged else Flush()
 
 
 def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
