@@ -34,7 +34,7 @@ from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import Owners, named_values
 from shardline.schedule import complete, factor
-from shardline.update import Need, bucket_rule, chosen
+from shardline.update import Need, bucket_rule, runs_on_workers
 
 Gradients = dict[str, torch.Tensor | None]
 Values = dict[str, torch.Tensor]
@@ -107,7 +107,7 @@ class _Run:
         self.params = {name: value for name, value in values.items() if kinds[name] is not TensorKind.BUFFER}
         self.trained = {name: value for name, value in values.items() if kinds[name] is TensorKind.PARAM}
         self.buffers = {name: value for name, value in values.items() if kinds[name] is TensorKind.BUFFER}
-        plain = chosen(self.spec.rule).runs_optimizer
+        plain = runs_on_workers(self.spec.rule)
         self.stepper: _Stepper | _RuleStepper = (
             _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
         )
@@ -139,7 +139,8 @@ class _Run:
         else:
             _assign(self.buffers, after)
             mode = consistency.of(self.spec.consistency)
-            gradients = self._clip_as_torch(contributions[0]) if mode.clips_at_worker else self._combine(contributions)
+            shared = mode.worker_half(self.spec).shares_steps
+            gradients = self._combine(contributions) if shared else self._clip_as_torch(contributions[0])
             # PROTOCOL 1.1: the learning rate follows the step or the version.
             self.stepper.step(gradients, self.version if mode.clock is consistency.Clock.VERSION else self.at)
             self.version += 1
@@ -239,7 +240,7 @@ class _RuleStepper:
     def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
         self.plan = plan
         self.trained = trained
-        self.task = "worker/0" if consistency.of(spec.consistency).whole_pushes else ""
+        self.task = "" if consistency.of(spec.consistency).worker_half(spec).shares_steps else "worker/0"
         device = next(iter(trained.values())).device
         self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
         self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]

@@ -23,6 +23,7 @@ from shardline.errors import JobError, calling
 from shardline.testing import copies
 from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
 from shardline_pipeline.base import PipelineSchedule
+from shardline_pipeline.by_stage import ByStage
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
 from shardline_pipeline.staged import StagedModel
@@ -253,7 +254,7 @@ def in_one_process(
     spec: JobSpec, job: DataSource, model: nn.Module, source: BatchSource, predict: Callable[[int], Any]
 ) -> Gradients:
     schedule = pipeline.of(spec)
-    if consistency.of(spec.consistency).by_stage and spec.replicas > 1:
+    if isinstance(consistency.of(spec.consistency), ByStage) and spec.replicas > 1:
         raise JobError(
             "reference() repeats what does not depend on who was first, but the replicas of a pipeline with "
             f"consistency {consistency.of(spec.consistency)} don't wait for each other; compare with replicas=1"

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.base import Clock, Consistency, Gives
+from shardline.consistency.cuts import AT_ONE_STEP, Cuts
+from shardline.consistency.intake import Intake, PullAnswer
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import WorkerHalf
@@ -23,6 +25,7 @@ from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Storage
+from shardline.update.base import Need
 from shardline.waist import Standing
 
 
@@ -105,9 +108,10 @@ class ByStage(Consistency):
     """
 
     clock: ClassVar[Clock] = Clock.VERSION
-    by_stage: ClassVar[bool] = True
-    pulls_follow_pushes: ClassVar[bool] = True
-    consistent_cuts: ClassVar[bool] = True
+    intake: ClassVar[Intake] = Intake(answer=PullAnswer.AFTER)
+    cuts: ClassVar[Cuts] = AT_ONE_STEP
+    gives: ClassVar[frozenset[Gives]] = frozenset({Gives.ONE_STEP_CUTS, Gives.EVERY_GRADIENT, Gives.PARTS})
+    tells: ClassVar[frozenset[Need]] = frozenset(Need)
     name: ClassVar[str] = "async"
     slack: int = -1
 

@@ -7,10 +7,12 @@ from shardline import cadence, codecs, consistency
 from shardline.cadence import Sends
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Memory
-from shardline.consistency import Consistency
+from shardline.consistency import Consistency, Gives
 from shardline.core.settings import WORKER
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError
+from shardline.update import Need, chosen
+from shardline_pipeline.by_stage import ByStage
 from shardline_pipeline.schedules.gaps import check_gaps
 
 
@@ -20,7 +22,7 @@ def goes_back(job: JobSpec) -> bool:
     Without a flush stages are at different steps. Where replicas don't wait for each other, the parameters that a step
     was begun with are nowhere else.
     """
-    return not pipeline.of(job).flushes or consistency.of(job.consistency).by_stage
+    return not pipeline.of(job).flushes or isinstance(consistency.of(job.consistency), ByStage)
 
 
 def check(job: JobSpec, *, standbys: int, workers: int | None) -> None:
@@ -30,13 +32,13 @@ def check(job: JobSpec, *, standbys: int, workers: int | None) -> None:
     how = (
         f"pipeline {chosen_pipeline}" if chosen_pipeline.staged else f"tensor_parallel over {pipeline.ranks(job)} ranks"
     )
-    if not (mode.sums_in_tree or mode.by_stage) or mode.drops_late:
+    if Gives.PARTS not in mode.gives:
         also = ", 'async' or 'ssp'" if chosen_pipeline.staged and pipeline.ranks(job) == 1 else ""
         raise JobError(
             f"{how} takes every step with all parts of all replicas, but consistency {mode} does not; choose "
             f"consistency='sync' without spares{also}"
         )
-    if mode.by_stage:
+    if isinstance(mode, ByStage):
         _check_by_stage(job, mode)
     if pace.sends is not Sends.GRADIENTS:
         raise JobError(
@@ -69,7 +71,7 @@ def check(job: JobSpec, *, standbys: int, workers: int | None) -> None:
                 "pipeline='flush', or leave tensor_parallel out"
             )
         # Each replica goes on by itself from where it is.
-        _check_asynchronous(job, standbys=0 if mode.by_stage else standbys)
+        _check_asynchronous(job, standbys=0 if isinstance(mode, ByStage) else standbys)
 
 
 def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
@@ -93,6 +95,13 @@ def _check_ranks(job: JobSpec, how: str, *, workers: int | None) -> None:
 
 def _check_by_stage(job: JobSpec, mode: Consistency) -> None:
     found = pipeline.of(job)
+    rule = chosen(job.rule)
+    if lacking := sorted(need.value for need in rule.needs - {Need.WORKER}):
+        raise JobError(
+            f"update rule {rule} needs {', '.join(lacking)}, but with consistency {mode} the passes of a pipeline have "
+            "several versions, and no server knows which; choose a rule that needs none of it, or "
+            "pipeline='whole-model'"
+        )
     how = f"consistency {mode} applies each replica's gradient of a stage of pipeline {found} by itself"
     if pipeline.ranks(job) > 1:
         raise JobError(

@@ -12,6 +12,7 @@ import torch
 
 from shardline import consistency
 from shardline.config import RoleConfig
+from shardline.consistency.intake import PullAnswer
 from shardline.core.orders import Orders, Phase
 from shardline.core.plan import ShardSpec
 from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
@@ -145,7 +146,7 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
     One per replica; a ps doesn't know how many workers an asynchronous job has, so there it counts one.
     """
-    lends = consistency.of(configuration.consistency).lends_values
+    lends = consistency.of(configuration.consistency).publishing.lends
     if lends and configuration.coding.pull.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
@@ -153,7 +154,9 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
 def sent_bytes(configuration: PsConfiguration) -> int:
     """Bytes of whole replies made for one worker each, to be sent; as in reply_bytes()."""
-    return reply_bytes(configuration) if consistency.of(configuration.consistency).replies_with_push else 0
+    return (
+        reply_bytes(configuration) if consistency.of(configuration.consistency).intake.answer is PullAnswer.WITH else 0
+    )
 
 
 def run(config: RoleConfig) -> int:

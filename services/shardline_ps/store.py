@@ -407,7 +407,7 @@ class ParameterStore:
     def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
         spec = settings.plan.shards[number]
         on_host = self.device.type == "cpu"
-        keeps_previous = consistency.of(settings.consistency).keeps_previous
+        keeps_previous = consistency.of(settings.consistency).publishing.steps > 1
         shard = Shard(
             number,
             settings,
@@ -522,7 +522,7 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
         (number, bucket.number): bucket.spec.nbytes
         for number, shard in shards.items()
         for bucket in shard.buckets
-        if mode.sums_in_tree and bucket.spec.kind is not TensorKind.FROZEN
+        if mode.intake.in_tree and bucket.spec.kind is not TensorKind.FROZEN
     }
     limit = staging_limit(configuration, asked)
     if asked is not None and limit > asked:
@@ -534,7 +534,7 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
             configuration.replicas,
         )
     replicas = mode.contributors(configuration.replicas)
-    return Ledger(limit, sizes, replicas, total_waits=mode.waits_for_verdict, view=view)
+    return Ledger(limit, sizes, replicas, total_waits=mode.intake.total_waits, view=view)
 
 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:

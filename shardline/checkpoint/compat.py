@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from shardline import consistency
-from shardline.consistency import named
+from shardline.consistency import Gives, named
 from shardline.core.spec import JobSpec, TensorSpec, flattened, joined
 from shardline.errors import CheckpointError, JobError
 from shardline.update import chosen
 
-_SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
-"""Settings that decide which samples and random numbers a synchronous step sees: changing one changes the results."""
+_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
+"""Settings that decide which samples and random numbers a step sees: changing one changes results to be repeated."""
 
 
 def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
@@ -27,12 +27,12 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
     ours, theirs = chosen(job.rule), chosen(stored.rule)
     pairs: list[tuple[str, Any, Any]] = [("consistency", named(job.consistency), named(stored.consistency))]
     if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
-        pairs.insert(0, ("the update rule", ours.label(job.rule), theirs.label(stored.rule)))
+        pairs.insert(0, ("the update rule", job.rule.label, stored.rule.label))
     else:
         # Settings and arguments may change as long as the stored state stays the same.
         pairs += [("the state of the update rule", _states(job), _states(stored))]
-    if consistency.of(job.consistency).bit_exact:
-        pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
+    if Gives.SAME_BITS in consistency.of(job.consistency).gives:
+        pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _IDENTITY]
     blocking = [
         *_tensor_differences(stored, job),
         *[f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs],

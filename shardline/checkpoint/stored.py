@@ -352,7 +352,7 @@ class StoredTensors:
             if part.numel() != elements:
                 raise CheckpointError(
                     f"{self._where}: state {state!r} of {spec.name!r} has {part.numel()} elements; update rule "
-                    f"{method.label(rule)} needs {elements}"
+                    f"{rule.label} needs {elements}"
                 )
             if flat is None:
                 flat = torch.zeros(total, dtype=part.dtype)

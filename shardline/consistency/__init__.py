@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from shardline.consistency.asynchronous import Asynchronous
-from shardline.consistency.base import Clock, Consistency
-from shardline.consistency.eager import Eager
+from shardline.consistency.base import Clock, Consistency, Gives
+from shardline.consistency.eager import Eager, Voted
 from shardline.consistency.softsync import SoftSync
 from shardline.consistency.ssp import SSP
-from shardline.consistency.voted import Voted, VotedSteps, choices, votes
+from shardline.consistency.voted import VotedSteps, choices, votes
 from shardline.core.spec import ConsistencySpec
 from shardline.errors import JobError
 from shardline.seams import Table
@@ -23,6 +23,7 @@ __all__ = [
     "Clock",
     "Consistency",
     "Eager",
+    "Gives",
     "SoftSync",
     "Sync",
     "VotedSteps",

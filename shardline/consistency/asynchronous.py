@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency, in_stages
+from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
+from shardline.consistency.batches import LEASED, BatchChoice
+from shardline.consistency.intake import WHOLE_ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.outcome import Outcome
 from shardline.core.push_context import PushContext
 from shardline.core.spec import ConsistencySpec
 from shardline.storage.shard import Storage
+from shardline.update.base import Need
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,10 @@ class Asynchronous(Consistency):
 
     name: ClassVar[str] = "async"
     clock: ClassVar[Clock] = Clock.VERSION
-    whole_pushes: ClassVar[bool] = True
-    replies_with_push: ClassVar[bool] = True
-    leases_batches: ClassVar[bool] = True
-    clips_at_worker: ClassVar[bool] = True
+    batches: ClassVar[BatchChoice] = LEASED
+    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    gives: ClassVar[frozenset[Gives]] = OWN | {Gives.EQUAL_MOVES}
+    tells: ClassVar[frozenset[Need]] = frozenset(Need)
     in_stages: bool = False
 
     def staged(self) -> Consistency:
@@ -38,10 +41,6 @@ class Asynchronous(Consistency):
     def under(self, spec: ConsistencySpec) -> Consistency:
         """In a pipeline no worker has a whole push."""
         return in_stages("async") if self.in_stages else self
-
-    def contributors(self, replicas: int) -> int:
-        """One: a batch belongs to a single replica."""
-        return 1
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return AsynchronousPushes(storage, terms)

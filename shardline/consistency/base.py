@@ -1,7 +1,7 @@
 """Consistency: which contributions make an update, and what a worker may pull. One file per mode. Pure.
 
-A resident is the choice and its traits: what the rest of the system has to know about a mode, as properties with a
-meaning. Code outside this package never asks for a mode's name or class.
+A resident is the choice, and the objects that it gives to others: each does what differs between modes in one part of
+the system. Code outside this package never asks for a mode's name, class or kind.
 
 A mode is one file with two classes: the resident, and its server half. CONSISTENCIES.add() lists it.
 """
@@ -13,13 +13,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline import plugins
+from shardline.consistency.batches import OF_REPLICAS, BatchChoice
+from shardline.consistency.cuts import EACH_BY_ITSELF, Cuts
+from shardline.consistency.intake import INITIAL, LATEST, Intake, Publishing
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.spec import ConsistencySpec, JobSpec
+from shardline.errors import JobError, ShardlineError
 from shardline.seams import Resident
 from shardline.storage.shard import Storage
+from shardline.update.base import Need
 
 
 class Clock(enum.Enum):
@@ -31,68 +36,66 @@ class Clock(enum.Enum):
     """Applied updates; each worker has its own."""
 
 
+class Gives(enum.Enum):
+    """What a mode gives to other methods, as the sentence that refuses those which need it where it is missing."""
+
+    COMMON_STEPS = "in consistency {mode} workers have no common steps"
+    ONE_STEP_CUTS = "consistency {mode} has no checkpoint of one step"
+    EVERY_GRADIENT = "consistency {mode} drops what comes too late"
+    EQUAL_MOVES = "consistency {mode} divides what several replicas send"
+    WEIGHED_SUMS = "consistency {mode} adds up no pushes of different staleness"
+    SAME_BITS = "in consistency {mode} the bits depend on the order in which pushes arrive, which no journal has"
+    WHOLE_PUSHES = "in consistency {mode} each gradient of a stage of a pipeline is an update of its own"
+    PARTS = "consistency {mode} does not take every step with all parts of all replicas"
+    CLIPS_FIRST = "in consistency {mode} servers clip the mean, after everything that workers do to a gradient"
+
+    def need(self, mode: Consistency, who: str, remedy: str, error: type[ShardlineError] = JobError) -> None:
+        """Raise an error unless the mode gives this. who: which method needs it, and for what."""
+        if self not in mode.gives:
+            raise error(f"{who}, but {self.value.format(mode=mode)}; {remedy}")
+
+
+COMMON = frozenset({Gives.SAME_BITS, Gives.COMMON_STEPS, Gives.ONE_STEP_CUTS, Gives.EQUAL_MOVES, Gives.WHOLE_PUSHES})
+"""What every mode gives whose replicas make steps together."""
+OWN = frozenset({Gives.EVERY_GRADIENT, Gives.WHOLE_PUSHES, Gives.CLIPS_FIRST})
+"""What every mode gives whose workers push by themselves."""
+
+
 @dataclass(frozen=True)
 class Consistency(Resident):
-    """A mode: its settings are the fields, its traits the class variables."""
+    """A mode: its settings are the fields, what it gives to others the class variables."""
 
     clock: ClassVar[Clock]
     """The unit of steps, the learning-rate schedule, stops and metrics."""
-    keeps_previous: ClassVar[bool] = False
-    """A bucket publishes the values of its step and of the previous step, which a replaced worker may still need."""
-    whole_pushes: ClassVar[bool] = False
-    """A push is numbered, kept until its commit and counted in all buckets at once, with one outcome. False: it names
-    its step and its block of replicas, and each of its buckets counts as soon as it is complete."""
-    sums_pushes: ClassVar[bool] = False
-    """Whole pushes are added up, and one update has several of them: it comes from no single worker."""
-    holds_back: ClassVar[bool] = False
-    """A pull waits for workers that are behind, so a worker that has nothing to push for a while must say so."""
-    sums_in_tree: ClassVar[bool] = False
-    """Contributions of replicas are added in the canonical tree, so that a worker may add up a whole block first."""
-    waits_for_verdict: ClassVar[bool] = False
-    """A complete step is applied after the lead's decision for all shards."""
-    drops_late: ClassVar[bool] = False
-    """A step closes once enough replicas have contributed, at the lead's choice; what comes later is dropped."""
-    pulls_by_step: ClassVar[bool] = False
-    """A pull asks for the values of one step, and gets exactly those or none."""
-    replies_with_push: ClassVar[bool] = False
-    """A pull in the same call as a push is answered with the values right after that push."""
-    publishes_after_standby: ClassVar[bool] = False
-    """An update is published once the standby has it. False: it is published at once, and answers wait instead."""
-    consistent_cuts: ClassVar[bool] = False
-    """All shards are cut at the same step, which can be agreed on in advance; a rollback takes all of them back to it.
-    False: each shard is cut at its own time and goes back alone."""
-    leases_batches: ClassVar[bool] = False
-    """The chief leases batches one by one, and again if a worker dies. False: it assigns replicas, and a replica's
-    batches follow from the step."""
-    bit_exact: ClassVar[bool] = False
-    """The final parameters do not depend on the number of workers or on which of them died; with `drops_late`, they
-    follow from the choices, which the journal has."""
-    by_stage: ClassVar[bool] = False
-    """For pipelines: each replica's contribution to a bucket is an update, and its steps are numbered by replica."""
-    pulls_follow_pushes: ClassVar[bool] = False
-    """A pull in the same call as pushes is answered with values that contain them."""
-    clips_at_worker: ClassVar[bool] = False
-    """A worker clips its own gradient and decides itself to skip one that is not finite."""
+    gives: ClassVar[frozenset[Gives]] = frozenset()
+    """What methods of other seams may need; shardline.fit refuses those that need more."""
+    tells: ClassVar[frozenset[Need]] = frozenset()
+    """What servers know of a push when they apply it, for update rules."""
+    cuts: ClassVar[Cuts] = EACH_BY_ITSELF
+    """When shards are cut for checkpoints, where they stop, and which of them go back."""
+    batches: ClassVar[BatchChoice] = OF_REPLICAS
+    """Who says which batch a worker trains on."""
+    intake: ClassVar[Intake] = INITIAL
+    """How servers take in pushes of gradients."""
+    publishing: ClassVar[Publishing] = LATEST
+    """Which values servers publish, and when."""
 
     @property
     def assigns_replicas(self) -> bool:
         """Whether the chief assigns replicas to workers."""
-        return not self.leases_batches
-
-    @property
-    def lends_values(self) -> bool:
-        """Whether a pull may be answered with the published memory itself: nothing is written to what somebody reads,
-        since an update that overwrites it needs the reader's contribution.
-        """
-        return self.pulls_by_step and not self.drops_late
+        return self.batches is OF_REPLICAS
 
     def contributors(self, replicas: int) -> int:
-        """Number of replicas that may contribute to one update, for a job with `replicas`."""
-        return replicas
+        """Number of replicas that may contribute to one update, for a job with `replicas`; a lease belongs to one."""
+        return replicas if self.assigns_replicas else 1
 
     def needed(self, replicas: int) -> int:
         """Number of contributions that make one update. Raises JobError if the mode can't train `replicas`."""
         return self.contributors(replicas)
+
+    def held(self, nbytes: int, replicas: int) -> dict[str, int]:
+        """Most bytes that contributions to open updates take, by kind, for a server with `nbytes` of parameters."""
+        return {}
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode for this choice with a job's other settings, such as clipping."""
@@ -108,7 +111,7 @@ class Consistency(Resident):
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """A worker's half for a job of this mode, at the job's beginning."""
-        return OwnPushes(job) if self.whole_pushes else SharedSteps(job, by_bucket=not self.waits_for_verdict)
+        return SharedSteps(job, by_bucket=not self.intake.total_waits) if self.intake.by_bucket else OwnPushes(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """The server half of this mode for one shard."""

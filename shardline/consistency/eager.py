@@ -1,19 +1,22 @@
-"""Eager synchronous steps: a bucket applies a step as soon as every replica's contribution is there. PROTOCOL 1.4."""
+"""Synchronous steps; eager ones apply a bucket as soon as every replica's contribution is there. PROTOCOL 1.4."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.base import COMMON, Clock, Consistency, Gives
+from shardline.consistency.cuts import AT_ONE_STEP, Cuts
+from shardline.consistency.intake import BOTH_STEPS, LENT, TREE, VOTED_APART, VOTED_TREE, Intake, Publishing
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, Terms
-from shardline.consistency.spares import Spares, check_spares
-from shardline.consistency.voted import Voted
+from shardline.consistency.spares import SpareContributions, SpareSteps, check_spares, needed
+from shardline.consistency.voted import VotedSteps
+from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.contributions import Partial, mean
 from shardline.core.gradients import nonfinite_names
 from shardline.core.reduce import is_finite, stays_finite
-from shardline.core.spec import ConsistencySpec, TensorKind
+from shardline.core.spec import ConsistencySpec, JobSpec, TensorKind
 from shardline.errors import NonFiniteError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Storage
@@ -28,12 +31,10 @@ class Eager(Consistency):
 
     name: ClassVar[str] = "sync"
     clock: ClassVar[Clock] = Clock.STEP
-    keeps_previous: ClassVar[bool] = True
-    sums_in_tree: ClassVar[bool] = True
-    pulls_by_step: ClassVar[bool] = True
-    publishes_after_standby: ClassVar[bool] = True
-    consistent_cuts: ClassVar[bool] = True
-    bit_exact: ClassVar[bool] = True
+    cuts: ClassVar[Cuts] = AT_ONE_STEP
+    intake: ClassVar[Intake] = TREE
+    publishing: ClassVar[Publishing] = LENT
+    gives: ClassVar[frozenset[Gives]] = COMMON | {Gives.EVERY_GRADIENT, Gives.PARTS}
     spares: int = 0
     quorum: float = 1.0
 
@@ -48,6 +49,39 @@ class Eager(Consistency):
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return EagerSteps(storage, terms)
+
+
+@dataclass(frozen=True)
+class Voted(Eager):
+    """Synchronous, and each step is scaled or skipped by one decision for all shards."""
+
+    name: ClassVar[str] = "voted"
+    intake: ClassVar[Intake] = VOTED_TREE
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        return VotedSteps(storage, terms)
+
+
+@dataclass(frozen=True)
+class Spares(Eager):
+    """Synchronous: each step is one update from the gradients of the replicas that are first."""
+
+    gives: ClassVar[frozenset[Gives]] = COMMON
+    intake: ClassVar[Intake] = VOTED_APART
+    publishing: ClassVar[Publishing] = BOTH_STEPS
+
+    def needed(self, replicas: int) -> int:
+        return needed(replicas, self.spares, self.quorum)
+
+    def held(self, nbytes: int, replicas: int) -> dict[str, int]:
+        """See Consistency: one contribution per replica is kept until the lead has chosen."""
+        return {"contributions": nbytes * replicas}
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        return SpareContributions(job, by_bucket=False)
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        return SpareSteps(storage, terms, self.needed(terms.contributors))
 
 
 class EagerSteps(ReplicaSteps):

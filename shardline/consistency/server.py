@@ -37,8 +37,8 @@ class Terms:
     contributors: int
     """Replicas that make one update; see Consistency.contributors()."""
     nan_policy: str
-    share: Callable[[int], float] = lambda staleness: 1.0
-    """Factor for a push of this staleness in a sum of several; see UpdateRule.share()."""
+    weights: Callable[[int], float] | None = None
+    """Factor for a push of this staleness in a sum of several; see shardline.update.weights()."""
     replayed: Choices = field(default_factory=Choices)
     """The choices of another run, which the lead repeats."""
 
@@ -52,7 +52,7 @@ class NumberedPush:
     base_version: int
     """Lowest version of the values that it was computed from."""
     clock: int = 0
-    """The worker's clock after it, in modes with `holds_back`."""
+    """The worker's clock after it, in modes in which pulls wait for workers that are behind."""
     scale: float = 1.0
     """Factor for the gradient from clipping at the worker."""
     skip: bool = False

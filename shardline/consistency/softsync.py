@@ -9,7 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.base import OWN, Clock, Consistency, Gives
+from shardline.consistency.batches import LEASED, BatchChoice
+from shardline.consistency.intake import WHOLE_ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import NumberedPush, ServerHalf, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled
@@ -32,20 +34,17 @@ class SoftSync(Consistency):
 
     name: ClassVar[str] = "softsync"
     clock: ClassVar[Clock] = Clock.VERSION
-    whole_pushes: ClassVar[bool] = True
-    sums_pushes: ClassVar[bool] = True
-    replies_with_push: ClassVar[bool] = True
-    leases_batches: ClassVar[bool] = True
-    clips_at_worker: ClassVar[bool] = True
+    batches: ClassVar[BatchChoice] = LEASED
+    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    gives: ClassVar[frozenset[Gives]] = OWN | {Gives.WEIGHED_SUMS}
     n: int = 1
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise JobError(f"consistency softsync: n is {self.n}; it must be at least 1")
 
-    def contributors(self, replicas: int) -> int:
-        """One: a batch belongs to a single replica."""
-        return 1
+    def held(self, nbytes: int, replicas: int) -> dict[str, int]:
+        return {"sums": nbytes}
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return SoftSyncPushes(storage, terms, self.n)
@@ -85,7 +84,7 @@ class SoftSyncPushes(NumberedPushes):
             return
         self._summed += 1
         for bucket, total in totals:
-            self._add(bucket, total, scale * self.terms.share(context.staleness))
+            self._add(bucket, total, scale * (self.terms.weights(context.staleness) if self.terms.weights else 1.0))
         if outcome is Outcome.APPLIED:
             self._apply(record)
 

@@ -11,12 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import progress
-from shardline.consistency.server import ServerHalf, ShardVote, Staged, Terms
+from shardline.consistency.server import ShardVote, Staged, Terms
 from shardline.consistency.voted import VotedSteps
-from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.choices import choice_of, members
 from shardline.core.contributions import Partial
@@ -24,7 +22,7 @@ from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.records import Applied, AppliedPush, Record
 from shardline.core.reduce import Block
-from shardline.core.spec import JobSpec, TensorKind
+from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Hyper, Storage
@@ -86,35 +84,6 @@ def progress_of_spare(bucket_step: int, replica: int, *, counted: bool, choice: 
     """The step that a replica has to work on according to one bucket. choice: that of its open step. Pure."""
     dropped = choice is not None and not choice >> replica & 1
     return progress(bucket_step, counted or dropped)
-
-
-@dataclass(frozen=True)
-class Spares(Consistency):
-    """Synchronous: each step is one update from the gradients of the replicas that are first."""
-
-    name: ClassVar[str] = "sync"
-    clock: ClassVar[Clock] = Clock.STEP
-    keeps_previous: ClassVar[bool] = True
-    waits_for_verdict: ClassVar[bool] = True
-    drops_late: ClassVar[bool] = True
-    pulls_by_step: ClassVar[bool] = True
-    publishes_after_standby: ClassVar[bool] = True
-    consistent_cuts: ClassVar[bool] = True
-    bit_exact: ClassVar[bool] = True
-    spares: int = 0
-    quorum: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_spares(self.spares, self.quorum)
-
-    def needed(self, replicas: int) -> int:
-        return needed(replicas, self.spares, self.quorum)
-
-    def worker_half(self, job: JobSpec) -> WorkerHalf:
-        return SpareContributions(job, by_bucket=False)
-
-    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        return SpareSteps(storage, terms, self.needed(terms.contributors))
 
 
 @dataclass

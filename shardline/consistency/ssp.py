@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardline.consistency.asynchronous import AsynchronousPushes
-from shardline.consistency.base import Clock, Consistency, in_stages
+from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
+from shardline.consistency.batches import LEASED, BatchChoice
 from shardline.consistency.eager import Eager
+from shardline.consistency.intake import WHOLE, Intake
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
@@ -23,6 +25,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import JobError
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Storage
+from shardline.update.base import Need
 from shardline.waist import Standing
 
 
@@ -68,20 +71,16 @@ class SSP(Consistency):
 
     name: ClassVar[str] = "ssp"
     clock: ClassVar[Clock] = Clock.VERSION
-    whole_pushes: ClassVar[bool] = True
-    holds_back: ClassVar[bool] = True
-    leases_batches: ClassVar[bool] = True
-    clips_at_worker: ClassVar[bool] = True
+    batches: ClassVar[BatchChoice] = LEASED
+    intake: ClassVar[Intake] = WHOLE
+    gives: ClassVar[frozenset[Gives]] = OWN | {Gives.EQUAL_MOVES}
+    tells: ClassVar[frozenset[Need]] = frozenset(Need)
     slack: int = 3
     in_stages: bool = False
 
     def __post_init__(self) -> None:
         if self.slack < 0:
             raise JobError(f"consistency ssp: slack is {self.slack}; it must be at least 0")
-
-    def contributors(self, replicas: int) -> int:
-        """One: a batch belongs to a single replica."""
-        return 1
 
     def under(self, spec: ConsistencySpec) -> Consistency:
         """Without slack, all workers read the same values in each round: a synchronous job."""

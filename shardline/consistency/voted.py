@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.choosing import StepChoices
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, ShardVote, Staged, Terms
@@ -19,24 +18,6 @@ from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind
 from shardline.storage.bucket import Bucket
 from shardline.storage.shard import Hyper, Storage
-
-
-@dataclass(frozen=True)
-class Voted(Consistency):
-    """Synchronous, and each step is scaled or skipped by one decision for all shards."""
-
-    name: ClassVar[str] = "voted"
-    clock: ClassVar[Clock] = Clock.STEP
-    keeps_previous: ClassVar[bool] = True
-    sums_in_tree: ClassVar[bool] = True
-    waits_for_verdict: ClassVar[bool] = True
-    pulls_by_step: ClassVar[bool] = True
-    publishes_after_standby: ClassVar[bool] = True
-    consistent_cuts: ClassVar[bool] = True
-    bit_exact: ClassVar[bool] = True
-
-    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        return VotedSteps(storage, terms)
 
 
 class VotedSteps(ReplicaSteps):

@@ -124,6 +124,11 @@ class RuleSpec:
     method: str = "torch"
     """A choice from shardline.update.RULES; "torch" runs the class itself."""
 
+    @property
+    def label(self) -> str:
+        """Name of the rule with its optimizer in errors."""
+        return self.name if self.method == "torch" else f"{self.method} over {self.name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:

@@ -88,8 +88,6 @@ def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> 
     decision = admit_data(backend, header.data, init=init)
     if init or decision.outcome is not Outcome.SERVED:
         return decision
-    shard, block = backend.shard(header.data.shard), header.block
-    if not shard.consistency.whole_pushes and block.first + block.count > shard.replicas:
-        named = Block(block.first, block.count)
-        return Decision(Outcome.REFUSED, f"block {named} is outside the job's {shard.replicas} replicas")
-    return decision
+    shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
+    refused = shard.consistency.intake.why_not(block, shard.replicas)
+    return Decision(Outcome.REFUSED, refused) if refused else decision

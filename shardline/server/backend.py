@@ -58,7 +58,7 @@ class HostedShard:
         self.storage, self.publication, self.summing = storage, publication, summing
         self.number, self.buckets, self.tally = storage.number, storage.buckets, storage.tally
         self.consistency = consistency
-        """The job's mode; its traits say how pushes come and what may be pulled."""
+        """The job's mode; it says how pushes are taken in and what is published."""
         self.mode = consistency.server_half(storage, terms)
         """What counts, when it is applied, what is served."""
         self.tensors, self.replicas = len(terms.plan.tensors), terms.contributors
@@ -69,7 +69,7 @@ class HostedShard:
     @property
     def counts_inline(self) -> bool:
         """Counting a small bucket takes microseconds, including the update: no vote and no standby to wait for."""
-        return self.on_host and not self.consistency.waits_for_verdict
+        return self.on_host and not self.consistency.intake.total_waits
 
     @property
     def position(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline.codecs.coding import BucketCoding, Coding
+from shardline.consistency.intake import INITIAL
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -49,9 +50,7 @@ class IncomingPush:
         """The pushes that it keeps pace with: those of its step, if its bytes move and every replica is needed."""
         if self.attachment is None or self.attachment.borrowed or not self.in_tree or self.header.partial:
             return None
-        shard = self.shard
-        needs_all = shard.replicas > 1 and not shard.consistency.drops_late
-        return (shard.number, self.header.step) if needs_all else None
+        return (self.shard.number, self.header.step) if self.shard.replicas > 1 else None
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
@@ -79,10 +78,9 @@ class IncomingPush:
         self.gradient, block = gradient_kind(self.header), self.header.block
         self.block = Block(block.first, block.count)
         if self.rejected is None:
-            mode, several = self.shard.consistency, self.shard.replicas > 1
-            self.by_bucket = not (self.gradient and mode.whole_pushes)
-            self.in_tree = self.gradient and mode.sums_in_tree
-            self.repeatable = self.gradient and self.by_bucket and several
+            intake = self.shard.consistency.intake if self.gradient else INITIAL
+            self.by_bucket, self.in_tree = intake.by_bucket, intake.in_tree
+            self.repeatable = self.gradient and self.by_bucket and self.shard.replicas > 1
 
 
 @fixed()

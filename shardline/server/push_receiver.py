@@ -476,8 +476,7 @@ class PushReceiver:
         ack.staleness, ack.timeline = lag, self._backend.timeline
         if push.rejected is None:
             ack.step, ack.version = shard.position
-            if shard.consistency.whole_pushes:
-                ack.next_seq = shard.mode.last_push(header.data.task) + 1
+            ack.next_seq = shard.consistency.intake.next_number(shard.mode.last_push(header.data.task))
             others = [found for found in push.decisions.items() if found[1].outcome is not decision.outcome]
             for number, item in sorted(others, key=lambda found: found[0]):
                 ack.buckets.append(

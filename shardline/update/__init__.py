@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from shardline.core.plan import BucketSpec
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.seams import Table
 from shardline.update.arguments import ALLOWED, REFUSED, fixed_settings, hyper_numbers, rule, rule_from_optimizer
-from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
+from shardline.update.base import BucketRule, Need, Site, UpdateRule, Weighing, parse_state_key, state_key
 from shardline.update.dana import DANA
 from shardline.update.dc_asgd import DCASGD
 from shardline.update.gap_aware import GapAware
@@ -30,7 +30,6 @@ __all__ = [
     "BucketRule",
     "Need",
     "Site",
-    "Takes",
     "Torch",
     "UpdateRule",
     "bucket_rule",
@@ -43,8 +42,10 @@ __all__ = [
     "parse_state_key",
     "rule",
     "rule_from_optimizer",
+    "runs_on_workers",
     "state_key",
     "wants_whole",
+    "weights",
 ]
 
 RULES: Table[UpdateRule] = Table("rule", Torch, StalenessAware, GapAware, DCASGD, NAGASGD, MultiASGD, LWP, DANA, SMEGA2)
@@ -58,6 +59,19 @@ def chosen(spec: RuleSpec) -> UpdateRule:
     """The rule that a job has chosen, or its codec. Raises JobError for an unknown one."""
     table = BROUGHT if spec.method.partition(":")[0] in BROUGHT else RULES
     return table.parse(spec.method)
+
+
+def runs_on_workers(spec: RuleSpec) -> bool:
+    """Whether an update is just the job's optimizer, which workers can run as well."""
+    return isinstance(chosen(spec), Torch)
+
+
+def weights(spec: RuleSpec) -> Callable[[int], float] | None:
+    """Factor by staleness for a push in a sum of several; None if the rule weighs no pushes."""
+    rule = chosen(spec)
+    if not isinstance(rule, Weighing) or rule.share(spec, 0) is None:
+        return None
+    return lambda staleness: rule.share(spec, staleness) or 1.0
 
 
 def check_rule(spec: RuleSpec) -> None:

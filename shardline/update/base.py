@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,22 +30,24 @@ from shardline.update.arguments import torch_arguments, with_hyper
 Shape = tuple[int, ...]
 
 
-class Takes(enum.Enum):
-    """What workers push for a rule."""
-
-    GRADIENT = "gradient"
-    DELTA = "delta"
-    """Workers run the job's optimizer themselves and push their movement: old parameters minus new ones."""
-    MOMENTUM = "momentum"
-    """Workers keep the momentum, and push it; see Codec.server_rule."""
-
-
 class Need(enum.Enum):
-    """What a rule needs besides the gradient; a consistency that can't provide it refuses the rule."""
+    """What a rule needs besides the gradient, or instead of it; a job that doesn't provide it is refused."""
 
     WORKER = "to know which worker pushed"
     LAG = "to know by how many updates a push is behind"
     PULLS = "to know what was sent to each worker"
+    AHEAD = "to answer pulls with values ahead of the parameters"
+    """See UpdateRule.looks_ahead."""
+    MOMENTUM = "the workers' momentum"
+    """Workers keep the momentum, and push it; see Codec.server_rule."""
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """A rule whose need of a lag is a factor for the push, so that it can update from a sum of several pushes."""
+
+    def share(self, spec: RuleSpec, staleness: int) -> float | None:
+        """The factor; None with an optimizer whose step is not in proportion to the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,30 +114,15 @@ class UpdateRule(Resident, ABC):
     `spec` in the methods below is the job's part: an optimizer of torch by name and its parameter groups.
     """
 
-    takes: ClassVar[Takes] = Takes.GRADIENT
-    runs_optimizer: ClassVar[bool] = False
-    """Whether each update has the bits of the job's optimizer on the uncut tensors, with no further state."""
-
     @property
     def needs(self) -> frozenset[Need]:
         """What the rule needs besides the gradient. A class variable where it doesn't depend on the settings."""
         return frozenset()
 
-    def share(self, spec: RuleSpec, staleness: int) -> float | None:
-        """Factor for a push that is summed with others, where that is all that the rule needs its lag for.
-
-        None: the rule can't update from such sums, unless it needs nothing.
-        """
-        return None
-
     @property
     def looks_ahead(self) -> bool:
         """Whether a worker's pull gets BucketRule.answer() instead of the parameters. May be a class variable too."""
         return False
-
-    def label(self, spec: RuleSpec) -> str:
-        """Name of the rule with its optimizer in errors."""
-        return f"{self} over {spec.name}"
 
     def check(self, spec: RuleSpec) -> None:
         """Raise JobError for an optimizer or arguments that the rule can't work with. spec is canonical."""
@@ -233,7 +220,7 @@ class BucketRule(ABC):
         self._scheduled: float | None = None
         """The schedule's factor for which `_arguments` are those of the group."""
         self._arguments: dict[str, Any] = {}
-        self.label = rule.label(site.spec)
+        self.label = site.spec.label
         schedules.check(site.schedule)
         schedules.factor(site.schedule, site.schedule.warmup_steps)  # refuses one that has no end yet, before any step
         held = [site.tensors[piece.tensor] for piece in site.bucket.slices]

@@ -13,7 +13,7 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.update.arguments import momentum
-from shardline.update.base import Site, StateSpec, Takes
+from shardline.update.base import Need, Site, StateSpec
 from shardline.update.elementwise import ElementwiseBucketRule, ElementwiseRule, Run
 
 _FROZEN = "frozen"
@@ -31,7 +31,7 @@ class OneBitAdamRule(ElementwiseRule):
     """
 
     name: ClassVar[str] = "onebit-adam"
-    takes: ClassVar[Takes] = Takes.MOMENTUM
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.MOMENTUM})
     warmup: int = 100
     momentum: float = 0.9
 

@@ -37,7 +37,7 @@ class StalenessAware(WrappingRule):
             )
 
     def share(self, spec: RuleSpec, staleness: int) -> float | None:
-        """See UpdateRule: dividing the gradient divides the step, for SGD alone."""
+        """See Weighing: dividing the gradient divides the step, for SGD alone."""
         return 1.0 / max(1, staleness) if spec.name == "SGD" else None
 
     def make(self, site: Site) -> BucketRule:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardline import consistency
-from shardline.consistency import CONSISTENCIES, Clock
+from shardline.consistency import CONSISTENCIES, Clock, Gives
+from shardline.consistency.intake import PullAnswer
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.consistency.voted import choices
 from shardline.core.contributions import none_present
@@ -26,7 +27,7 @@ from shardline.update import rule
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.standby.standby import Standby
-from tests.support.builders import make_settings
+from tests.support.builders import make_job_spec, make_settings
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),
@@ -84,14 +85,14 @@ class Job:
     ) -> set[Outcome]:
         """A whole contribution of one worker; again: repeat the previous one. Returns the outcomes for its buckets."""
         shard = self.shard
-        if self.mode.whole_pushes:
+        if not self.mode.intake.by_bucket:
             task = f"worker/{worker}"
             seq = shard.mode.last_push(task, 1) + (not again)
             push = NumberedPush(task=task, incarnation=1, seq=seq, base_version=shard.version, clock=seq)
             decision, _ = shard.push(push, self.gradients(amount), guard=guard)
             return {decision.outcome}
         step, found = shard.mode.progress(worker), set()
-        if self.mode.by_stage:
+        if self.stages:
             # Where it goes on in the middle of a timeline, each worker knows by itself.
             step = min(bucket.counted[worker] for bucket in shard.buckets)
         step -= again
@@ -105,6 +106,11 @@ class Job:
             assert voted is not None
             shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
         return found
+
+    @property
+    def stages(self) -> bool:
+        """Whether each replica's contribution to a bucket is an update of its own."""
+        return Gives.WHOLE_PUSHES not in self.mode.gives
 
     def update(self, amount: float = 1.0) -> None:
         """Contributions of both workers, alternating, until there is one more update."""
@@ -132,18 +138,22 @@ def test_a_choice_is_read_back_from_its_text(resident: type[consistency.Consiste
 
 
 @each
-def test_the_traits_of_a_mode_fit_together(spec: ConsistencySpec) -> None:
+def test_what_a_mode_gives_to_others_fits_together(spec: ConsistencySpec) -> None:
     mode = consistency.of(spec)
-    assert isinstance(mode.clock, Clock) and mode.contributors(6) >= 1
-    assert not (mode.whole_pushes and (mode.sums_in_tree or mode.waits_for_verdict))
-    assert mode.whole_pushes or not (mode.replies_with_push or mode.sums_pushes or mode.holds_back)
-    # The answer to a push is made with it, so it can't wait.
-    assert not (mode.replies_with_push and mode.holds_back)
-    assert mode.assigns_replicas != mode.leases_batches
-    # A worker replaced in mid-step needs the previous step, and only steps can be requested by number.
-    assert mode.keeps_previous or not mode.pulls_by_step
-    assert mode.by_stage or mode.whole_pushes != mode.publishes_after_standby
-    assert not mode.by_stage or (mode.assigns_replicas and mode.consistent_cuts and mode.pulls_follow_pushes)
+    common = mode.clock is Clock.STEP
+    assert mode.contributors(6) >= 1
+    # What is kept until its commit is no part of a sum, and its worker is to see it in what it pulls.
+    assert mode.intake.by_bucket or not (mode.intake.in_tree or mode.intake.total_waits)
+    assert mode.intake.by_bucket or mode.intake.answer is not PullAnswer.BESIDE
+    # Common steps: a worker replaced in mid-step needs the previous one, and all shards go back together.
+    assert common is (Gives.COMMON_STEPS in mode.gives)
+    assert not common or (mode.assigns_replicas and mode.publishing.steps == 2)
+    assert (Gives.ONE_STEP_CUTS in mode.gives) is (mode.cuts.last_step(5) == 5)
+    # Batches that are leased are pushed by number: only then is one that comes twice recognized.
+    assert mode.assigns_replicas is mode.intake.by_bucket is not bool(mode.batches.leased(make_job_spec()))
+    worker = mode.worker_half(make_job_spec(consistency=spec))
+    assert worker.shares_steps is mode.intake.by_bucket
+    assert (Gives.CLIPS_FIRST in mode.gives) is not worker.shares_steps
 
 
 @each
@@ -198,7 +208,7 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
         job.update()
     mode, bucket = job.shard.mode, job.shard.buckets[0]
     outcomes = {step: mode.serve(bucket, StepWanted(step=step, task="worker/0")) for step in range(5)}
-    previous = Outcome.SERVED if job.mode.keeps_previous else Outcome.OVERTAKEN
+    previous = Outcome.SERVED if job.mode.publishing.steps == 2 else Outcome.OVERTAKEN
     assert outcomes == {
         0: Outcome.OVERTAKEN,
         1: Outcome.OVERTAKEN,
@@ -208,7 +218,7 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
     }
     assert mode.serve(bucket, StepWanted(step=1, at_least=True, task="worker/0")) is Outcome.SERVED
     # Of stages that is asked with the puller's own steps: see test_a_replica_that_is_too_far_ahead_waits.
-    later = Outcome.SERVED if job.mode.by_stage and job.mode.name == "async" else Outcome.WAITING
+    later = Outcome.SERVED if job.stages and job.mode.name == "async" else Outcome.WAITING
     assert mode.serve(bucket, StepWanted(step=4, at_least=True, task="worker/0")) is later
     assert mode.serve(bucket, StepWanted(step=None, task="worker/0")) is Outcome.SERVED
 
@@ -256,7 +266,7 @@ def test_nothing_counts_after_a_stop(spec: ConsistencySpec) -> None:
     job.shard.request_cut(1, stop=True)
     before = job.values()
     # Where other buckets may still need what it has computed, nobody stops before being told.
-    assert job.contribute(0) == {Outcome.LATE_DROPPED if job.mode.by_stage else Outcome.STOPPED}
+    assert job.contribute(0) == {Outcome.LATE_DROPPED if job.stages else Outcome.STOPPED}
     assert same(before, job.values())
 
 
@@ -295,11 +305,12 @@ def test_what_is_published_waits_for_the_standby_or_its_answers_do(spec: Consist
         assert log is not None
         if log.waits:
             break
-    if job.mode.publishes_after_standby:
+    publishes_after = job.mode.publishing.steps == 2
+    if publishes_after:
         assert job.shard.version == version
         link()
         assert job.shard.version == version + 1
-    assert log.waits is not job.mode.publishes_after_standby
+    assert log.waits is not publishes_after
     link()
     assert not log.waits
 

@@ -53,8 +53,12 @@ def members_for_one(bases: Iterable[type] = BASES) -> list[str]:
 
 
 def traits_asked_outside() -> list[str]:
-    """Places outside its package that ask a mode for one of its traits."""
-    traits = {name for name, value in vars(Consistency).items() if isinstance(value, bool)}
+    """Places outside its package that ask a mode for one of its traits.
+
+    A trait is a boolean of a mode; a test has none of them come back under another name.
+    """
+    modes = (Consistency, *descendants(Consistency))
+    traits = {name for mode in modes for name, value in vars(mode).items() if isinstance(value, bool)}
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}"
         for path in sources()

@@ -12,6 +12,7 @@ import torch
 
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
+from shardline.consistency.intake import PullAnswer
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
@@ -102,7 +103,7 @@ class LocalShard:
         lag = 0
         if push.init:
             decision = worst_of([self._initialize(shard, number, item) for number, item in gradients.items()])
-        elif shard.consistency.whole_pushes:
+        elif not shard.consistency.intake.by_bucket:
             numbered = NumberedPush(
                 task=who.task,
                 incarnation=who.incarnation,
@@ -114,7 +115,7 @@ class LocalShard:
             )
 
             def answer() -> None:
-                if want is not None and want.step is None and shard.consistency.replies_with_push:
+                if want is not None and want.step is None and shard.consistency.intake.answer is PullAnswer.WITH:
                     answers[:] = [self._copied(shard, number, who.task) for number in range(len(shard.buckets))]
 
             decision, lag = shard.push(numbered, gradients, hyper=push.hyper, guard=guard, then=answer)
@@ -140,7 +141,7 @@ class LocalShard:
             step=step,
             version=version,
             staleness=lag,
-            next_seq=shard.mode.last_push(who.task) + 1 if shard.consistency.whole_pushes else 0,
+            next_seq=shard.consistency.intake.next_number(shard.mode.last_push(who.task)),
             timeline=self.backend.timeline,
             mismatch=decision.mismatch,
         )

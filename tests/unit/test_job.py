@@ -237,7 +237,7 @@ def test_spec_holds_all_that_two_tasks_must_agree_on() -> None:
     assert (spec.replicas, spec.batch_size, spec.steps, spec.samples, spec.threads) == (2, 2, 10, 8, 1)
     assert spec.rule.name == "AdamW" and spec.rule.groups[0]["lr"] == 0.001
     assert spec.schedule.total_steps == 10 and spec.best_is_lowest
-    assert consistency.of(spec.consistency).waits_for_verdict
+    assert consistency.of(spec.consistency).intake.total_waits
     assert [tensor.name for tensor in spec.tensors] == ["weight", "bias"]
     assert job.spec(job.build_model()) == spec
 

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from shardline.consistency.intake import BOTH_STEPS
 from shardline.core.choices import Choices
 from shardline.core.orders import StepReport
 from shardline.core.status import HeldCut
@@ -34,14 +35,14 @@ def train(cluster: Cluster, first: int) -> None:
     """ROUNDS times ten steps with a checkpoint, a score, reports and what each mode has besides."""
     program, life = cluster.program, cluster.lives["evaluator/0"]
     for step in range(first, first + 10 * ROUNDS, 10):
-        if program.state.mode.drops_late:
+        if program.state.mode.publishing == BOTH_STEPS:
             cluster.ps[0].choices = cluster.ps[0].choices.followed_by(Choices(step, (0b0111, 0b1101) * 5))
         reports = tuple(StepReport(step=step, replica=n, loss=1.0, samples=1) for n in range(2))
         cluster.beat("worker/0", steps=reports)
-        for task in ("worker/0", "worker/1") if program.state.mode.leases_batches else ():
+        for task in ("worker/0", "worker/1") if program.state.work.leases else ():
             lease = program.lease(task, cluster.lives[task], (), cluster.now_s)
             program.lease(task, cluster.lives[task], (lease.lease,), cluster.now_s)
-        if program.state.mode.consistent_cuts:
+        if program.state.last_step:
             for ps in cluster.ps:
                 ps.cuts[step + 10] = HeldCut(step=step + 10, complete=True)
         cluster.advance(step + 10)
@@ -60,5 +61,5 @@ def test_what_the_chief_keeps_does_not_grow_with_the_steps(mode: str) -> None:
     after = reachable(cluster.program)
     saved, noted = len(cluster.saves), [line.fields for line in cluster.journal if line.kind == "chosen"]
     assert saved > ROUNDS, "there were no checkpoints"
-    assert bool(noted) == cluster.program.state.mode.drops_late
+    assert bool(noted) == (cluster.program.state.mode.publishing == BOTH_STEPS)
     assert after - before < ROUNDS, f"{after - before} more objects after {10 * ROUNDS} more steps, of {after}"

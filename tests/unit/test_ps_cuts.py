@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardline.core.image import VALUE, BucketImage, WorkerSequence
-from shardline_ps.shard.cuts import CutBook
+from shardline.storage.cuts import CutBook
 
 
 def image(bucket: int, step: int) -> BucketImage:

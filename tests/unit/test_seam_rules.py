@@ -61,7 +61,9 @@ def asked(folder: str) -> dict[str, list[str]]:
 def test_nobody_asks_which_mode_it_is(folder: str) -> None:
     found = asked(folder)
     new = [line for name, lines in found.items() for line in lines]
-    assert not new, "\n".join([*new, "ask a trait of shardline.consistency.of(job.consistency) instead"])
+    assert not new, "\n".join(
+        [*new, "have shardline.consistency.of(job.consistency) give an object that does what differs"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,9 +76,9 @@ def test_nobody_asks_which_mode_it_is(folder: str) -> None:
         ("def f(*, voted): pass", 1),
         ('match mode:\n    case "async":\n        pass', 1),
         ("from shardline.consistency import eager", 1),
-        ("from shardline.consistency.voted import Voted", 1),
+        ("from shardline.consistency.voted import VotedSteps", 1),
         ("import shardline.consistency.asynchronous", 1),
-        ("from shardline.consistency import of\nif of(spec).keeps_previous: pass", 0),
+        ("from shardline.consistency import of\nof(spec).cuts.due(1, 2, 3)", 0),
         ("from shardline.consistency.server import Terms", 0),
         ('mode = "sync"', 0),
     ],

@@ -180,11 +180,8 @@ class Checkpointer:
     def _commit(self, save: Save) -> tuple[str, _Fetch]:
         fetch = _Fetch(save)
         mode = consistency.of(save.job.consistency)
-        extra: dict[str, Any] = {}
-        if mode.leases_batches:
-            done = sum(end - first for first, end in save.cursor.get("done", []))
-            extra |= {"leases": dict(save.cursor), "cursor": {"batch": done}}
-        if mode.whole_pushes or mode.by_stage:
+        extra = mode.batches.stored(save.cursor)
+        if mode.clock is consistency.Clock.VERSION:
             extra[SEQUENCES] = fetch.sequences
         self.store.keep = save.job.checkpoint_keep or KEEP_ALL
         path = self.store.commit(
@@ -194,7 +191,7 @@ class Checkpointer:
                 step=save.step,
                 timeline=save.timeline,
                 term=self._term,
-                consistent=mode.consistent_cuts,
+                consistent=mode.cuts.consistent,
                 versions=fetch.versions,
                 images=lambda shard: self._images(fetch, shard),
                 extra=extra,

@@ -181,7 +181,7 @@ def _configuration(task: str, order: Configure) -> Configuration:
         schedule=job.schedule,
         consistency=job.consistency,
         **job.settings(),
-        cut_every=job.checkpoint_every if consistency.of(job.consistency).consistent_cuts else 0,
+        cut_every=consistency.of(job.consistency).cuts.interval(job.checkpoint_every),
         placement=order.placement,
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
         standbys=_standbys(task, order.placement),

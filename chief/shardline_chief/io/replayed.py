@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardline import cadence, consistency
+from shardline.consistency import Gives
 from shardline.core.choices import Choices
 from shardline.core.spec import JobSpec, differences
 from shardline.errors import UsageError
@@ -27,11 +28,7 @@ class ReplayedRun:
     def check(self, job: JobSpec) -> None:
         """Raise UsageError if this job can't repeat the run."""
         mode = consistency.of(job.consistency)
-        if not mode.bit_exact:
-            raise UsageError(
-                f"--replay repeats synchronous runs only; in consistency {mode} the bits depend on the order in which "
-                "pushes arrive, which no journal has. Leave out --replay"
-            )
+        Gives.SAME_BITS.need(mode, "--replay repeats synchronous runs only", "leave out --replay", UsageError)
         if cadence.of(job).outer_rule is not None:
             raise UsageError(
                 f"--replay {self.path}: with cadence {job.cadence} the bits depend on what workers keep from step to "
@@ -46,12 +43,14 @@ class ReplayedRun:
                     f"--replay {self.path}: {which} was of another job ({'; '.join(found)}); start the job as it was "
                     "then"
                 )
-        if mode.drops_late and job.script:
+        if Gives.EVERY_GRADIENT in mode.gives:
+            return
+        if job.script:
             raise UsageError(
                 f"--replay {self.path}: a script can't repeat choices, since it may make more steps than the run did; "
                 "use a job file"
             )
-        if mode.drops_late and (self.choices.first > 0 or self.choices.end < job.steps):
+        if self.choices.first > 0 or self.choices.end < job.steps:
             raise UsageError(
                 f"--replay {self.path}: its journal has the choices of steps {self.choices.first} to "
                 f"{self.choices.end - 1}, but the job needs those of steps 0 to {job.steps - 1}; set --steps to what "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardline import codecs
+from shardline.consistency import Clock
 from shardline.core.orders import Phase
 from shardline.core.status import Traffic
 from shardline.observability.metrics import Metrics
@@ -71,16 +72,16 @@ class Telemetry:
 
     def _begin(self, state: State) -> None:
         """Inform the reporter when a timeline begins to train."""
-        # If shards go back one by one, nothing that was logged is undone.
-        anew = state.layout.timeline != self._reported if state.mode.consistent_cuts else not self._reported
         under_way = state.phase in (Phase.RUNNING, Phase.STOPPING) and not state.returning
-        if under_way and anew and state.job is not None:
+        if not under_way or state.job is None:
+            return
+        if state.mode.cuts.undone(state.layout.timeline, self._reported):
             self._reported = state.layout.timeline
             # The timeline of an earlier chief, whose logs continue: nothing in them was undone.
             taken_over = state.layout.timeline >> 32 != state.settings.term
             self._reporter.begin(
                 replicas=state.mode.needed(state.job.replicas),
-                joined=state.mode.assigns_replicas and not state.mode.by_stage,
+                joined=state.mode.clock is Clock.STEP,
                 timeline=state.layout.timeline,
                 first_step=state.progress.step if taken_over else state.progress.base_step,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline.consistency import Gives
 from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
 from shardline.roles import ROLES
@@ -77,7 +78,7 @@ def _job_refusal(state: State, join: Join) -> Refused | None:
 
 
 def _machine_refusal(state: State, join: Join) -> Refused | None:
-    if state.settings.inexact or not state.mode.bit_exact or not state.tasks.machine or not join.machine:
+    if state.settings.inexact or Gives.SAME_BITS not in state.mode.gives or not state.tasks.machine or not join.machine:
         return None
     # The facts that differ between two machines, one phrase each.
     other = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline.consistency import Clock
 from shardline.core.orders import Phase, StepReport
 from shardline.errors import InternalError, ProtocolError
 from shardline_chief.rules.events import EndAsked, TrainerLost
@@ -89,7 +90,7 @@ class Heartbeats:
         if state.work.leases is not None:
             return state.work.leases.steps
         # Workers that push for themselves count their own steps, one for each push, skipped or not.
-        own = state.mode.by_stage or not state.mode.assigns_replicas
+        own = state.mode.clock is Clock.VERSION
         shards = state.progress.shards.values()
         done = (max(shard.version, shard.pushes + shard.skipped_steps if own else 0) for shard in shards)
         return max(state.progress.step_max, max(done, default=0))

@@ -95,7 +95,7 @@ def _goes_back_first(state: State) -> bool:
     Who takes one over begins with an empty pipeline, in the middle of what the others have computed. Where each
     gradient is an update, nobody would see that it belongs to nothing. So in one timeline nobody takes anything over.
     """
-    return bool(state.work.moved) and state.mode.by_stage
+    return bool(state.work.moved) and state.mode.clock is Clock.VERSION
 
 
 def _waits_at_start(state: State) -> bool:
@@ -138,7 +138,7 @@ def counting(job: JobSpec) -> Counting:
     mode, cadence = consistency.of(job.consistency), cadences.of(job)
     whole = "round" if cadence.rounds.ticks > 1 else "step"
     unit = "update" if mode.clock is Clock.VERSION else whole
-    leased = {"step": "batch"}.get(whole, whole) if mode.leases_batches and not job.script else unit
+    leased = {"step": "batch"}.get(whole, whole) if mode.batches.leased(job) else unit
     return Counting(
         unit=unit,
         asked=leased,

@@ -118,9 +118,9 @@ class WorkerGradients:
         )
         self._local = self._cadence.local(self._held)
         mode = consistency.of(spec.consistency)
-        self._leases = mode.leases_batches
-        self._clip_norm = spec.consistency.clip_norm if mode.clips_at_worker else 0.0
+        self._batches = mode.batches
         self._half = mode.worker_half(spec)
+        self._clip_norm = 0.0 if self._half.shares_steps else spec.consistency.clip_norm
         self._outgoing: dict[int, Outgoing] = {}
         self._computed = 0
         """Step or batch of what was computed: random codecs draw by it."""
@@ -136,7 +136,7 @@ class WorkerGradients:
             )
 
     def compute(self, step: int, replicas: Sequence[int]) -> float:
-        begins = self._computed = next(self._shared.batches) if self._leases else step
+        begins = self._computed = self._batches.next(step, self._shared.batches)
         self._local.began(step)
         self._local.arrived(step)
         self._outgoing = {}

@@ -13,7 +13,7 @@ from shardline.cadence import CADENCES, Sends
 from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Memory
-from shardline.consistency import CONSISTENCIES
+from shardline.consistency import CONSISTENCIES, Gives
 from shardline.core.plan import make_plan
 from shardline.division import PIPELINES, WholeModel
 from shardline.errors import JobError
@@ -100,7 +100,7 @@ def choices(job: Job, workers: int, stages: int = 1) -> Iterator[Choice]:
     compared = [mine.codec] if fixed else [str(codec) for codec in plain if not codec.at_server.votes]
     spares = [CONSISTENCIES.parse("sync:spares=1")] if replicas > 1 else []
     for mode in (*(kind() for kind in CONSISTENCIES), *spares):
-        of_all = not mode.whole_pushes and mode not in spares
+        of_all = {Gives.COMMON_STEPS, Gives.EVERY_GRADIENT} <= mode.gives
         for codec in compared:
             for cadence in (kind() for kind in CADENCES):
                 if not cadence.rounds.uniform or (cadence.sends is Sends.DELTAS and not of_all):

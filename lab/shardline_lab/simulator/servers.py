@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardline.consistency import Consistency
+from shardline.consistency import Clock, Consistency
 from shardline.consistency.server import NumberedPush, Offer, ShardVote, Staged, StepWanted, Terms
 from shardline.consistency.voted import choices as choices_of
 from shardline.consistency.voted import votes
@@ -141,8 +141,8 @@ class VirtualServer:
         self.number = number
         self.plans = plans
         self._changed: set[int] = set()
-        # Other modes and contents serve all workers alike, so it is enough to ask once for all of them.
-        self._by_task = mode.holds_back or any(plan.values is not None for plan in plans)
+        # Steps and contents that all workers share are served to all alike: it is enough to ask once for all of them.
+        self._by_task = mode.clock is Clock.VERSION or any(plan.values is not None for plan in plans)
         self._waiting: list[dict[tuple[int | None, str], list[Reply]]] = [{} for _ in plans]
         """By bucket, wanted step and task."""
         self.completed: list[int] = []
@@ -156,7 +156,9 @@ class VirtualServer:
             on_complete()
 
         observers = Observers(on_publish=self._changed.add, on_complete=complete)
-        self.storage = VirtualStorage(number, plans, terms.contributors, observers, on_step, in_tree=mode.sums_in_tree)
+        self.storage = VirtualStorage(
+            number, plans, terms.contributors, observers, on_step, in_tree=mode.intake.in_tree
+        )
         self.buckets = self.storage.buckets
         self.half = mode.server_half(self.storage, terms)
         self._votes, self.choices = votes(self.half), choices_of(self.half)

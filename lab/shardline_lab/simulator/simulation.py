@@ -18,7 +18,7 @@ from shardline.core.reduce import clip_scale, global_norm
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import UsageError
 from shardline.topology import Flat
-from shardline.update import chosen
+from shardline.update import weights
 from shardline_lab.simulator.clock import VirtualClock
 from shardline_lab.simulator.links import Machines, Network
 from shardline_lab.simulator.result import Result, RunCounts
@@ -167,14 +167,15 @@ class Simulation:
         job, mode = setup.job, consistency.of(setup.job.consistency)
         self._mode = mode
         self._cadence = cadences.of(job)
-        self.whole_pushes = mode.whole_pushes
+        self.by_bucket = mode.intake.by_bucket
         # Whether a worker decides about all of its gradient before it sends any of it.
         streams = self._cadence.sends is cadences.Sends.GRADIENTS and not (
-            mode.clips_at_worker and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
+            not mode.worker_half(job).shares_steps
+            and (job.consistency.clip_norm > 0.0 or job.consistency.nan_policy == "skip")
         )
         self.overlap = setup.overlap and setup.network.limited and streams
         self.exchange_s = setup.exchange_s
-        self.sums_blocks = mode.sums_in_tree and all(codec.exact for codec in codecs.of(job).ups)
+        self.sums_blocks = mode.intake.in_tree and all(codec.exact for codec in codecs.of(job).ups)
         self.tally = RunCounts()
         contents = timing_contents(setup) if contents is None else contents
         self.servers = self._make_servers(contents)
@@ -188,12 +189,11 @@ class Simulation:
 
     def _make_servers(self, contents: Contents) -> list[VirtualServer]:
         job = self.setup.job
-        rule = chosen(job.rule)
         terms = Terms(
             plan=contents.plan,
             contributors=job.replicas,
             nan_policy=job.consistency.nan_policy,
-            share=lambda staleness: rule.share(job.rule, staleness) or 1.0,
+            weights=weights(job.rule),
         )
         return [
             VirtualServer(
@@ -244,7 +244,7 @@ class Simulation:
     @property
     def passes_used(self) -> int:
         """Passes whose gradients are in the job's steps so far."""
-        if self.whole_pushes:
+        if not self.by_bucket:
             return self.servers[0].storage.tally.pushes * self._cadence.rounds.ticks
         return self._mode.needed(self.setup.job.replicas) * self._cadence.rounds.ticks_before(
             len(self.tally.step_ends_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import shardline_pipeline as pipeline
 from shardline import consistency
 from shardline.codecs import coding_of
+from shardline.consistency import Gives
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
 from shardline.core.orders import PassReport
@@ -221,7 +222,7 @@ class PipelineSimulation:
                 "workers that have the whole model"
             )
         mode = consistency.of(job.consistency)
-        if mode.by_stage:
+        if Gives.COMMON_STEPS not in mode.gives:
             raise UsageError(
                 f"consistency {mode} in pipeline {job.pipeline} can't be simulated; simulate it with "
                 "--set consistency=sync, in which replicas wait for each other"
@@ -259,7 +260,7 @@ class PipelineSimulation:
     def _make_servers(self, plan: Plan, contents: Sequence[Sequence[tuple[int, BucketPlan]]]) -> list[VirtualServer]:
         job = self.setup.job
         mode = consistency.of(job.consistency)
-        terms = Terms(plan=plan, contributors=job.replicas, nan_policy=job.consistency.nan_policy, share=lambda _: 1.0)
+        terms = Terms(plan=plan, contributors=job.replicas, nan_policy=job.consistency.nan_policy)
 
         def undecided(*_: object) -> None:
             raise InternalError(f"consistency {mode} decides about all stages at once, which no pipeline takes")

@@ -12,9 +12,9 @@ from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.server.staging import floor_bytes, limit_bytes
+from shardline.storage.cuts import HELD_CUTS
 from shardline.storage.publication import num_areas
 from shardline.update import bucket_rule
-from shardline_ps.shard.cuts import HELD_CUTS
 
 
 def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
@@ -23,9 +23,9 @@ def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
 
 def value_bytes(configuration: PsConfiguration) -> int:
     """Bytes of the published values, of both steps if both are kept."""
-    keeps = consistency.of(configuration.consistency).keeps_previous
+    steps = consistency.of(configuration.consistency).publishing.steps
     return sum(
-        bucket.nbytes * num_areas(bucket, keeps_previous=keeps)
+        bucket.nbytes * num_areas(bucket, keeps_previous=steps > 1)
         for shard in _hosted(configuration)
         for bucket in shard.buckets
     )
@@ -73,20 +73,20 @@ def codec_bytes(configuration: PsConfiguration) -> int:
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
     """The lowest staging limit, in bytes, with which a step is sure to complete; 0 if nothing is summed."""
-    mode = consistency.of(configuration.consistency)
-    if not mode.sums_in_tree:
+    intake = consistency.of(configuration.consistency).intake
+    if not intake.in_tree:
         return 0
-    return floor_bytes(_hosted(configuration), configuration.replicas, total_waits=mode.waits_for_verdict)
+    return floor_bytes(_hosted(configuration), configuration.replicas, total_waits=intake.total_waits)
 
 
 def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
     """The staging limit for a configuration, in bytes. asked: the user's setting, or None."""
-    mode = consistency.of(configuration.consistency)
+    intake = consistency.of(configuration.consistency).intake
     return limit_bytes(
         _hosted(configuration),
         configuration.replicas,
-        in_tree=mode.sums_in_tree,
-        total_waits=mode.waits_for_verdict,
+        in_tree=intake.in_tree,
+        total_waits=intake.total_waits,
         asked=asked,
     )
 
@@ -108,8 +108,7 @@ def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, l
         **({"codec": codec_bytes(configuration)} if codec_bytes(configuration) else {}),
         # Without a cadence the chief requests one cut at a time.
         "cuts": image * (HELD_CUTS if configuration.cut_every else 1),
-        **({"contributions": (image - optimizer) * configuration.replicas} if mode.drops_late else {}),
-        **({"sums": image - optimizer} if mode.sums_pushes else {}),
+        **mode.held(image - optimizer, configuration.replicas),
         "staging": staging_limit(configuration, staging),
         "lanes": lanes,
         **({"standbys": standby_bytes(configuration)} if configuration.standbys else {}),

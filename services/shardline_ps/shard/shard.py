@@ -8,11 +8,11 @@ from shardline import consistency
 from shardline.consistency.server import Terms
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
+from shardline.errors import ProtocolError
 from shardline.server.backend import HostedShard
 from shardline.storage.publication import Publication
 from shardline.storage.shard import Observers
-from shardline.update import chosen
-from shardline_ps.shard.cuts import check_images
+from shardline.update import weights
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.storage import ShardStorage
 from shardline_ps.shard.summing import Summing
@@ -38,13 +38,12 @@ class Shard(HostedShard):
         self.settings = settings
         storage = ShardStorage(number, settings, publication=publication, observers=observers or Observers())
         self.cuts = storage.cuts
-        rule = chosen(settings.rule)
         terms = Terms(
             plan=settings.plan,
             contributors=settings.replicas,
             nan_policy=settings.consistency.nan_policy,
             replayed=settings.replayed,
-            share=lambda staleness: rule.share(settings.rule, staleness) or 1.0,
+            weights=weights(settings.rule),
         )
         summing = Summing(number, storage) if settings.aggregates else None
         mode = consistency.of(settings.consistency)
@@ -76,9 +75,8 @@ class Shard(HostedShard):
         return super().counts_inline and self.log is None
 
     async def answerable(self) -> None:
-        log = self.storage.log
-        if log is not None and not self.consistency.publishes_after_standby:
-            await log.passed()
+        if self.storage.log is not None:
+            await self.consistency.publishing.answerable(self.storage.log.passed)
 
     @property
     def observers(self) -> Observers:
@@ -88,36 +86,7 @@ class Shard(HostedShard):
 
     def request_cut(self, step: int, *, stop: bool) -> tuple[bool, int]:
         """Cut at `step`; returns (whether it has passed already, highest step). stop: go no further than it."""
-        if not self.consistency.consistent_cuts:
-            with self.storage.order:
-                # Taken at the same instant: a restored shard must know which pushes it includes.
-                sequences = self.mode.settle()
-                images = []
-                for bucket in self.buckets:
-                    with bucket.lock:
-                        images.append(bucket.image())
-            self.cuts.store_all(step, images, sequences)
-            if stop:
-                self.storage.stop_step = 0
-            return False, self.step_max
-        # Registered first: a bucket that reaches the step meanwhile then copies itself.
-        self.cuts.request(step)
-        before = self.stop_step
-        if stop:
-            self.storage.stop_step = step
-        for bucket in self.buckets:
-            with bucket.lock:
-                # A step waiting for the standby is computed already: the optimizer's state is that of the next step.
-                if bucket.step + (bucket.pending is not None) > step:
-                    # The request came too late: stop nothing, and keep no copy that can't be completed.
-                    self.storage.stop_step = before
-                    self.cuts.withdraw(step)
-                    return True, self.step_max
-                if bucket.step == step and bucket.initialized:
-                    image = bucket.image() if bucket.has_state else self.cuts.offered(bucket.number, step)
-                    if image is not None:
-                        self.cuts.store(image)
-        return False, self.step_max
+        return self.consistency.cuts.take(self.mode, self.cuts, step, stop=stop), self.step_max
 
     def restore(self, images: Sequence[BucketImage], sequences: Mapping[str, WorkerSequence] | None = None) -> None:
         """Replace all buckets, or none if an image is missing, duplicated, of another step or doesn't fit.
@@ -126,7 +95,10 @@ class Shard(HostedShard):
         expected.
         Raises ProtocolError or CheckpointError.
         """
-        check_images(self.number, len(self.buckets), images, one_step=self.consistency.consistent_cuts)
+        numbers = [image.bucket for image in images]
+        if sorted(numbers) != list(range(len(self.buckets))):
+            raise ProtocolError(f"shard {self.number} has {len(self.buckets)} buckets; the images are of {numbers}")
+        self.consistency.cuts.check(self.number, [image.step for image in images])
         rules = [self.buckets[image.bucket].rule_of(image) for image in images]
         self.cuts.clear()
         self.mode.abandon()

@@ -17,10 +17,10 @@ from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, RecordPart
 from shardline.core.spec import TensorKind
 from shardline.storage.bucket import Bucket
+from shardline.storage.cuts import CutBook
 from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline.storage.shard import ByteCount, Observers, ShardUpdate, Storage
 from shardline.update import bucket_rule
-from shardline_ps.shard.cuts import CutBook
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.summing import SummingBucket
 from shardline_ps.standby.record_log import RecordLog
@@ -46,7 +46,7 @@ class ShardStorage(Storage):
     ) -> None:
         """publication: memory for the published values; None = ordinary memory on the settings' device."""
         spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)
-        waiting = ByteCount()
+        waiting, in_tree = ByteCount(), mode.intake.in_tree
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Memory of the buckets' values."""
         buckets = [
@@ -57,15 +57,14 @@ class ShardStorage(Storage):
                 settings.plan.tensors,
                 functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
                 combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).at_server.combine,
-                pub=areas(self.publication, index, bucket, keeps_previous=mode.keeps_previous),
-                contributions=Contributions(bucket, settings.replicas, on_held=waiting.add, in_tree=mode.sums_in_tree),
+                pub=areas(self.publication, index, bucket, keeps_previous=mode.publishing.steps > 1),
+                contributions=Contributions(bucket, settings.replicas, on_held=waiting.add, in_tree=in_tree),
             )
             for index, bucket in enumerate(spec.buckets)
         ]
         super().__init__(number, buckets, observers, waiting)
-        self._publishes_first = not mode.publishes_after_standby
-        # If shards are cut one by one, the chief says when.
-        self.cuts = CutBook(len(self.buckets), settings.cut_every if mode.consistent_cuts else 0)
+        self._publishing = mode.publishing
+        self.cuts = CutBook(len(self.buckets), mode.cuts.interval(settings.cut_every))
         self.log: RecordLog | None = None
         """The records for the standby; None if there is no standby."""
 
@@ -80,10 +79,10 @@ class ShardStorage(Storage):
         if log is None:
             super().apply_bucket(bucket, total, context)
             return
-        release = None if self._publishes_first else functools.partial(self._release, bucket, made)
+        release = self._publishing.release(functools.partial(self._release, bucket, made))
         number = log.record([part_of(bucket, total)], release, push=pushed_by(context))
         # Both sides compute the step at the same time; the release waits for the bucket's lock.
-        if number is None or self._publishes_first:
+        if number is None or release is None:
             super().apply_bucket(bucket, total, context)
             if number is not None:
                 log.compare(number, bucket.number, bucket.values)

@@ -15,8 +15,8 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError
 from shardline.storage.bucket import Bucket
+from shardline.storage.cuts import CutBook
 from shardline.update import BucketRule
-from shardline_ps.shard.cuts import CutBook
 
 
 class SummingBucket(Bucket):

@@ -539,7 +539,7 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
         return (
             "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
         )
-    if not methods.mode.lends_values:
+    if not methods.mode.publishing.lends:
         return (
             f"zero_copy needs parameters that stay where they are while a worker uses them; in consistency "
             f"{methods.mode} the servers go on without a slow worker"

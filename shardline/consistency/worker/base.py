@@ -68,7 +68,7 @@ class WorkerHalf(abc.ABC):
         self.known: tuple[int, int, dict[int, int]] | None = None
         """Timeline, `lost` and `acknowledged`, which belong together, of a worker that numbers its pushes."""
         self.clock: int | None = None
-        """Pushes done, where the servers compare workers (Consistency.holds_back): counted from where the slowest was
+        """Pushes done, where the servers compare workers (see SSP): counted from where the slowest was
         when this one began."""
         self.ahead: int | None = None
         """Want.ahead of the pull after the open step's contributions; None = nobody has to wait."""

@@ -78,10 +78,6 @@ class Torch(UpdateRule):
     """The job's optimizer as torch.optim computes it."""
 
     name: ClassVar[str] = "torch"
-    runs_optimizer: ClassVar[bool] = True
-
-    def label(self, spec: RuleSpec) -> str:
-        return spec.name
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
         """See UpdateRule. Checks each parameter's group, dtype, shape and cut."""

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.consistency import CONSISTENCIES, Clock, Consistency
+from shardline.consistency import CONSISTENCIES, Clock, Consistency, Gives
+from shardline.consistency.base import OWN
+from shardline.consistency.batches import LEASED, BatchChoice
+from shardline.consistency.intake import WHOLE_ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, scaled
@@ -23,20 +26,17 @@ class Every(Consistency):
 
     name: ClassVar[str] = "every"
     clock: ClassVar[Clock] = Clock.VERSION
-    whole_pushes: ClassVar[bool] = True
-    sums_pushes: ClassVar[bool] = True
-    replies_with_push: ClassVar[bool] = True
-    leases_batches: ClassVar[bool] = True
-    clips_at_worker: ClassVar[bool] = True
+    batches: ClassVar[BatchChoice] = LEASED
+    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    gives: ClassVar[frozenset[Gives]] = OWN
     count: int = 2
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise JobError(f"consistency every: count is {self.count}; it must be at least 1")
 
-    def contributors(self, replicas: int) -> int:
-        """One: a batch belongs to one replica."""
-        return 1
+    def held(self, nbytes: int, replicas: int) -> dict[str, int]:
+        return {"sums": nbytes}
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """See Consistency."""

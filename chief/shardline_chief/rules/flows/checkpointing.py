@@ -108,20 +108,18 @@ class Checkpointing:
         state, saves = self.state, self.state.saves
         if saves.saving is not None:
             return
-        if not state.mode.consistent_cuts:
-            self._maybe_cut()
-            return
-        ready = saves.ledger.complete()
+        ready = state.mode.cuts.reported(saves.ledger.complete())
         if ready:
             self.save(ready[0])
             return
-        for step in saves.ledger.lost():
+        for step in state.mode.cuts.reported(saves.ledger.lost()):
             saves.ledger.close(step)
             state.say("cut", f"the cut at step {step} is incomplete on some shards and was discarded", "warning")
             state.command(Release(timeline=state.layout.timeline, step=step, noted=state.choices.end))
+        self._maybe_cut()
 
     def _maybe_cut(self) -> None:
-        """If shards are cut one by one: order a cut each time every shard has advanced checkpoint_every versions."""
+        """Order a cut, if shards don't make it by themselves."""
         state = self.state
         every = state.job.checkpoint_every if state.job is not None else 0
         if state.stage is not Stage.TRAINING or every <= 0 or state.saves.cutting:
@@ -130,7 +128,7 @@ class Checkpointing:
         # At the last batch the final cut is near, and by then all leases are done.
         at_end = leases is not None and step >= leases.steps
         start = max(self._last_cut, state.progress.base_step)
-        if not at_end and step // every > start // every:
+        if not at_end and state.mode.cuts.due(step, start, every):
             self.cut_now(stop=False)
 
     def cut_now(self, *, stop: bool) -> int:
@@ -139,7 +137,6 @@ class Checkpointing:
         The number is one higher if the lowest version already has a checkpoint and other shards have advanced since.
         """
         state = self.state
-        assert not state.mode.consistent_cuts
         assert not state.saves.cutting
         state.saves.cutting = True
         step = state.progress.step

@@ -40,8 +40,8 @@ class Ending:
         """Number of the order whose answers are awaited."""
         self._told = False
         """Shards cut one by one: their progress has been asked for once more."""
-        self._last_cut = False
-        """Shards cut one by one: the last cut has been ordered; its number is the stop step."""
+        self._last_cut: int | None = None
+        """The cut that the job ends with; None until it has its number."""
         self._margin_s = MARGIN_S
         self._settled = False
         """The stop step has been reached, or given up."""
@@ -60,7 +60,7 @@ class Ending:
         state.reason = event.reason
         sentence = "training is done; writing the last checkpoint" if event.done else event.reason
         state.say("failure" if self._failed else "stopping", sentence, "error" if self._failed else "info")
-        if event.done and state.stops_by_itself:
+        if event.done and state.last_step:
             self._reached(now_s)
         else:
             self._ask()
@@ -94,6 +94,7 @@ class Ending:
         """A rollback lost the last steps: the job is no longer ending."""
         if self.state.stage in ENDING:
             self._clear()
+            self.state.progress.stop_step = self.state.last_step
             self.state.figures.training_end_s = None
             self.state.reason = ""
 
@@ -125,15 +126,13 @@ class Ending:
     def _choose(self, now_s: float) -> None:
         state, progress = self.state, self.state.progress
         state.stage = Stage.REACHING
-        if not state.mode.consistent_cuts:
-            return
         if self._failed or self._nobody_goes_on():
             self._stop_where_equal()
             return
         rate = (progress.step - progress.first_step) / max(state.figures.seconds(now_s), 1e-3)
-        step = progress.step_max + 2 + int(rate * self._margin_s)
-        if 0 < progress.stop_step <= step:
-            # The job's own last step comes first.
+        step = state.mode.cuts.stop_ahead(progress.step_max, int(rate * self._margin_s))
+        if step is None or 0 < progress.stop_step <= step:
+            # Shards stop once all work is done, or the job's own last step comes first.
             return
         state.record("stop", step=step)
         self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
@@ -167,7 +166,7 @@ class Ending:
     def _stop_where_equal(self) -> None:
         """No further step will be closed: stop the shards where they are, if all are at one step."""
         state = self.state
-        step = state.progress.common_step()
+        step = state.mode.cuts.stop_here(state.progress.common_step())
         if step is None:
             return
         # Try nothing else until the answers arrive.
@@ -176,16 +175,19 @@ class Ending:
         self._order = state.command(Cut(timeline=state.layout.timeline, step=step, stop=True))
 
     def _reached(self, now_s: float) -> None:
-        self._enter_cutting(now_s)
-        self._asked_s = now_s
-        self._cut(now_s)
-
-    def _enter_cutting(self, now_s: float) -> None:
-        self.state.stage = Stage.CUTTING
+        state = self.state
+        state.stage = Stage.CUTTING
         self._settled = True
         # From here on each call has its own deadline; this one is for a cut that never becomes complete.
-        self._deadline_s = now_s + self.state.timeouts.dead_s
-        self.state.figures.end_training(now_s)
+        self._deadline_s = now_s + state.timeouts.dead_s
+        self._asked_s = now_s
+        state.figures.end_training(now_s)
+        self._last_cut = state.mode.cuts.last_cut(state.progress.stop_step)
+        if self._last_cut is None:
+            # Ask for the shards' progress once more, so that the cut gets the right number.
+            self._ask()
+        else:
+            self._cut(now_s)
 
     # Time
 
@@ -197,16 +199,11 @@ class Ending:
     def reaching(self, event: Progressed, now_s: float) -> None:
         """Wait until every shard has reached the stop step, or every lease is done."""
         state, progress = self.state, self.state.progress
-        if not state.mode.consistent_cuts:
-            # A script has no leases to finish: the reply to its next push says that the job stops.
-            out = state.work.leases.outstanding if state.work.leases is not None else 0
-            drained = out == 0 or not state.tasks.working() or self._failed
-            if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
-                # Ask for the shards' progress once more, so that the cut gets the right number.
-                self._enter_cutting(now_s)
-                self._ask()
-            return
-        if 0 < progress.stop_step <= progress.step:
+        # A script has no leases to finish: the reply to its next push says that the job stops.
+        out = state.work.leases.outstanding if state.work.leases is not None else 0
+        late = now_s >= self._deadline_s - state.timeouts.dead_s / 2
+        drained = out == 0 or not state.tasks.working() or self._failed or late
+        if state.mode.cuts.stopped(progress.stop_step, progress.step, drained=drained):
             self._reached(now_s)
         elif self._failed or self._nobody_goes_on():
             self._stop_where_equal()
@@ -232,28 +229,26 @@ class Ending:
         state, saves = self.state, self.state.saves
         if saves.saving is not None or saves.cutting:
             return
-        stop_step = state.progress.stop_step
-        if not state.mode.consistent_cuts and not self._last_cut:
+        if self._last_cut is None:
             if self._told:
                 # Numbered only now: workers may have advanced while an earlier checkpoint was being written.
-                self._last_cut = True
-                state.progress.stop_step = self.checkpointing.cut_now(stop=True)
-            return
-        if saves.checkpoint_step == stop_step:
+                self._last_cut = state.progress.stop_step = self.checkpointing.cut_now(stop=True)
+                self._asked_s = now_s
+        elif saves.checkpoint_step == self._last_cut:
             self.scoring.begin(now_s)
         elif now_s >= self._deadline_s:
-            self._give_up(f"no complete cut at step {stop_step}", now_s)
-        elif state.mode.consistent_cuts and now_s - self._asked_s >= state.timeouts.heartbeat_s:
+            self._give_up(f"no complete cut at step {self._last_cut}", now_s)
+        elif now_s - self._asked_s >= state.timeouts.heartbeat_s:
             # The servers may have skipped this cut while they held an earlier one. They stand still now, so order it
             # again.
             self._asked_s = now_s
-            saves.ledger.reopen(stop_step)
-            state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True))
+            saves.ledger.reopen(self._last_cut)
+            state.command(Cut(timeline=state.layout.timeline, step=self._last_cut, stop=True))
 
     def saved(self, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint was committed, or could not be written."""
-        state, saved = self.state, event.saved
-        if saved.step != state.progress.stop_step or not (state.mode.consistent_cuts or self._last_cut):
+        saved = event.saved
+        if saved.step != self._last_cut:
             return
         if saved.error:
             self._give_up(f"it could not be written ({saved.error})", now_s)

@@ -27,9 +27,7 @@ class Leasing:
                 outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is not a live task that trains"
             )
         if leases is None:
-            synchronous = not state.mode.leases_batches
-            why = "synchronous: batches follow from the step" if synchronous else "a script, which chooses batches"
-            return LeaseAnswer(outcome="REFUSED", reason=f"this job is {why}")
+            return LeaseAnswer(outcome="REFUSED", reason=f"this job is {state.mode.batches.why_no_lease}")
         noted = [number for number in done if leases.finish(number, incarnation)]
         answer, issued = self._next(leases, incarnation)
         if noted or issued is not None:

@@ -135,9 +135,8 @@ class Recovery:
             if state.figures.running_s is not None:
                 return "the first checkpoint is still being written"
             return "there is no checkpoint yet, so the job starts over"
-        what = "rolling back all shards" if state.mode.consistent_cuts else "rolling it back"
         # One that is being written may be there when it is looked for.
-        return f"{what} to the newest checkpoint (step {state.saves.checkpoint_step} or later)"
+        return f"{state.mode.cuts.goes_back} to the newest checkpoint (step {state.saves.checkpoint_step} or later)"
 
     # The checkpoint
 
@@ -225,12 +224,13 @@ class Recovery:
         return not others or bool(self._full) or waited_s < state.timeouts.dead_s
 
     def _kept(self, placement: tuple[Placement, ...]) -> frozenset[int]:
-        """Shards that keep their values: if shards go back one by one, those whose server is still the same process."""
+        """Shards that keep their values; at most those whose server is still the same process."""
         state = self.state
-        if state.mode.consistent_cuts or state.saves.resume is None:
+        if state.saves.resume is None:
             return frozenset()
         lives = {member.task: member.incarnation for member in state.tasks.members.living("ps")}
-        return frozenset(p.shard for p in placement if self._whole.get(p.shard) == lives[p.task])
+        whole = frozenset(p.shard for p in placement if self._whole.get(p.shard) == lives[p.task])
+        return state.mode.cuts.kept(whole)
 
     def refused(self, event: OrderRefused, now_s: float) -> bool:
         """A server refused an order. True: the job continues another way."""
@@ -284,8 +284,7 @@ class Recovery:
         state.work.moved.clear()
         state.work.unready.clear()
         _note_back(state, state.layout.keep)
-        together = state.mode.consistent_cuts
-        what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
+        what = state.mode.cuts.loss.format(lost=lost)
         heard = f"{loss.first} was last heard {recovered.seconds:.1f} s ago; " if loss.first != "chief" else ""
         if state.work.leases is not None and not state.layout.keep:
             what += " and repeated"
@@ -318,19 +317,22 @@ class Recovery:
 
     def _count_lost(self, loss: Loss) -> int:
         state, resume = self.state, self.state.saves.resume
-        if state.mode.consistent_cuts or resume is None:
-            return max(0, loss.at_step - state.progress.base_step)
+        steps = max(0, loss.at_step - state.progress.base_step)
+        if resume is None:
+            return steps
         versions, keep = resume.versions, state.layout.keep
         restored = [number for number in loss.at if number not in keep and number < len(versions)]
-        return sum(max(0, loss.at[number][1] - versions[number]) for number in restored)
+        return state.mode.cuts.lost(steps, {at: max(0, loss.at[at][1] - versions[at]) for at in restored})
 
 
 def _note_back(state: State, keep: frozenset[int]) -> None:
     """Note what each shard that went back by itself has left of each worker's pushes. keep: shards that did not."""
     resume = state.saves.resume
-    if not state.mode.whole_pushes or resume is None:
+    if resume is None:
         return
-    tables = {shard: table for shard, table in enumerate(resume.sequences) if shard not in keep}
+    tables = state.mode.cuts.alone({shard: at for shard, at in enumerate(resume.sequences) if shard not in keep})
+    if tables is None:
+        return
     state.losses.back.append(WentBack(timeline=state.layout.timeline, sequences=tables))
     noted = {
         str(shard): {task: [one.incarnation, one.last_seq] for task, one in table.items()}

@@ -96,7 +96,7 @@ class Servers:
     def poll(self, event: Tick, now_s: float) -> None:
         """Ask for the status instead of waiting for heartbeats, where the job waits for what servers report."""
         state, progress = self.state, self.state.progress
-        last = state.phase is Phase.RUNNING and state.mode.consistent_cuts and progress.stop_step > 0
+        last = state.phase is Phase.RUNNING and progress.stop_step > 0
         if (
             state.stage in (Stage.FIRST_CUT, Stage.REACHING, Stage.CUTTING)
             or (state.stage is Stage.INITIALIZING and state.work.initializer)

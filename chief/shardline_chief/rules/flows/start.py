@@ -74,7 +74,7 @@ class Start:
             state.end(error.exit_code, str(error), now_s)
             return
         state.layout.plan = plan
-        if self._leases(job):
+        if state.mode.batches.leased(job):
             state.work.leases = Leases.resumed(resume.cursor if resume is not None else {}, job.steps)
             state.note_cursor()
         if self._complete(job):
@@ -101,16 +101,12 @@ class Start:
         )
         self.reconcile.place(placement)
 
-    def _leases(self, job: JobSpec) -> bool:
-        """Whether the chief hands out batches. A script chooses its own batches and its own end."""
-        return self.state.mode.leases_batches and not job.script
-
     def _complete(self, job: JobSpec) -> bool:
         """Whether the checkpoint to resume from already has all the job's steps."""
         resume = self.state.saves.resume
         if resume is None:
             return False
-        if self._leases(job):
+        if self.state.mode.batches.leased(job):
             return Leases.resumed(resume.cursor, job.steps).all_done
         return 0 < job.steps <= resume.step
 

@@ -199,7 +199,7 @@ class Takeover:
             state.stage = Stage.ADOPTING
             layout.placement = found.placement if state.settings.standbys else known.placement
             layout.have.placement, layout.have.filled = layout.placement, True
-            layout.stop = state.progress.stop_step if state.mode.consistent_cuts else 0
+            layout.stop = state.progress.stop_step
             return
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
         step = min(map(state.progress.of, told), default=state.progress.base_step)
@@ -209,11 +209,11 @@ class Takeover:
         self.failover.promote(found, first, why, now_s, since_s=self._began_s, step=step)
 
     def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
-        """Drop copies made one by one: which leases they include died with the last chief, so they are useless."""
+        """Drop the copies that only the last chief could have used."""
         state = self.state
         cuts = [cut.step for status in servers.values() for shard in status.shards for cut in shard.cuts]
-        if cuts and not state.mode.consistent_cuts:
-            state.command(Release(timeline=state.layout.timeline, step=max(cuts)))
+        if orphaned := set(cuts) - set(state.mode.cuts.reported(cuts)):
+            state.command(Release(timeline=state.layout.timeline, step=max(orphaned)))
 
     def _go_back(self, lost: dict[str, str], now_s: float) -> None:
         """Some shard values are missing, or never existed, or error memory may have moved unseen: roll back."""

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from shardline import codecs, consistency, division
-from shardline.consistency import Consistency
+from shardline.consistency import Clock, Consistency
 from shardline.core.orders import Phase
 from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
@@ -92,14 +92,9 @@ class State:
         return self.script and not self.mode.assigns_replicas
 
     @property
-    def stops_by_itself(self) -> bool:
-        """Whether the last step is known from the start, so that servers stop there by themselves."""
-        return self.mode.consistent_cuts and not self.script
-
-    @property
     def last_step(self) -> int:
-        """The step at which the job file ends; 0 if there is none."""
-        return self.job.steps if self.job is not None and self.stops_by_itself else 0
+        """The step at which servers stop by themselves, where it is known from the start; else 0."""
+        return self.mode.cuts.last_step(self.job.steps) if self.job is not None and not self.script else 0
 
     @property
     def remembers(self) -> bool:
@@ -175,9 +170,7 @@ class State:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""
         if self.losses.now is None:
             shards = self.progress.shards.items()
-            # All shards have reached a checkpoint that is written.
-            least = self.saves.checkpoint_step if self.mode.consistent_cuts else 0
-            if self.mode.whole_pushes and self.figures.lives:
+            if self.mode.clock is Clock.VERSION and self.figures.lives:
                 # A worker may be lost with the server, and this chief with both. Of those that are gone it is recorded.
                 living = {(member.task, member.incarnation) for member in self.tasks.members if member.living}
                 self.record("figures", lives=self.figures.told(living))
@@ -185,7 +178,8 @@ class State:
                 first=task,
                 began_s=heard_s,
                 at={number: (shard.step_min, shard.version) for number, shard in shards},
-                at_step=max(self.progress.told_step, least),
+                # All shards have reached a checkpoint that is written.
+                at_step=max(self.progress.told_step, self.saves.checkpoint_step),
                 home=self.layout.placement,
             )
         return self.losses.now

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardline.core.image import BucketImage, WorkerSequence, origin
-from shardline.errors import ProtocolError
 
 HELD_CUTS = 2
 """Copies kept at a time: one being fetched by the chief, one for the next cut."""
@@ -169,12 +168,3 @@ class CutBook:
         with self._lock:
             held = [image for cut in self._held.values() for image in cut.images.values()]
             return sum({id(image): image.nbytes for image in (*held, *self._offered.values())}.values())
-
-
-def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, one_step: bool) -> None:
-    """Raise ProtocolError unless there is one image per bucket, all of the same step if one_step."""
-    numbers = [image.bucket for image in images]
-    if sorted(numbers) != list(range(buckets)):
-        raise ProtocolError(f"shard {shard} has {buckets} buckets; the images are of {numbers}")
-    if one_step and len({image.step for image in images}) > 1:
-        raise ProtocolError(f"shard {shard}: images of different steps are not a consistent cut")
