@@ -326,9 +326,12 @@ def _check_momentum(codec: Codec, job: JobSpec, mode: Consistency, pace: Cadence
         f"{adding}, but cadence {pace} sends how far the parameters moved; choose cadence='every-step', or another "
         "codec",
     )
-    if job.consistency.clip_norm:
-        clipping = f"{adding}, which clip_norm={job.consistency.clip_norm:g} must not clip"
-        Gives.CLIPS_FIRST.need(mode, clipping, "leave it out, or choose another codec")
+    clip = job.consistency.clip_norm
+    _refuse(
+        clip > 0 and Gives.CLIPS_FIRST not in mode.gives,
+        f"{adding}, and clip_norm={clip:g} would clip momentum on the servers instead of gradients; leave it out, or "
+        "choose another codec",
+    )
     if codec.at_server.rule:
         Gives.COMMON_STEPS.need(
             mode,

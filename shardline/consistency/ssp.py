@@ -98,7 +98,7 @@ class SSP(Consistency):
         return PacedPushes(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        return PacedByTheSlowest(storage, terms, self.slack)
+        return PacedByTheSlowest(storage, terms, Clocks(self.slack))
 
 
 class Clocks:
@@ -173,7 +173,11 @@ class Clocks:
         # A push that was being applied when its worker was fenced must not bring it back.
         self.of = {task: clock for task, clock in clocks.items() if not self.members or task in self.members}
         least = self.least
-        self.held = frozenset(task for task, clock in self.of.items() if clock - least > self.slack)
+        self.held = frozenset(task for task, clock in self.of.items() if self.waits(task, clock - least))
+
+    def waits(self, task: str, ahead: int) -> bool:
+        """Whether a worker so many pushes ahead of the slowest has to wait."""
+        return ahead > self.slack
 
 
 class PacedByTheSlowest(AsynchronousPushes):
@@ -182,9 +186,9 @@ class PacedByTheSlowest(AsynchronousPushes):
     A standby keeps no clocks. A failover is a new timeline, in which every worker begins anew.
     """
 
-    def __init__(self, storage: Storage, terms: Terms, slack: int) -> None:
+    def __init__(self, storage: Storage, terms: Terms, clocks: Clocks) -> None:
         super().__init__(storage, terms)
-        self._clocks = Clocks(slack)
+        self._clocks = clocks
         """Guarded by the storage's lock, but for `held`."""
 
     def decide(self, push: NumberedPush, last: AppliedPush, *, skip: bool) -> Decision:

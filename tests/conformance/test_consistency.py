@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import tests.conformance.toys.toy_dssp  # noqa: F401  # it is in the table from here on
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock, Gives
 from shardline.consistency.intake import PullAnswer

@@ -41,7 +41,7 @@ def test_a_rule_that_looks_ahead_is_not_the_optimizer() -> None:
 
 def test_a_rule_that_tells_workers_apart_is_refused_in_synchronous_mode() -> None:
     job = make_job("sgd", steps=STEPS, rule="toy-momentum")
-    with pytest.raises(JobError, match="needs to know which worker pushed"):
+    with pytest.raises(JobError, match=r"needs .*to know which worker pushed"):
         job.spec(job.build_model())
 
 

@@ -35,7 +35,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), 
 
 TOYS = Path(__file__).parents[1] / "conformance" / "toys"
 PLUGINS = [
-    part for name in ("toy_codec", "toy_rule", "toy_consistency") for part in ("--plugin", str(TOYS / f"{name}.py"))
+    part
+    for name in ("toy_codec", "toy_rule", "toy_consistency", "toy_dssp")
+    for part in ("--plugin", str(TOYS / f"{name}.py"))
 ]
 DEFAULTS = {
     "consistency": "sync",
@@ -73,6 +75,10 @@ def test_a_rule_of_a_plugin_trains(tmp_path: Path) -> None:
 def test_a_consistency_of_a_plugin_trains(tmp_path: Path) -> None:
     # Of 6 pushes every 3 are an update.
     assert trained(tmp_path, consistency="every:count=3")["versions"] == [2, 2]
+
+
+def test_a_consistency_whose_slack_the_servers_tune_trains(tmp_path: Path) -> None:
+    assert trained(tmp_path, consistency="dssp:least=1,most=4")["versions"] == [6, 6]
 
 
 def test_a_cadence_of_a_plugin_trains_and_the_bits_are_the_same_whoever_computes(tmp_path: Path) -> None:

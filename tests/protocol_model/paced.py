@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shardline.consistency.numbered_pushes import admit_push
 from shardline.consistency.ssp import Clocks
 from shardline.core.outcome import Outcome
+from tests.conformance.toys.toy_dssp import TunedClocks
 from tests.protocol_model.numbers import require
 
 LIMIT = 30_000
@@ -27,6 +28,8 @@ MOST_BATCHES = 3
 class PacedSetup:
     seed: int
     slack: int = 2
+    least: int = 0
+    """Of a slack that the servers tune, up to `slack`; 0 = they don't."""
     shards: int = 2
     workers: int = 3
     batches: int = 30
@@ -116,7 +119,7 @@ class PacedModel:
         self.timeline = 1
         self.incarnations = setup.workers
         self.workers = {n: PacedWorker(n, n + 1, 1) for n in range(setup.workers)}
-        self.shards = [PacedShard(Clocks(setup.slack)) for _ in range(setup.shards)]
+        self.shards = [PacedShard(self.clocks()) for _ in range(setup.shards)]
         self.free = list(range(setup.batches))
         self.done: set[int] = set()
         self.net: list[PacedPush] = []
@@ -129,6 +132,11 @@ class PacedModel:
             self.start(worker)
         for shard in self.shards:
             self.admit_members(shard, self.table)
+
+    def clocks(self) -> Clocks:
+        if not self.setup.least:
+            return Clocks(self.setup.slack)
+        return TunedClocks(self.setup.least, self.setup.slack, now=lambda: float(self.counts.actions))
 
     @property
     def table(self) -> dict[int, int]:

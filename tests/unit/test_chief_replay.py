@@ -77,7 +77,7 @@ def test_the_log_counts_whose_gradients_were_used_and_notes_nothing_twice() -> N
     [
         (
             {"consistency": ConsistencySpec(mode="async")},
-            "--replay repeats synchronous runs only; in consistency async",
+            "--replay repeats synchronous runs only, but in consistency async",
         ),
         ({"seed": 5}, r"that run was of another job \(seed: 5 here, 0 there\)"),
         ({"consistency": ConsistencySpec()}, "consistency.mode: sync here, sync:spares=1 there"),

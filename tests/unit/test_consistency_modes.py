@@ -25,6 +25,7 @@ from shardline.update import rule
 from shardline.waist import Standing
 from shardline_pipeline.by_stage import admit_update
 from shardline_ps.shard.shard import Shard
+from tests.conformance.toys.toy_dssp import TunedClocks, more_pushes
 from tests.support.builders import make_job_spec, make_shard
 from tests.support.jobs import make_job
 from tests.support.served import noise
@@ -391,6 +392,32 @@ def test_clocks() -> None:
     # Its push was being applied when it was fenced.
     clocks.pushed("b", 1, 1)
     assert clocks.of == {"a": 0}
+
+
+def test_the_fastest_pauses_where_the_slowest_pushes() -> None:
+    # The slowest pushes at 30, 40, 50 ...; the fastest is at 24 and needs 3: with two more pushes it is at 30.
+    assert more_pushes(24, 3, 20, 10, most=8) == 2
+    assert more_pushes(24, 3, 20, 10, most=1) == 1
+    # At 40 + 1 * 0.5 nothing is nearer than the push at 40.
+    assert more_pushes(40, 0.5, 30, 10, most=5) == 0
+
+
+def test_a_tuned_slack_lets_the_fastest_go_on_and_never_beyond_its_limit() -> None:
+    now = [0.0]
+    clocks = TunedClocks(1, 4, now=lambda: now[0])
+    for task in ("fast", "slow"):
+        clocks.begin(task, 1)
+    done = {"fast": 0, "slow": 0}
+    ahead = []
+    for tick in range(1, 200):
+        now[0] = float(tick)
+        for task, every in (("fast", 2), ("slow", 7)):
+            if tick % every == 0 and task not in clocks.held:
+                done[task] += 1
+                clocks.pushed(task, 1, done[task])
+        ahead.append(done["fast"] - done["slow"])
+        assert "slow" not in clocks.held and ahead[-1] <= 5
+    assert max(ahead) > 2, "the slack was never tuned"
 
 
 # Choices

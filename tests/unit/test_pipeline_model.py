@@ -156,11 +156,11 @@ def test_without_a_pipeline_a_model_in_stages_is_one_like_any_other() -> None:
         ({"consistency": "softsync"}, "but consistency softsync does not; .* without spares, 'async' or 'ssp'"),
         (
             {"consistency": "ssp", "apply": "worker"},
-            "on the sum of all its replicas, but consistency ssp:slack=3 makes none",
+            "but in consistency ssp:slack=3 each gradient of a stage of a pipeline is an update of its own",
         ),
         (
             {"consistency": "async", "apply": "worker"},
-            "on the sum of all its replicas, but consistency async makes none",
+            "but in consistency async each gradient of a stage of a pipeline is an update of its own",
         ),
         ({"consistency": "async", "clip_norm": 1.0}, "by itself, but clip_norm=1 is one decision about the gradients"),
         ({"consistency": "async", "rule": "dc-asgd"}, "rule dc-asgd.* needs to know what was sent .* several versions"),

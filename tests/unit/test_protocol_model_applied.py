@@ -56,7 +56,7 @@ def test_parameters_of_a_restored_server_taken_for_a_gradient_would_be_noticed(
     arrived = WorkerOptimizer.arrived
 
     def trusting(self: WorkerOptimizer, step: int, told: Told) -> None:
-        arrived(self, step, Told(located=told.located and self._step is None, wants_state=told.wants_state))
+        arrived(self, step, Told(located=told.located and self.step is None, wants_state=told.wants_state))
 
     monkeypatch.setattr(WorkerOptimizer, "arrived", trusting)
     monkeypatch.setattr("tests.protocol_model.applied.LIMIT", 3000)
