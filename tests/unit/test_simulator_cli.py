@@ -268,7 +268,9 @@ def test_advice_names_what_the_job_cannot_have(
 ) -> None:
     shape = [job_file, "--workers", "2", "--compute", "10ms", "--consistency", "async", "--rule", "gap-aware"]
     rows = advise(tmp_path, *shape)
-    assert {row["consistency"] for row in rows} == {"async", "ssp"}
+    modes = {row["consistency"] for row in rows}
+    # Plugins of other tests may be in the tables.
+    assert modes >= {"async", "ssp"} and not modes & {"sync", "softsync"}
     assert "Not sync, raw, every-step: update rule gap-aware needs" in capsys.readouterr().out
 
 
