@@ -174,7 +174,7 @@ from shardline.client.applied.worker_optimizer import WorkerOptimizer
 plain = WorkerOptimizer._bring
 
 def _bring(applied, **whom):
-    if "worker/0" in sys.argv and applied._step == 12:
+    if "worker/0" in sys.argv and applied.step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
     plain(applied, **whom)
 
