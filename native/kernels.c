@@ -213,6 +213,20 @@ SUM(64)
                 out[i] = a[i] * factor + b[i];                                                                         \
         }                                                                                                              \
     }                                                                                                                  \
+    /* The gradient with its sign turned, where a step is to go up, and with the weights' decay. */                    \
+    static const f##BITS *wanted##BITS(f##BITS *scratch, const f##BITS *g, const f##BITS *from, REAL decay,            \
+                                       size_t count, int maximize, int fused) {                                        \
+        if (maximize) {                                                                                                \
+            EACH for (size_t i = 0; i < count; i++)                                                                    \
+                scratch[i] = -g[i];                                                                                    \
+            g = scratch;                                                                                               \
+        }                                                                                                              \
+        if (decay != 0) {                                                                                              \
+            madd##BITS(scratch, from, decay, g, count, fused);                                                         \
+            g = scratch;                                                                                               \
+        }                                                                                                              \
+        return g;                                                                                                      \
+    }                                                                                                                  \
     /* kept = kept * momentum + share * gradient */                                                                    \
     static void gather##BITS(f##BITS *kept, REAL momentum, const f##BITS *gradient, REAL share, size_t count,          \
                              int fused) {                                                                              \
@@ -230,16 +244,9 @@ SUM(64)
         keep_order();                                                                                                  \
         for (size_t at = 0, block = step->away ? PIECE : BLOCK; at < count; at += block) {                             \
             size_t size = SMALLER(block, count - at);                                                                  \
-            const f##BITS *from = (const f##BITS *)source + at, *g = (const f##BITS *)gradient + at;                   \
-            if (step->maximize) {                                                                                      \
-                EACH for (size_t i = 0; i < size; i++)                                                                 \
-                    scratch[i] = -g[i];                                                                                \
-                g = scratch;                                                                                           \
-            }                                                                                                          \
-            if (step->weight_decay != 0) {                                                                             \
-                madd##BITS(scratch, from, (REAL)step->weight_decay, g, size, step->fused);                             \
-                g = scratch;                                                                                           \
-            }                                                                                                          \
+            const f##BITS *from = (const f##BITS *)source + at;                                                        \
+            const f##BITS *g = wanted##BITS(scratch, (const f##BITS *)gradient + at, from, (REAL)step->weight_decay,   \
+                                            size, step->maximize, step->fused);                                        \
             if (momentum_buffer) {                                                                                     \
                 f##BITS *kept = (f##BITS *)momentum_buffer + at;                                                       \
                 if (step->first)                                                                                       \
@@ -276,17 +283,10 @@ SGD(64, double)
         f##BITS scratch[BLOCK];                                                                                        \
         for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
             size_t size = SMALLER(BLOCK, count - at);                                                                  \
-            const f##BITS *from = (const f##BITS *)source + at, *g = (const f##BITS *)gradient + at;                   \
-            f##BITS *m = (f##BITS *)mean + at, *v = (f##BITS *)square + at, *top = (f##BITS *)most + at;               \
-            if (step->maximize) {                                                                                      \
-                EACH for (size_t i = 0; i < size; i++)                                                                 \
-                    scratch[i] = -g[i];                                                                                \
-                g = scratch;                                                                                           \
-            }                                                                                                          \
-            if (step->weight_decay != 0) {                                                                             \
-                madd##BITS(scratch, from, (REAL)step->weight_decay, g, size, step->fused);                             \
-                g = scratch;                                                                                           \
-            }                                                                                                          \
+            const f##BITS *from = (const f##BITS *)source + at;                                                        \
+            f##BITS *m = (f##BITS *)mean + at, *v = (f##BITS *)square + at;                                            \
+            const f##BITS *g = wanted##BITS(scratch, (const f##BITS *)gradient + at, from, (REAL)step->weight_decay,   \
+                                            size, step->maximize, step->fused);                                        \
             if (step->fused) {                                                                                         \
                 EACH for (size_t i = 0; i < size; i++) {                                                               \
                     m[i] = FUSED##BITS(weight, g[i] - m[i], near ? m[i] : g[i]);                                       \
@@ -299,6 +299,7 @@ SGD(64, double)
                 }                                                                                                      \
             }                                                                                                          \
             if (most) {                                                                                                \
+                f##BITS *top = (f##BITS *)most + at;                                                                   \
                 EACH for (size_t i = 0; i < size; i++)                                                                 \
                     top[i] = v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];                                            \
             }                                                                                                          \

@@ -63,6 +63,10 @@ class Cuts:
                         book.store(image)
         return False
 
+    def passed(self, checkpoint_step: int) -> int:
+        """The step that all shards have reached, as far as this checkpoint, which is written, says."""
+        return checkpoint_step
+
     def check(self, shard: int, steps: Collection[int]) -> None:
         """Raise ProtocolError if images of these steps can't be one shard's part of a cut."""
         if len(set(steps)) > 1:
@@ -131,6 +135,9 @@ class EachByItself(Cuts):
         if stop:
             storage.stop_step = 0
         return False
+
+    def passed(self, checkpoint_step: int) -> int:
+        return 0
 
     def check(self, shard: int, steps: Collection[int]) -> None: ...
 

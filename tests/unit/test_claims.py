@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from shardline.client.step import staging as staging_module
 from shardline.client.step.staging import Allocate, GradientStaging, PushTools, filled_payloads, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.coding import PushEncoders
@@ -189,6 +191,30 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     batches = [len(batch) for batch in payloads.batches()]
     assert sum(batches) == len(sizes)
     assert (len(batches) == 1) is in_place
+
+
+def test_the_first_error_of_several_threads_is_raised_when_nothing_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging_module, "usable_cores", lambda: 3)
+    plan = make_plan((TensorSpec(name="w", shape=(4096, 1024), dtype="float32"),), 1)
+    staging = GradientStaging(plan, 1, PushEncoders(coding_of("raw", plan).push))
+    failed, others = threading.Event(), []
+
+    def add_bucket(key: tuple[int, int], *args: object, **more: object) -> list[int]:
+        if key == (0, 1):
+            failed.set()
+            raise ValueError("bucket 1")
+        # The others are still at it when it fails.
+        assert failed.wait(10.0)
+        others.append(key)
+        return []
+
+    monkeypatch.setattr(staging, "add_bucket", add_bucket)
+    with pytest.raises(ValueError, match="bucket 1"):
+        staging.add(0, {0: torch.ones(4096 * 1024)}, {}, presum=False)
+    assert len(others) == len(staging.keys) - 1 > 2
+    staging.close()
 
 
 def test_a_sparse_gradient_is_refused_with_its_tensor_and_what_to_do() -> None:

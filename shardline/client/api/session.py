@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -30,12 +29,8 @@ from shardline.config import RoleConfig
 from shardline.core.spec import JobSpec
 from shardline.data import Watch
 from shardline.errors import (
-    JobExitError,
-    ShardlineError,
     TensorError,
     UsageError,
-    job_error,
-    where_raised,
 )
 from shardline.host.process import Termination
 
@@ -258,15 +253,3 @@ class Session(JobMember):
         """push() and pull() in one exchange."""
         self.push(gradients)
         return self.pull(list(gradients))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-            return
-        if isinstance(error, SystemExit):
-            self.fail(JobExitError(f"the script called sys.exit({error.code!r}){where_raised(error)}"))
-        elif isinstance(error, ShardlineError):
-            self.fail(error)
-        elif isinstance(error, Exception):
-            self.fail(job_error("the script", error))
-        self.shutdown()

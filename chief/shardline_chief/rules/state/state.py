@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from shardline import codecs, consistency, division
-from shardline.consistency import Clock, Consistency
+from shardline.consistency import Consistency
 from shardline.core.orders import Phase
 from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
@@ -170,7 +170,7 @@ class State:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""
         if self.losses.now is None:
             shards = self.progress.shards.items()
-            if self.mode.clock is Clock.VERSION and self.figures.lives:
+            if not self.mode.intake.by_bucket and self.figures.lives:
                 # A worker may be lost with the server, and this chief with both. Of those that are gone it is recorded.
                 living = {(member.task, member.incarnation) for member in self.tasks.members if member.living}
                 self.record("figures", lives=self.figures.told(living))
@@ -178,8 +178,7 @@ class State:
                 first=task,
                 began_s=heard_s,
                 at={number: (shard.step_min, shard.version) for number, shard in shards},
-                # All shards have reached a checkpoint that is written.
-                at_step=max(self.progress.told_step, self.saves.checkpoint_step),
+                at_step=max(self.progress.told_step, self.mode.cuts.passed(self.saves.checkpoint_step)),
                 home=self.layout.placement,
             )
         return self.losses.now
