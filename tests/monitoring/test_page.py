@@ -125,8 +125,8 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
             "[...document.querySelectorAll('#curves figcaption span:first-child')].map((e) => e.innerText)"
         )
         assert titles == ["Training loss", "Bytes/s", "Steps/s", "Staleness"]
-        drawn = browser.ask("document.querySelector('#curves .plot').plot.data[1].length")
-        assert drawn > 20
+        # They are drawn in the browser's next frame, and the steps above may be newer.
+        browser.wait("document.querySelector('#curves .plot').plot.data[1].length > 20", "points of a curve")
         looks_right_everywhere(browser)
 
         os.kill(pid_of(out, "worker/1"), signal.SIGKILL)
