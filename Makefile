@@ -85,8 +85,9 @@ way: $(STAMP)
 	@$(BIN)/python -m tests.support.way 2>/dev/null
 
 # The rest of those that start whole clusters of processes: what ends, dies, floods and is refused.
+PROCESSES := tests/e2e tests/deploy tests/unit/test_launcher.py tests/unit/test_run_lock.py tests/integration/test_forkserver.py
 test-processes: $(STAMP)
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "processes and not chaos and not long" tests/e2e tests/deploy $(ARGS) || \
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "processes and not chaos and not long" $(PROCESSES) $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
 
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.

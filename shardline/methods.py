@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardline.core.settings import Setting, check_field, kinds, read
+from shardline.core.settings import KINDS, Setting, check_field, read
 from shardline.errors import JobError
 from shardline.seams import Resident, Table
 
@@ -40,7 +40,7 @@ WRITTEN = Path(__file__).parent / "cli" / "methods.json"
 """The same as text, for --help: importing the tables would import torch."""
 
 
-OVERRIDES: Mapping[str, type] = {**kinds(), **dict.fromkeys(FIELDS, str)}
+OVERRIDES: Mapping[str, type] = {**KINDS, **dict.fromkeys(FIELDS, str)}
 """Job fields that the command line can set, and the types to parse."""
 
 

@@ -121,13 +121,8 @@ def known() -> Mapping[str, dataclasses.Field[Any]]:
     return {item.name: item for item in dataclasses.fields(Settings)}
 
 
-def kinds() -> Mapping[str, type]:
-    """Types of a job file's settings, by name: int, float, bool or str."""
-    return typing.get_type_hints(JobSettings)
-
-
-def kind_of(name: str) -> type:
-    return kinds()[name]
+KINDS: Mapping[str, type] = typing.get_type_hints(JobSettings)
+"""Types of a job file's settings, by name: int, float, bool or str."""
 
 
 def check(holder: Settings, where: str = "Job") -> None:
@@ -143,7 +138,7 @@ def check_field(name: str, value: Setting) -> None:
 
 
 def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
-    kind, choices = kind_of(item.name), item.metadata["choices"]
+    kind, choices = KINDS[item.name], item.metadata["choices"]
     lowest, highest = item.metadata["lowest"], item.metadata["highest"]
     said = f"{where}.{item.name} is {short(value)}"
     if kind in (int, float) and lowest is not None:

@@ -161,6 +161,7 @@ def versions_used(schedule: Schedule, stage: int, layout: StageLayout) -> int:
     return most
 
 
+@pytest.mark.part(of=3, first=1)
 @EACH
 @pytest.mark.parametrize("layout", layouts(4, 5), ids=str)
 def test_no_pass_needs_a_version_that_its_stage_does_not_have_yet(schedule: Schedule, layout: StageLayout) -> None:
@@ -221,7 +222,7 @@ def undelayed(layers: Callable[[], list[nn.Module]], cuts: list[int], fields: di
     return UNDELAYED[key]
 
 
-@pytest.mark.part(of=7)
+@pytest.mark.part(of=13)
 @pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(
@@ -289,6 +290,7 @@ class Interrupting(Server):
         return super().take(key)
 
 
+@pytest.mark.part(of=3)
 @EACH_RUN
 @pytest.mark.parametrize("after", [3, 8, 13, 20])
 def test_nothing_is_left_of_a_step_that_was_left_in_the_middle(schedule: Schedule, after: int) -> None:
@@ -345,7 +347,7 @@ def test_too_few_microbatches_for_two_versions_are_refused() -> None:
 # Several workers
 
 
-@pytest.mark.part(of=5)
+@pytest.mark.part(of=11)
 @EACH_RUN
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)
@@ -361,7 +363,7 @@ def test_whoever_has_which_stages_the_bits_are_those_of_one_process_with_that_de
     assert_bits_of_one_process(schedule, job_on(hosts, layers, cuts, **fields), hosts)
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=7)
 @pytest.mark.parametrize("schedule", [one for one in ASYNC if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
@@ -378,6 +380,7 @@ def test_so_they_are_with_fewer_microbatches_than_a_stage_is_ahead(
     assert_bits_of_one_process(schedule, job_on(hosts, plain_layers, [1, 4, 5], **fields), hosts)
 
 
+@pytest.mark.part(of=3, first=2)
 @pytest.mark.parametrize("schedule", [one for one in ASYNC if one.name != "double-buffer"], ids=str)
 @pytest.mark.parametrize("actual", [[[0], [1], [0]], [[0], [0], [0]], [[1, 0], [2], [2]], [[0, 0], [1], [1]]], ids=str)
 def test_versions_are_those_of_the_declared_workers_whoever_stands_in_for_them(
@@ -491,6 +494,7 @@ MOMENTUM = {"optimizer_args": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01
 ADAM = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01}}
 
 
+@pytest.mark.part(of=3, first=1)
 @PREDICTING
 @pytest.mark.parametrize("fields", [MOMENTUM, ADAM, {**MOMENTUM, "accumulate": 3}], ids=["momentum", "adamw", "m=3"])
 def test_predicted_training_has_the_bits_of_one_process(schedule: Schedule, fields: dict[str, object]) -> None:
@@ -527,6 +531,7 @@ def test_predictions_are_for_the_updates_that_a_gradient_will_have_missed(schedu
 GAPS = pytest.mark.parametrize("schedule", [one for one in ASYNC if "gap_aware" in settings_of(type(one))], ids=str)
 
 
+@pytest.mark.part(of=3)
 @GAPS
 @pytest.mark.parametrize(
     "fields",
@@ -551,6 +556,7 @@ def test_gap_aware_training_has_the_bits_of_one_process(schedule: Schedule, fiel
         assert torch.equal(server.pulled[name], values), name
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize("schedule", [Stash(gap_aware=True), VerticalSync(gap_aware=True)], ids=str)
 @pytest.mark.parametrize(("workers", "replicas"), [([2, 1, 1], 2), ([1, 1, 1], 2), ([1, 2, 1], 4)])
 def test_gaps_of_several_replicas_count_before_they_are_added(
@@ -675,6 +681,7 @@ def test_a_backward_pass_with_newer_weights_is_what_it_is_by_hand(schedule: Sche
 # StageCounts
 
 
+@pytest.mark.part(of=3)
 @EACH
 @pytest.mark.parametrize("microbatches", [3, 4])
 def test_what_a_run_counts_is_what_the_paper_says(schedule: Schedule, microbatches: int) -> None:

@@ -246,6 +246,7 @@ def test_when_parameters_arrive_during_the_overlap_changes_no_bit(cadence: Caden
     assert same(in_two_steps(cadence, late=True), in_two_steps(cadence, late=False))
 
 
+@pytest.mark.part(of=2)
 @in_turn(2)
 def test_who_runs_a_replica_does_not_change_a_bit(cadence: Cadence) -> None:
     assert_same_end(trained(cadence, [[0, 1]], model=Rich), trained(cadence, [[0], [1]], model=Rich))
@@ -324,6 +325,7 @@ def test_a_step_that_is_found_again_during_the_overlap_changes_no_bit(cadence: C
         assert_same_end(cluster.state(), trained(cadence, [[0, 1]], steps=4))
 
 
+@pytest.mark.part(of=2, first=1)
 @in_turn(1)
 def test_an_answer_that_was_lost_changes_no_bit(cadence: Cadence) -> None:
     assert_same_end(trained(cadence, [[0, 1]], wrap=Breaking), undisturbed(cadence))
@@ -343,6 +345,7 @@ def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cade
         assert_same_end(cluster.state(), undisturbed(cadence))
 
 
+@pytest.mark.part(of=2)
 @in_turn(1)
 def test_another_process_takes_over_at_the_open_step(cadence: Cadence) -> None:
     # Where workers keep the optimizer's state it dies with them, and the bits are the same only if it has none.
@@ -390,6 +393,7 @@ def test_asynchronous_workers_follow_it_too(cadence: Cadence) -> None:
             assert torch.equal(value, {**state.params, **state.buffers}[name]), name
 
 
+@pytest.mark.part(of=2, first=1)
 @in_turn(0)
 def test_a_script_trains_by_it_with_a_chief(cadence: Cadence, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.cadence.of", lambda job: cadence)

@@ -575,6 +575,7 @@ def test_after_a_rollback_memory_is_what_the_codec_says(codec: Codec, back_to: i
         assert push(after, back_to, numbers(layout)) == push(fresh, back_to, numbers(layout))
 
 
+@pytest.mark.part(of=3)
 @REMEMBERING
 def test_memory_is_part_of_a_replicas_state_on_any_number_of_servers(codec: Codec) -> None:
     tensors = keep_whole(JobCodec.both(codec), [spec("large", (512, 1024)), spec("small", (10,))])

@@ -85,6 +85,7 @@ def test_the_bits_are_those_of_one_worker_on_every_lane(codec: str, lane: str, m
         assert all(host.store.staging.in_use == 0 for host in cluster.hosts)
 
 
+@pytest.mark.part(of=3)
 @over_lanes([name for name in NAMES if suits_asynchronous(name)])
 def test_the_same_holds_asynchronously(codec: str, lane: str, model: Any) -> None:
     job = job_with(codec, model, consistency="async")
@@ -128,6 +129,7 @@ def run_with_losses(worker: Worker, steps: int) -> None:
     assert tries > steps
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("codec", "model"), covering(NAMES, [Rich, Wide]))
 def test_exchanges_that_are_given_up_change_no_bit(codec: str, model: Any) -> None:
     job = job_with(codec, model)
@@ -136,6 +138,7 @@ def test_exchanges_that_are_given_up_change_no_bit(codec: str, model: Any) -> No
         assert same(cluster.state().params, end_of_one_worker(codec, model))
 
 
+@pytest.mark.part(of=3, first=2)
 @LOSSY
 def test_it_saves_bytes_in_its_direction_and_learns(codec: str) -> None:
     choice = CODECS.parse(codec)

@@ -350,6 +350,7 @@ def test_what_stages_hold_at_a_time(stages: int, microbatches: int) -> None:
         assert flush.held(stage, stages, microbatches) == min(microbatches, stages - stage)
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.usefixtures("traced_once")
 @EACH_RUN
 @pytest.mark.parametrize(
@@ -490,6 +491,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.part(of=3)
 @EACH_RUN
 @pytest.mark.parametrize("codec", ["", "int8:stochastic=true"])
 @pytest.mark.parametrize(("workers", "replicas"), HOSTS)

@@ -93,6 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(
     ("cadence", "settings"),
     covering(

@@ -265,6 +265,7 @@ def test_the_memory_sum_printed_at_start_is_what_training_comes_to(case: Case) -
     assert held == planned if not whole else held <= planned <= held + 2 * padding
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("case", "shards"), covering(CASES, [1, 2, 3]), ids=str)
 def test_a_cut_goes_on_with_equal_bits_on_any_number_of_servers(tmp_path: Path, case: Case, shards: int) -> None:
     straight = Servers(case, 2)

@@ -74,7 +74,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.part(of=2)
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize(("start", "processes", "steps"), [("fork", 2, 40), ("spawn", 1, 4), ("forkserver", 1, 4)])
 def test_a_job_reads_through_a_data_loader_of_its_own(tmp_path: Path, start: str, processes: int, steps: int) -> None:
     """steps: those of ten passes or, where a child has to import torch, of one."""
@@ -85,7 +85,7 @@ def test_a_job_reads_through_a_data_loader_of_its_own(tmp_path: Path, start: str
     assert summary_of(out)["steps"] == steps
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=4, first=3)
 @pytest.mark.parametrize(
     ("start", "persistent", "steps"),
     [("fork", False, 80), ("fork", True, 40), ("spawn", True, 8), ("forkserver", True, 8)],

@@ -42,6 +42,7 @@ job = shardline.Job(
 STEPS = 120
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize("codec", ["", "bf16"])
 def test_bytes_on_all_wires_are_within_five_percent_of_those_predicted(tmp_path: Path, codec: str) -> None:
     path, out = tmp_path / "job.py", tmp_path / "run"

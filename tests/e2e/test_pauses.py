@@ -42,6 +42,7 @@ def stop(pids: Iterable[int], seconds: float) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.part(of=2)
 @pytest.mark.parametrize(
     ("who", "mode", "standbys"),
     [("chief", "async", 1), ("everything", "async", 1), ("everything", "sync", 0)],

@@ -222,7 +222,7 @@ def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["evaluation"]["last"]["metrics"]["accuracy"] >= 0.9
 
 
-@pytest.mark.part(of=2)
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline"),
     [
@@ -307,7 +307,7 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
     assert summary_of(out)["sha256"] == reference(load_job(job), start=first).sha256
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=6, first=2)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline"),
     [
@@ -362,7 +362,7 @@ def test_an_asynchronous_job_goes_on_without_its_pipeline_and_with_it_again(tmp_
     assert (found["first_step"], found["steps"], found["versions"], found["consistency"]) == (24, 36, [36], "async")
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=5, first=1)
 @pytest.mark.parametrize(
     ("dying", "options", "pipeline", "replicas", "mode"),
     [
@@ -396,7 +396,7 @@ def test_a_death_takes_replicas_that_dont_wait_for_each_other_back_to_a_checkpoi
     assert replicas > 1 or same_bits(out, write_job(tmp_path, **fields))
 
 
-@pytest.mark.part(of=2)
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "mode"),
     [("flush", 1, "async"), ("stash", 2, "ssp:slack=2"), ("double-buffer", 2, "async")],
@@ -433,7 +433,7 @@ def test_what_needs_all_stages_at_one_step_is_refused_without_a_flush(
     assert_refused(train(job, out, "--workers", "2", "--ps", "2", *options), 2, re.escape(told))
 
 
-@pytest.mark.part(of=2)
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("pipeline", "replicas"), [("flush", 1), ("flush", 2), ("stash:predict=true", 1)])
 def test_where_workers_apply_a_death_takes_a_stage_back_to_a_checkpoint(
     tmp_path: Path, pipeline: str, replicas: int

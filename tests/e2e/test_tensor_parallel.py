@@ -95,7 +95,7 @@ def sha256(out: Path) -> str:
     return str(summary_of(out)["sha256"])
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=4, first=3)
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -134,7 +134,7 @@ def gap(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> f
     return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=4, first=3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -216,7 +216,7 @@ def test_other_ranks_and_none_go_on_from_a_checkpoint(tmp_path: Path, job: Path)
     assert near_one_process(out, job, steps=24)
 
 
-@pytest.mark.part(of=2)
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize(
     ("dying", "options", "settings"),
     [

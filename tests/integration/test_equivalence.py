@@ -28,6 +28,7 @@ def rich_end(optimizer: str) -> ReferenceResult:
     return reference(make_job(optimizer, model=Rich))
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize(
     ("optimizer", "workers", "ps", "apply"), covering(OPTIMIZERS, [1, 2, 3], [1, 2, 3], ["server", "worker"])
 )

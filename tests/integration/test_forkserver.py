@@ -111,6 +111,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     made.server.close()
 
 
+@pytest.mark.processes
 def test_a_task_is_a_child_in_a_session_of_its_own_with_its_own_command_line(forks: Forks) -> None:
     process = forks.start(COLOUR="blue", WAIT="")
     # Seen from here: it may have looked while the process between was still ending.
@@ -188,6 +189,7 @@ def test_a_fork_server_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
     forks.server.close()
 
 
+@pytest.mark.processes
 def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path, light: Light) -> None:
     command = light()
     starter = TaskStarter()
@@ -205,6 +207,7 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path,
     starter.close()
 
 
+@pytest.mark.processes
 def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     tmp_path: Path, light: Light, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +229,7 @@ def test_a_fork_server_is_closed_while_it_imports() -> None:
     starter.close()
 
 
+@pytest.mark.processes
 @without_torch
 def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(
     forks: Forks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -252,6 +256,7 @@ def test_a_task_leads_its_group_as_soon_as_it_is_known(forks: Forks) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_path: Path, light: Light) -> None:
     command = light("import sys\nassert 'colorsys' in sys.modules")
     server = ForkServer(dict(os.environ), ["colorsys", "no_such_module"])
@@ -260,6 +265,7 @@ def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_pa
     server.close()
 
 
+@pytest.mark.processes
 def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     tmp_path: Path, light: Light, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +281,7 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     assert_execs(starter, command, tmp_path)
 
 
+@pytest.mark.processes
 @without_torch
 def test_imports_that_take_long_are_waited_for_in_parts() -> None:
     starter = TaskStarter()
@@ -284,6 +291,7 @@ def test_imports_that_take_long_are_waited_for_in_parts() -> None:
     starter.close()
 
 
+@pytest.mark.processes
 def test_a_task_computes_with_several_threads_though_an_import_has_computed_before(tmp_path: Path) -> None:
     (tmp_path / "tables.py").write_text("import torch\ntorch.randn(1 << 22).exp()")
     environment = with_path(tmp_path)

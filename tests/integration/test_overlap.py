@@ -50,6 +50,7 @@ def train(cluster: Cluster, ownership: list[list[int]], **settings: Any) -> list
     return workers
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("workers", "ps", "clip_norm"), covering([1, 2, 3], [1, 2, 3], [0.0, 0.05]))
 def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(
     workers: int, ps: int, clip_norm: float

@@ -63,6 +63,7 @@ def refused(row: Row, case: str, train: Callable[[], object]) -> ShardlineError:
     return found.value
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize(("row", "case", "lane", "overlap"), cases("jobs"))
 def test_a_job_is_as_in_torch_or_refused(row: Row, case: str, lane: str, overlap: bool, tmp_path: Path) -> None:
     job = row.jobs[case]()
@@ -80,6 +81,7 @@ def seeded(model: Callable[[], nn.Module]) -> nn.Module:
     return model()
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("row", "case", "lane", "overlap"), cases("scripts"))
 def test_a_script_is_as_in_torch_or_refused(
     row: Row,

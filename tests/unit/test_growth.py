@@ -143,6 +143,7 @@ WORK = [
 ]
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_work_grows_as_the_model_does(work: Callable[[Case], Callable[[], object]], model: str, tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ def test_logs_are_named_where_they_have_more_than_what_is_said(lines: list[str],
 # Launcher: processes
 
 
+@pytest.mark.processes
 def test_cluster_runs_until_the_chief_ends_and_leaves_nothing(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, ps=2, evaluators=1)) as cluster:
         pids = [cluster.pid(task) for task in cluster.tasks()]
@@ -270,6 +271,7 @@ def test_cluster_runs_until_the_chief_ends_and_leaves_nothing(tmp_path: Path, fa
     assert all(is_gone(pid) for pid in pids)
 
 
+@pytest.mark.processes
 def test_killed_worker_is_restarted_and_said_so(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1)) as cluster:
         before = cluster.pid("worker/0")
@@ -285,6 +287,7 @@ def test_killed_worker_is_restarted_and_said_so(tmp_path: Path, fake_roles: Path
         assert "worker/0" in cluster.running()
 
 
+@pytest.mark.processes
 def test_worker_that_fails_the_same_way_is_not_restarted(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
         event = next_end(cluster)
@@ -306,6 +309,7 @@ def test_last_words_are_the_commands_sentence_or_the_last_error_logged(tmp_path:
     cluster.stop()
 
 
+@pytest.mark.processes
 def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: Path, fake_roles: Path) -> None:
     cluster = LocalCluster(launch(tmp_path, job=job_file(tmp_path, chief="the disk is full")))
     with pytest.raises(LaunchError, match="the disk is full") as caught, cluster:
@@ -328,6 +332,7 @@ def test_a_log_that_can_not_be_written_is_named_when_the_job_starts(
     assert cluster.running() == ()
 
 
+@pytest.mark.processes
 def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_take_and_that_is_said(
     tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +351,7 @@ def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_t
     assert re.fullmatch(r"waiting for chief/0 to start, [01] s left", sentence)
 
 
+@pytest.mark.processes
 def test_the_chiefs_port_is_its_own_while_it_is_being_started_again(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1, restart=False)) as cluster:
         address = cluster.chief_address
@@ -370,6 +376,7 @@ def wait_for_answer(address: str) -> None:
             threading.Event().wait(0.05)
 
 
+@pytest.mark.processes
 def test_interrupt_ends_the_chief_and_with_it_the_others(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path)) as cluster:
         cluster.interrupt()
@@ -377,6 +384,7 @@ def test_interrupt_ends_the_chief_and_with_it_the_others(tmp_path: Path, fake_ro
         assert cluster.wait_all(timeout_s=10) == ()
 
 
+@pytest.mark.processes
 def test_waits_have_deadlines(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1)) as cluster:
         with pytest.raises(ShardlineError, match="chief/0 did not end within 0 s"):
@@ -384,6 +392,7 @@ def test_waits_have_deadlines(tmp_path: Path, fake_roles: Path) -> None:
         assert "worker/0" in cluster.wait_all(timeout_s=0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_the_job_by_way_of_the_chief(
     tmp_path: Path, fake_roles: Path, number: signal.Signals, code: int
@@ -398,6 +407,7 @@ def test_signal_ends_the_job_by_way_of_the_chief(
     assert all(is_gone(pid) for pid in pids.values())
 
 
+@pytest.mark.processes
 def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(
     tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,6 +419,7 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(
     assert children(tmp_path) == {}
 
 
+@pytest.mark.processes
 def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
     tmp_path: Path, fake_roles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +446,7 @@ def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
     assert "still running after the chief ended" not in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
         assert next_end(cluster).task == "worker/0"
@@ -469,6 +481,7 @@ def test_signal_at_the_birth_of_a_process_leaves_none_behind(
     assert all(is_gone(pid) for pid in born)
 
 
+@pytest.mark.processes
 def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
     with started_train(tmp_path) as process:
         pids = wait_for_start(process, tmp_path)
@@ -488,6 +501,7 @@ with started_train(Path(sys.argv[1])) as process:
 """
 
 
+@pytest.mark.processes
 def test_no_train_of_a_test_outlives_a_test_run_that_is_ended(tmp_path: Path, fake_roles: Path) -> None:
     command = [sys.executable, "-c", ABANDONS, str(tmp_path)]
     ended = subprocess.run(
@@ -496,6 +510,7 @@ def test_no_train_of_a_test_outlives_a_test_run_that_is_ended(tmp_path: Path, fa
     wait_gone({pid: int(pid) for pid in ended.stdout.split()}, 5.0)
 
 
+@pytest.mark.processes
 def test_train_that_is_done_copies_the_summary_and_says_where_things_are(tmp_path: Path, fake_roles: Path) -> None:
     with started_train(tmp_path, "--summary", str(tmp_path / "new" / "summary.json")) as process:
         wait_for_start(process, tmp_path)

@@ -60,6 +60,7 @@ def steps(codec: Lossy, dtype: str, width: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.part(of=3, first=1)
 @NATIVE
 @pytest.mark.parametrize(("codec", "dtype", "width"), covering(LOSSY, ["float32", "float64"], [500, 20_011]), ids=str)
 def test_payloads_and_decoded_values_are_the_same_without_the_library(codec: Lossy, dtype: str, width: int) -> None:
@@ -70,6 +71,7 @@ def test_payloads_and_decoded_values_are_the_same_without_the_library(codec: Los
             assert steps(codec, dtype, width) == expected, level
 
 
+@pytest.mark.part(of=3)
 @NATIVE
 @EACH
 @given(count=st.one_of(st.integers(1, 200), SIZES), shift=SHIFTS, seed=SEEDS)
@@ -89,6 +91,7 @@ def test_parts_of_any_length_at_any_address_are_the_same(codec: Lossy, count: in
         assert all(same(one, decoded[0]) for one in others), level
 
 
+@pytest.mark.part(of=3, first=2)
 @EACH
 @given(count=SIZES, seed=SEEDS, where=st.floats(0, 1, exclude_max=True), bad=st.sampled_from([1, -1, 0]))
 def test_one_value_that_is_not_finite_is_found_anywhere(

@@ -30,6 +30,7 @@ def played(seeds: range, pipeline: str, apply: str = "server", **changes: Any) -
     return total
 
 
+@pytest.mark.part(of=3)
 @EACH
 def test_no_schedule_of_deaths_changes_a_bit_or_stops_the_job(pipeline: str, apply: str) -> None:
     counts = played(range(4), pipeline, apply, steps=6)

@@ -29,6 +29,7 @@ def played(seeds: range, pipeline: str, **changes: Any) -> Counter[str]:
     return total
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize("pipeline", STAGED)
 def test_no_schedule_of_deaths_changes_a_gradient_or_stops_the_job(pipeline: str) -> None:
     counts = played(range(6), pipeline)
@@ -45,6 +46,7 @@ def test_replicas_that_may_be_a_step_ahead_never_wait_for_each_other_for_ever(pi
     assert counts["held"] > 20 and counts["kills"] > 12 and counts["checked"] > 400
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("pipeline", STAGED)
 def test_standbys_take_over_while_stages_are_at_different_steps(pipeline: str) -> None:
     # Without deaths of workers and chiefs nothing goes back.

@@ -165,6 +165,7 @@ def cuts(tensor: TensorSpec, rows_per_slice: int) -> Iterator[Slice]:
         yield Slice(tensor=0, first_row=first, rows=rows, offset=0, elements=rows * tensor.row_elements)
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_square_sums_have_the_same_bits_wherever_a_tensor_is_cut_or_lies_and_on_any_number_of_threads(

@@ -145,6 +145,7 @@ def test_a_start_that_came_to_nothing_makes_no_run_of_its_folder(tmp_path: Path)
     assert ever_begun(tmp_path)
 
 
+@pytest.mark.processes
 def test_commands_in_the_folder_of_a_run_that_lives_change_no_byte(tmp_path: Path, fake_roles: Path) -> None:
     with started_train(tmp_path) as process:
         change_no_byte(tmp_path, process)
@@ -185,6 +186,7 @@ def test_train_is_refused_where_a_chief_was_started_by_hand(tmp_path: Path, fake
     lock.close()
 
 
+@pytest.mark.processes
 def test_the_lock_is_held_while_no_chief_is_there_and_free_after_the_end(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, restart=False)) as cluster:
         cluster.kill("chief/0", restart=False)
@@ -194,6 +196,7 @@ def test_the_lock_is_held_while_no_chief_is_there_and_free_after_the_end(tmp_pat
     RunLock.take(tmp_path / "out" / "chief").close()
 
 
+@pytest.mark.processes
 def test_a_chief_whose_launcher_was_killed_keeps_the_lock_until_its_end(tmp_path: Path, fake_roles: Path) -> None:
     cluster = LocalCluster(launch(tmp_path))
     with cluster:

@@ -200,7 +200,8 @@ def test_files_that_hold_no_times_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For advice on passes that all take equally long, or that is not compared."""
-    monkeypatch.setattr(menu, "PASSES", 300)
+    monkeypatch.setattr(menu, "PASSES", 60)
+    monkeypatch.setattr(menu, "STEPS", 6)
 
 
 def advise(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:

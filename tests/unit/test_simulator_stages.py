@@ -88,6 +88,7 @@ def test_recomputation_costs_a_forward_pass_per_microbatch(pipeline: str, stages
     assert found.seconds == pytest.approx(40 * 3.0 * (microbatches + stages - 1))
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("pipeline", ASYNC)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (5, 9)])
 def test_without_a_flush_the_longest_stage_limits_the_rate(pipeline: str, stages: int, microbatches: int) -> None:

@@ -293,6 +293,7 @@ def label(value: Any) -> str:
     return str(value)
 
 
+@pytest.mark.part(of=3, first=2)
 @pytest.mark.parametrize(("name", "arguments"), ARGUMENTS, ids=label)
 def test_cut_tensors_get_the_bits_of_torch_on_whole_ones(name: str, arguments: dict[str, Any]):
     compare(name, [arguments], schedule=schedules.cosine(20, 0.1, warmup_steps=3))
@@ -332,12 +333,14 @@ ODD = {
 """Sizes that are multiples of no vector's length, with others between them, so that runs are longer than a tensor."""
 
 
+@pytest.mark.part(of=3)
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 @pytest.mark.parametrize("name", [name for name in ALLOWED if ALLOWED[name]])
 def test_other_dtypes_get_torchs_bits_too(name: str, dtype: str):
     compare(name, [{"lr": 0.02}], dtype=dtype, shapes=ODD)
 
 
+@pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("name", "arguments"), [pair for pair in ARGUMENTS if ALLOWED[pair[0]] and len(pair[1]) > 1], ids=label

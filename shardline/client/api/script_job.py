@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline import consistency, methods
-from shardline.core.settings import REFUSE, Setting, Settings, check, kind_of, known, read
+from shardline.core.settings import KINDS, REFUSE, Setting, Settings, check, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
@@ -45,7 +45,7 @@ def choose_settings(given: Mapping[str, Any], environ: Callable[[str], str | Non
     for name in SETTABLE:
         value, text = given.get(name), environ(name)
         if value is None and text is not None:
-            value = read(name, text, kind_of(name))
+            value = read(name, text, KINDS[name])
         if value is not None:
             found[name] = methods.canonical(name, value) if name in methods.FIELDS else value
     check(Settings(**found), "connect()")  # type: ignore[arg-type]

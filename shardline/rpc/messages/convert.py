@@ -11,7 +11,7 @@ import torch
 
 from shardline.core.image import VALUE, BucketImage, WorkerSequence
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
-from shardline.core.settings import Settings, kind_of, known
+from shardline.core.settings import KINDS, Settings, known
 from shardline.core.spec import (
     DTYPES,
     Argument,
@@ -239,8 +239,8 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
         if name not in known():
             raise ProtocolError(f"{where}: this version has no setting {short(name, 'name of a setting')!r}")
         value = argument_from_proto(messages[name])
-        if type(value) is not kind_of(name):
-            raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {kind_of(name).__name__}")
+        if type(value) is not KINDS[name]:
+            raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {KINDS[name].__name__}")
         found[name] = value
     replicas_from_proto(found.get("replicas", 1), where)
     return found
