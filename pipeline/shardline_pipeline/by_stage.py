@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from shardline.consistency.base import Clock, Consistency, Gives
 from shardline.consistency.cuts import AT_ONE_STEP, Cuts
-from shardline.consistency.intake import Intake, PullAnswer
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import WorkerHalf
@@ -108,7 +107,6 @@ class ByStage(Consistency):
     """
 
     clock: ClassVar[Clock] = Clock.VERSION
-    intake: ClassVar[Intake] = Intake(answer=PullAnswer.AFTER)
     cuts: ClassVar[Cuts] = AT_ONE_STEP
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.ONE_STEP_CUTS, Gives.EVERY_GRADIENT, Gives.PARTS})
     tells: ClassVar[frozenset[Need]] = frozenset(Need)

@@ -12,7 +12,7 @@ import torch
 
 from shardline import consistency
 from shardline.config import RoleConfig
-from shardline.consistency.intake import PullAnswer
+from shardline.consistency import Gives
 from shardline.core.orders import Orders, Phase
 from shardline.core.plan import ShardSpec
 from shardline.errors import InternalError, ShardlineError, UnreachableError, as_error
@@ -146,7 +146,7 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
     One per replica; a ps doesn't know how many workers an asynchronous job has, so there it counts one.
     """
-    lends = consistency.of(configuration.consistency).publishing.lends
+    lends = Gives.LASTING_VALUES in consistency.of(configuration.consistency).gives
     if lends and configuration.coding.pull.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
@@ -154,9 +154,8 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
 def sent_bytes(configuration: PsConfiguration) -> int:
     """Bytes of whole replies made for one worker each, to be sent; as in reply_bytes()."""
-    return (
-        reply_bytes(configuration) if consistency.of(configuration.consistency).intake.answer is PullAnswer.WITH else 0
-    )
+    replies, shards = consistency.of(configuration.consistency).intake.replies, configuration.plan.shards
+    return configuration.replicas * sum(replies(shards[number].nbytes) for number in configuration.shards)
 
 
 def run(config: RoleConfig) -> int:

@@ -32,7 +32,6 @@ from shardline.storage.shard import Observers
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
 from shardline_ps.control.configuration import (
-    least_staging_bytes,
     memory_plan,
     memory_sentence,
     planned_bytes,
@@ -331,7 +330,7 @@ class ParameterStore:
         needed = planned_bytes(configuration)
         if self.device.type != "cpu":
             # Sums that wait for more replicas are on the device too.
-            needed += least_staging_bytes(configuration)
+            needed += staging_limit(configuration, 0)
         limit, remedy = self.memory_limit_bytes, "raise --gpu-memory-fraction"
         if limit is None and self.free_memory is not None:
             limit, remedy = self.free_memory() + self.held_bytes, "a machine (or container) with more memory"
@@ -407,11 +406,11 @@ class ParameterStore:
     def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
         spec = settings.plan.shards[number]
         on_host = self.device.type == "cpu"
-        keeps_previous = consistency.of(settings.consistency).publishing.steps > 1
+        publishing = consistency.of(settings.consistency).publishing
         shard = Shard(
             number,
             settings,
-            publication=self.make_publication(spec, keeps_previous) if on_host else None,
+            publication=publishing.memory(self.make_publication, spec) if on_host else None,
             observers=observers,
         )
         shard.mode.members_changed(self.authority.members or ())
@@ -522,7 +521,7 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
         (number, bucket.number): bucket.spec.nbytes
         for number, shard in shards.items()
         for bucket in shard.buckets
-        if mode.intake.in_tree and bucket.spec.kind is not TensorKind.FROZEN
+        if mode.intake.place(bucket.number) is not None and bucket.spec.kind is not TensorKind.FROZEN
     }
     limit = staging_limit(configuration, asked)
     if asked is not None and limit > asked:
@@ -534,7 +533,7 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
             configuration.replicas,
         )
     replicas = mode.contributors(configuration.replicas)
-    return Ledger(limit, sizes, replicas, total_waits=mode.intake.total_waits, view=view)
+    return Ledger(limit, sizes, replicas, intake=mode.intake, view=view)
 
 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
 from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import WHOLE_ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.outcome import Outcome
@@ -27,7 +27,7 @@ class Asynchronous(Consistency):
     name: ClassVar[str] = "async"
     clock: ClassVar[Clock] = Clock.VERSION
     batches: ClassVar[BatchChoice] = LEASED
-    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    intake: ClassVar[Intake] = ANSWERED
     gives: ClassVar[frozenset[Gives]] = OWN | {Gives.EQUAL_MOVES}
     tells: ClassVar[frozenset[Need]] = frozenset(Need)
     in_stages: bool = False

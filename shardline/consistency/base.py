@@ -15,11 +15,9 @@ from typing import ClassVar
 from shardline import plugins
 from shardline.consistency.batches import OF_REPLICAS, BatchChoice
 from shardline.consistency.cuts import EACH_BY_ITSELF, Cuts
-from shardline.consistency.intake import INITIAL, LATEST, Intake, Publishing
+from shardline.consistency.intake import BOTH_STEPS, INITIAL, LATEST, Intake, Publishing
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.worker.base import WorkerHalf
-from shardline.consistency.worker.own_pushes import OwnPushes
-from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import JobError, ShardlineError
 from shardline.seams import Resident
@@ -47,6 +45,7 @@ class Gives(enum.Enum):
     SAME_BITS = "in consistency {mode} the bits depend on the order in which pushes arrive, which no journal has"
     WHOLE_PUSHES = "in consistency {mode} each gradient of a stage of a pipeline is an update of its own"
     PARTS = "consistency {mode} does not take every step with all parts of all replicas"
+    LASTING_VALUES = "in consistency {mode} the servers go on without a slow worker"
     CLIPS_FIRST = "in consistency {mode} servers clip the mean, after everything that workers do to a gradient"
 
     def need(self, mode: Consistency, who: str, remedy: str, error: type[ShardlineError] = JobError) -> None:
@@ -77,8 +76,11 @@ class Consistency(Resident):
     """Who says which batch a worker trains on."""
     intake: ClassVar[Intake] = INITIAL
     """How servers take in pushes of gradients."""
-    publishing: ClassVar[Publishing] = LATEST
-    """Which values servers publish, and when."""
+
+    @property
+    def publishing(self) -> Publishing:
+        """Which values servers publish, and when."""
+        return BOTH_STEPS if self.clock is Clock.STEP else LATEST
 
     @property
     def assigns_replicas(self) -> bool:
@@ -111,7 +113,7 @@ class Consistency(Resident):
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """A worker's half for a job of this mode, at the job's beginning."""
-        return SharedSteps(job, by_bucket=not self.intake.total_waits) if self.intake.by_bucket else OwnPushes(job)
+        return self.intake.worker_half(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """The server half of this mode for one shard."""

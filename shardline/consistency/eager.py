@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import COMMON, Clock, Consistency, Gives
 from shardline.consistency.cuts import AT_ONE_STEP, Cuts
-from shardline.consistency.intake import BOTH_STEPS, LENT, TREE, VOTED_APART, VOTED_TREE, Intake, Publishing
+from shardline.consistency.intake import APART, TREE, VOTED_TREE, Intake
 from shardline.consistency.replica_steps import ReplicaSteps
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.spares import SpareContributions, SpareSteps, check_spares, needed
@@ -33,8 +33,7 @@ class Eager(Consistency):
     clock: ClassVar[Clock] = Clock.STEP
     cuts: ClassVar[Cuts] = AT_ONE_STEP
     intake: ClassVar[Intake] = TREE
-    publishing: ClassVar[Publishing] = LENT
-    gives: ClassVar[frozenset[Gives]] = COMMON | {Gives.EVERY_GRADIENT, Gives.PARTS}
+    gives: ClassVar[frozenset[Gives]] = COMMON | {Gives.EVERY_GRADIENT, Gives.PARTS, Gives.LASTING_VALUES}
     spares: int = 0
     quorum: float = 1.0
 
@@ -67,8 +66,7 @@ class Spares(Eager):
     """Synchronous: each step is one update from the gradients of the replicas that are first."""
 
     gives: ClassVar[frozenset[Gives]] = COMMON
-    intake: ClassVar[Intake] = VOTED_APART
-    publishing: ClassVar[Publishing] = BOTH_STEPS
+    intake: ClassVar[Intake] = APART
 
     def needed(self, replicas: int) -> int:
         return needed(replicas, self.spares, self.quorum)

@@ -2,75 +2,146 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import ClassVar, TypeVar
 
-from shardline.core.reduce import Block
+import torch
+
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.core.contributions import Contributions
+from shardline.core.plan import BucketSpec, ShardSpec
+from shardline.core.reduce import sums_of
+from shardline.core.spec import JobSpec
+from shardline.storage.bucket import Bucket
+from shardline.storage.publication import Publication, num_areas
+
+T = TypeVar("T")
 
 
-class PullAnswer(enum.Enum):
-    """When a pull of the latest values is answered that comes in one call with pushes."""
-
-    BESIDE = "beside"
-    """At once: it has nothing to do with them."""
-    AFTER = "after"
-    """From values that contain them."""
-    WITH = "with"
-    """From the values right after the push, before anybody else's."""
-
-
-@dataclass(frozen=True)
 class Intake:
-    """How a push is taken in."""
+    """Each bucket counts as soon as it is complete, and is kept apart from those of others. So are initial values."""
 
-    by_bucket: bool = True
-    """Each bucket counts as soon as it is complete. False: the push is numbered, kept until its commit, and counted in
-    all buckets at once, with one outcome."""
-    in_tree: bool = False
+    def number(self, seq: int) -> int | None:
+        """The number (seq) under which a push counts as a whole at its commit; None: each bucket counts by itself."""
+        return None
+
+    def sums(self, mask: int, replicas: int) -> int:
+        """Most partial sums that a bucket with the replicas in `mask` can still have; 0 = it has none, or no more."""
+        return 0
+
+    def place(self, bucket: int) -> int | None:
+        """The bucket whose partial sums a contribution may join; None if it joins none."""
+        return None
+
+    def contributions(self, bucket: BucketSpec, replicas: int, on_held: Callable[[int], None]) -> Contributions:
+        """What keeps the contributions to a bucket's open step; on_held: see there."""
+        return Contributions(bucket, replicas, on_held=on_held, in_tree=self.place(0) is not None)
+
+    def touched(self, buckets: Sequence[Bucket], numbers: Iterable[int]) -> Iterable[Bucket]:
+        """Those of a shard's buckets that are locked while contributions to these numbers are counted."""
+        return [buckets[number] for number in numbers]
+
+    def together(self, shard: ShardSpec) -> int:
+        """Bytes that a sender may bring before any of them counts, or may count out of order."""
+        return shard.nbytes
+
+    def replies(self, nbytes: int) -> int:
+        """Bytes of a reply that is made as a whole, right after the push, of a shard with `nbytes`."""
+        return 0
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        return SharedSteps(job)
+
+
+class Tree(Intake):
     """Buckets are parts of sums over replicas in the canonical tree, of which a worker may send a whole block."""
-    total_waits: bool = False
-    """A complete sum waits for the lead's decision for all shards."""
-    answer: PullAnswer = PullAnswer.BESIDE
 
-    def why_not(self, block: Block, replicas: int) -> str:
-        """Why a push of this block can't be taken in; empty if it can."""
-        if not self.by_bucket or block.end <= replicas:
-            return ""
-        return f"block {block} is outside the job's {replicas} replicas"
+    def sums(self, mask: int, replicas: int) -> int:
+        return sums_of(replicas, mask)[1]
 
-    def next_number(self, last: int) -> int:
-        """Number expected of a worker's next push; 0 if pushes have none. last: ServerHalf.last_push()."""
-        return 0 if self.by_bucket else last + 1
+    def place(self, bucket: int) -> int | None:
+        return bucket
+
+    def together(self, shard: ShardSpec) -> int:
+        return max((bucket.nbytes for bucket in shard.buckets), default=0)
 
 
-INITIAL = Intake()
-"""That of initial values, in every mode: each bucket is set by itself and waits for nobody."""
-TREE, VOTED_TREE, VOTED_APART = Intake(in_tree=True), Intake(in_tree=True, total_waits=True), Intake(total_waits=True)
-WHOLE, WHOLE_ANSWERED = (
-    Intake(by_bucket=False, answer=PullAnswer.AFTER),
-    Intake(by_bucket=False, answer=PullAnswer.WITH),
-)
+class Decided(Intake):
+    """A complete step waits for the lead's decision for all shards."""
+
+    def touched(self, buckets: Sequence[Bucket], numbers: Iterable[int]) -> Iterable[Bucket]:
+        return buckets
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        return SharedSteps(job, by_bucket=False)
 
 
-@dataclass(frozen=True)
+class DecidedTree(Tree, Decided):
+    """A complete sum waits too."""
+
+    def sums(self, mask: int, replicas: int) -> int:
+        return max(1, super().sums(mask, replicas))
+
+
+class Numbered(Intake):
+    """A push is numbered and counted as a whole. A pull in its call may have to wait for others."""
+
+    def number(self, seq: int) -> int | None:
+        return seq
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        return OwnPushes(job)
+
+
+class AnsweredAtOnce(Numbered):
+    """A pull in its call is answered with the values right after the push, before anybody else's."""
+
+    def replies(self, nbytes: int) -> int:
+        return nbytes
+
+
+INITIAL, TREE, APART, VOTED_TREE = Intake(), Tree(), Decided(), DecidedTree()
+NUMBERED, ANSWERED = Numbered(), AnsweredAtOnce()
+
+
 class Publishing:
-    """Which values of a bucket can be pulled, and when a standby must have an update: before, or before the answer."""
+    """The latest values of a bucket can be pulled; a standby must have an update before its push is answered."""
 
-    steps: int = 1
-    """Steps whose values are published: 2 = also the previous one's, which a replaced worker may still need."""
-    lends: bool = False
-    """A pull may be answered with the published memory itself: nothing is written to what somebody reads, since an
-    update that overwrites it needs the reader's contribution."""
+    _keeps_previous: ClassVar[bool] = False
+
+    def nbytes(self, bucket: BucketSpec) -> int:
+        """Bytes of a bucket's published values."""
+        return bucket.nbytes * num_areas(bucket, keeps_previous=self._keeps_previous)
+
+    def areas(self, publication: Publication, number: int, bucket: BucketSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """A bucket's values by step & 1: twice the same tensor if the previous step's are not kept."""
+        first = publication.tensor(0, number)
+        return first, publication.tensor(1, number) if self.nbytes(bucket) > bucket.nbytes else first
+
+    def memory(self, make: Callable[[ShardSpec, bool], T], shard: ShardSpec) -> T:
+        """A shard's memory. make(shard, whether the previous step's values are kept)."""
+        return make(shard, self._keeps_previous)
 
     def release(self, release: Callable[[], None]) -> Callable[[], None] | None:
         """What publishes an update once the standby has it; None: it is published at once, and answers wait instead."""
-        return release if self.steps > 1 else None
+        return None
 
     async def answerable(self, passed: Callable[[], Awaitable[None]]) -> None:
         """Return once a push may be answered. passed: waits until the standby has everything recorded so far."""
-        if self.steps == 1:
-            await passed()
+        await passed()
 
 
-LATEST, BOTH_STEPS, LENT = Publishing(), Publishing(2), Publishing(2, lends=True)
+class BothSteps(Publishing):
+    """The previous step's values too, which a replaced worker may still need; a standby has an update before that."""
+
+    _keeps_previous = True
+
+    def release(self, release: Callable[[], None]) -> Callable[[], None] | None:
+        return release
+
+    async def answerable(self, passed: Callable[[], Awaitable[None]]) -> None: ...
+
+
+LATEST, BOTH_STEPS = Publishing(), BothSteps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shardline.consistency.server import NumberedPush, Offer, ServerHalf, StepWanted, Terms
@@ -75,6 +75,10 @@ class NumberedPushes(ServerHalf):
     def counted(self, push: NumberedPush) -> None:
         """Note a push that has used up its number: it is taken, or skipped. Call with `order` held."""
 
+    def answer(self, then: Callable[[], None]) -> None:
+        """A push was decided on; then: copies the answer to the pull in its call. Call with `order` held."""
+        then()
+
     # Contributions
 
     def admit(self, offer: Offer) -> tuple[Decision, int]:
@@ -105,7 +109,7 @@ class NumberedPushes(ServerHalf):
                     context = _context(last, push.base_version)
                     self.take(totals, context, outcome=last.outcome, scale=push.scale, record=record)
                 self.counted(push)
-            offer.then()
+            self.answer(offer.then)
         for bucket in storage.buckets:
             storage.observers.on_publish(bucket.number)
         return decision, lag

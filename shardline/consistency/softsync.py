@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shardline.consistency.base import OWN, Clock, Consistency, Gives
 from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import WHOLE_ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import NumberedPush, ServerHalf, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled
@@ -35,7 +35,7 @@ class SoftSync(Consistency):
     name: ClassVar[str] = "softsync"
     clock: ClassVar[Clock] = Clock.VERSION
     batches: ClassVar[BatchChoice] = LEASED
-    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    intake: ClassVar[Intake] = ANSWERED
     gives: ClassVar[frozenset[Gives]] = OWN | {Gives.WEIGHED_SUMS}
     n: int = 1
 

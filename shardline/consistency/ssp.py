@@ -5,7 +5,7 @@ Ho et al.: More Effective Distributed ML via a Stale Synchronous Parallel Parame
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from shardline.consistency.asynchronous import AsynchronousPushes
 from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
 from shardline.consistency.batches import LEASED, BatchChoice
 from shardline.consistency.eager import Eager
-from shardline.consistency.intake import WHOLE, Intake
+from shardline.consistency.intake import NUMBERED, Intake
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
@@ -72,7 +72,7 @@ class SSP(Consistency):
     name: ClassVar[str] = "ssp"
     clock: ClassVar[Clock] = Clock.VERSION
     batches: ClassVar[BatchChoice] = LEASED
-    intake: ClassVar[Intake] = WHOLE
+    intake: ClassVar[Intake] = NUMBERED
     gives: ClassVar[frozenset[Gives]] = OWN | {Gives.EQUAL_MOVES}
     tells: ClassVar[frozenset[Need]] = frozenset(Need)
     slack: int = 3
@@ -202,6 +202,9 @@ class PacedByTheSlowest(AsynchronousPushes):
     def counted(self, push: NumberedPush) -> None:
         with self.storage.lock:
             self._clocks.pushed(push.task, push.incarnation, push.clock)
+
+    def answer(self, then: Callable[[], None]) -> None:
+        """See NumberedPushes. The pull may have to wait for others."""
 
     def standing(self, task: str, incarnation: int, replicas: Sequence[int]) -> dict[int, int]:
         """See ServerHalf. Who names replicas computes from now on; who names none rests, and holds up nobody."""

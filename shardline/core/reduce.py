@@ -93,6 +93,33 @@ def sibling(block: Block, replicas: int) -> tuple[Block, Block, Block] | None:
     return None
 
 
+def replica_mask(block: Block) -> int:
+    """A block as bits, replica r at bit r."""
+    return ((1 << block.count) - 1) << block.first
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def sums_of(count: int, mask: int) -> tuple[int, int]:
+    """(partial sums now, maximum when the rest comes lowest first, not counting the moment when all are there).
+
+    For a node over `count` replicas of which `mask` are counted. The second number is 0 if all are.
+    """
+    if mask == (1 << count) - 1:
+        return 1, 0
+    if count == 1:
+        return 0, 0
+    left, right = split(Block(0, count))
+    left_now, left_worst = sums_of(left.count, mask & replica_mask(left))
+    right_now, right_worst = sums_of(right.count, mask >> left.count)
+    worst = 0
+    if mask & replica_mask(left) != replica_mask(left):
+        worst = left_worst + right_now
+    if mask >> left.count != (1 << right.count) - 1:
+        # The left half has become one sum by then.
+        worst = max(worst, 1 + right_worst)
+    return left_now + right_now, worst
+
+
 def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Canonical sum of one tensor per replica; None = that replica has no gradient for it.
 

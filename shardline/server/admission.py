@@ -89,5 +89,6 @@ def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> 
     if init or decision.outcome is not Outcome.SERVED:
         return decision
     shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
-    refused = shard.consistency.intake.why_not(block, shard.replicas)
-    return Decision(Outcome.REFUSED, refused) if refused else decision
+    if block.end <= shard.replicas or shard.consistency.intake.number(header.seq) is not None:
+        return decision
+    return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.replicas} replicas")

@@ -76,7 +76,7 @@ class SingleRequests:
         if frame.HasField("chunk") or frame.HasField("bucket"):
             return None
         shard = self._backend.shards.get(header.data.shard)
-        if shard is None or not (shard.consistency.intake.by_bucket and gradient_kind(header)):
+        if shard is None or not gradient_kind(header) or shard.consistency.intake.number(header.seq) is not None:
             return None
         if header.empty_buckets or not (frame.refs or commit.empty_buckets):
             return None

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shardline.codecs.coding import JobCoding
-from shardline.consistency.base import Consistency
+from shardline.consistency.base import Consistency, Gives
 from shardline.consistency.server import NumberedPush, Offer, Terms
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
@@ -61,6 +61,8 @@ class HostedShard:
         """The job's mode; it says how pushes are taken in and what is published."""
         self.mode = consistency.server_half(storage, terms)
         """What counts, when it is applied, what is served."""
+        self.lends = Gives.LASTING_VALUES in consistency.gives
+        """Published memory may be read in place: no update overwrites it before its readers have contributed to one."""
         self.tensors, self.replicas = len(terms.plan.tensors), terms.contributors
         """Number of tensors in the whole plan; number of replicas that make one update."""
         self.on_host = all(bucket.device.type == "cpu" for bucket in self.buckets)
@@ -68,8 +70,8 @@ class HostedShard:
 
     @property
     def counts_inline(self) -> bool:
-        """Counting a small bucket takes microseconds, including the update: no vote and no standby to wait for."""
-        return self.on_host and not self.consistency.intake.total_waits
+        """Counting a small bucket takes microseconds, including the update: there is no standby to wait for."""
+        return self.on_host
 
     @property
     def position(self) -> tuple[int, int]:

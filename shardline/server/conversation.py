@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from shardline.consistency.intake import PullAnswer
+from shardline.consistency.base import Gives
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.attachments import Attachments
@@ -121,11 +121,10 @@ class PushPullTalk:
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
                     if message.pull.WhichOneof("want") != "exact_step" and self._follows_push(message.pull):
                         latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
-                        if shard.consistency.intake.answer is PullAnswer.WITH:
-                            coding = self._backend.coding.pull
-                            # Answered from the state right after this call's push.
-                            attachment = attachment_of(self._attachments, message.pull.data)
-                            fused = AsyncReply(message.pull, shard, coding, attachment)
+                        coding = self._backend.coding.pull
+                        # Answered from the state right after this call's push, where the mode does not let it wait.
+                        attachment = attachment_of(self._attachments, message.pull.data)
+                        fused = AsyncReply(message.pull, shard, coding, attachment)
                     elif not is_soon_whole(push):
                         group.create_task(self._pull(message.pull))
                 if push is not None:
@@ -150,7 +149,7 @@ class PushPullTalk:
         """Whether a pull of the latest values has to wait for this call's push."""
         shard = self._backend.shards.get(request.data.shard)
         admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
-        return admitted and shard is not None and shard.consistency.intake.answer is not PullAnswer.BESIDE
+        return admitted and shard is not None and Gives.COMMON_STEPS not in shard.consistency.gives
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
         async for message in pull(self._backend, self._attachments, request, new=in_push_pull):

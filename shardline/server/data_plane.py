@@ -174,6 +174,6 @@ def hosted(backend: Backend, number: int) -> Hosted:
     return Hosted(
         shard=number,
         publication=shard.publication,
-        by_reference=shard.consistency.publishing.lends and backend.coding.pull.is_view,
+        by_reference=shard.lends and backend.coding.pull.is_view,
         pushes=shard.replicas,
     )

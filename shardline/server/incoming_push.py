@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline.codecs.coding import BucketCoding, Coding
-from shardline.consistency.intake import INITIAL
+from shardline.consistency.intake import INITIAL, Intake
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -19,7 +19,7 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.backend import HostedShard
 from shardline.server.pace import Race
 from shardline.server.slots import Slot, release_all, slot_bytes
-from shardline.server.staging import Ask, AsyncPush, worker_index
+from shardline.server.staging import Ask, AsyncPush
 
 
 @dataclass(slots=True)
@@ -48,9 +48,9 @@ class IncomingPush:
     @property
     def race(self) -> Race | None:
         """The pushes that it keeps pace with: those of its step, if its bytes move and every replica is needed."""
-        if self.attachment is None or self.attachment.borrowed or not self.in_tree or self.header.partial:
+        if self.attachment is None or self.attachment.borrowed or not self.summed or self.header.partial:
             return None
-        return (self.shard.number, self.header.step) if self.shard.replicas > 1 else None
+        return self.shard.number, self.header.step
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
@@ -67,20 +67,19 @@ class IncomingPush:
     """Its replicas."""
     gradient: bool = True
     """It carries gradients, not initial values."""
-    by_bucket: bool = True
-    """Each bucket counts as soon as it is complete; always so for initial values."""
-    in_tree: bool = False
-    """It carries parts of sums; initial values are set bucket by bucket and wait for nobody."""
-    repeatable: bool = False
-    """Another worker may be asked to compute a contribution again."""
+    intake: Intake = INITIAL
+    number: int | None = None
+    """Under which it is kept until its commit, and counted as a whole; None: each bucket counts once it is complete."""
+    summed: bool = False
+    """Its buckets are added to those of others."""
 
     def __post_init__(self) -> None:
         self.gradient, block = gradient_kind(self.header), self.header.block
         self.block = Block(block.first, block.count)
         if self.rejected is None:
-            intake = self.shard.consistency.intake if self.gradient else INITIAL
-            self.by_bucket, self.in_tree = intake.by_bucket, intake.in_tree
-            self.repeatable = self.gradient and self.by_bucket and self.shard.replicas > 1
+            self.intake, replicas = self.shard.consistency.intake if self.gradient else INITIAL, self.shard.replicas
+            self.number = self.intake.number(self.header.seq)
+            self.summed = replicas > 1 and self.intake.sums(0, replicas) > 0
 
 
 @fixed()
@@ -108,16 +107,13 @@ def held_bytes(push: IncomingPush, coding: BucketCoding) -> int:
     return slot_bytes(
         coding,
         borrowed=push.attachment is not None and push.attachment.borrowed,
-        summed=push.in_tree and push.shard.replicas > 1,
+        summed=push.summed,
     )
 
 
 def room_wanted(push: IncomingPush, number: int, nbytes: int) -> Ask:
     """The request for so much room for a bucket of a push."""
-    header, shard = push.header, push.shard.number
-    if push.in_tree:
-        return Ask(shard, number, push.block, nbytes, header.step, push.room)
-    return Ask(shard, None, Block(worker_index(header.data.task), 1), nbytes, None, push.room)
+    return Ask(push.shard.number, push.intake.place(number), push.block, nbytes, push.header.step, push.room)
 
 
 SEVERITY = (

@@ -111,13 +111,7 @@ def refer_bucket(
 
 def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
     """Whether refer_bucket may be used: an exact step of parameters in host memory, not encoded."""
-    return (
-        shard.consistency.publishing.lends
-        and want.step is not None
-        and not want.at_least
-        and coding.is_view
-        and shard.on_host
-    )
+    return shard.lends and want.step is not None and not want.at_least and coding.is_view and shard.on_host
 
 
 def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:

@@ -151,11 +151,11 @@ class PushReceiver:
         push.coding = self._coding(header)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
-        if push.by_bucket and push.gradient and header.block.count == 0:
+        if push.number is None and push.gradient and header.block.count == 0:
             raise ProtocolError("a synchronous push must name its block of replicas")
         if header.empty_buckets:
             self._take_empty(push, header.empty_buckets)
-        if not push.by_bucket:
+        if push.number is not None:
             coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
             push.room = AsyncPush(sum(held_bytes(push, push.coding.bucket(shard.number, n)) for n in coming))
 
@@ -176,7 +176,7 @@ class PushReceiver:
             spec = self._check_bucket(push, number)
             push.done.add(number)
             found[number] = Gradient(None, none_present(spec))
-        if not push.by_bucket:
+        if push.number is not None:
             push.staged.update(found)
             return
         if stands_inline(push.shard, found):
@@ -224,7 +224,7 @@ class PushReceiver:
 
     async def _held_up_by(self, push: IncomingPush) -> str:
         """What the push is waiting for, and what the user can do."""
-        if not push.in_tree:
+        if not push.summed:
             return "Unfinished pushes of other workers use it; this push is retried"
         late = await self._backend.work(push.shard.mode.late)
         return (
@@ -364,7 +364,7 @@ class PushReceiver:
 
     def _take_slots(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         """Check and decode complete buckets and hand them on; in the pool, spread over its threads."""
-        if not push.by_bucket:
+        if push.number is not None:
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
         if applies_inline(push.shard, [slot.number for slot in slots]):
@@ -379,7 +379,8 @@ class PushReceiver:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                gradient = opened(slot, self._backend.buffers.take, repeated=push.repeatable)
+                repeated = push.gradient and push.shard.replicas > 1
+                gradient = opened(slot, self._backend.buffers.take, repeated=repeated)
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:
@@ -418,7 +419,7 @@ class PushReceiver:
 
     async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         header, shard = push.header, push.shard
-        if not push.by_bucket:
+        if push.number is not None:
             return await self._commit_whole(push, commit)
         missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
         if header.partial and len(missing) == len(shard.buckets):
@@ -476,7 +477,7 @@ class PushReceiver:
         ack.staleness, ack.timeline = lag, self._backend.timeline
         if push.rejected is None:
             ack.step, ack.version = shard.position
-            ack.next_seq = shard.consistency.intake.next_number(shard.mode.last_push(header.data.task))
+            ack.next_seq = shard.consistency.intake.number(shard.mode.last_push(header.data.task) + 1) or 0
             others = [found for found in push.decisions.items() if found[1].outcome is not decision.outcome]
             for number, item in sorted(others, key=lambda found: found[0]):
                 ack.buckets.append(

@@ -135,8 +135,7 @@ def applies_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
     Excludes everything that may take long: many bytes, a locked bucket, or a shard that has to wait.
     """
     nbytes = 0
-    for number in numbers:
-        bucket = shard.buckets[number]
+    for bucket in shard.consistency.intake.touched(shard.buckets, numbers):
         nbytes += bucket.spec.nbytes
         if nbytes > QUICK_BYTES or bucket.lock.locked():
             return False
@@ -149,8 +148,7 @@ def stands_inline(shard: HostedShard, numbers: Iterable[int]) -> bool:
     So it is where nobody else's gradient belongs to the step, and both published steps are the same: there is nothing
     to compute or to copy.
     """
-    for number in numbers:
-        bucket = shard.buckets[number]
+    for bucket in shard.consistency.intake.touched(shard.buckets, numbers):
         if bucket.lock.locked() or bucket.changed_step >= bucket.step:
             return False
     return shard.replicas == 1 and shard.counts_inline

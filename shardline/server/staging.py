@@ -5,7 +5,7 @@ node of the canonical tree; and each incoming bucket has a receive slot. One lim
 
 **The rule.** A contribution is privileged if its sibling in the tree is present (they merge at once), if its block is
 the lowest not yet counted in its bucket, or if it repeats what was counted. For every bucket the ledger sets aside the
-maximum of the partial sums that it can reach if from now on only privileged contributions are counted in it (worst());
+maximum of the partial sums that it can reach if from now on only privileged contributions are counted in it (sums());
 for an empty bucket this is the tree's depth. A contribution that is covered by this, or that fits into the rest of the
 limit, is granted. One that doesn't fit is still granted if it is privileged and its stream has nothing else in staging;
 any other waits.
@@ -18,12 +18,11 @@ lowest there: it is privileged, and its stream's slots are released without wait
 another, then the next block is, and the step closes. Streams that are ahead play no part in this. A worker that died is
 replaced, and the new one repeats its contributions: repetitions wait only for their own stream.
 
-**Why the bound holds.** Privileged contributions don't raise a bucket's worst(): the lowest block is part of what it
+**Why the bound holds.** Privileged contributions don't raise a bucket's sums(): the lowest block is part of what it
 measures, and a merge leaves fewer sums than before. Any other contribution raises it by one sum at most, and was
 granted only with room for that; the slot of the lowest block counts as one of the sums until it is counted. Each stream
 has at most one slot that was granted without room. So partial sums and slots stay within the limit plus one bucket per
-stream, if the limit is at least floor_bytes(): with less, no order of arrival is guaranteed to end, so floor_bytes() is
-the lowest possible limit.
+stream, if the limit is at least the floor of limit_bytes(): with less, no order of arrival is guaranteed to end.
 
 Asynchronous pushes are kept whole until their commit, and may arrive as slowly as a backward pass computes them. A
 bucket is granted if all open pushes could still end one after another with it: the one that needs the least has room
@@ -41,9 +40,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from shardline.consistency.intake import INITIAL, Intake
 from shardline.core.fixed import fixed
 from shardline.core.plan import ShardSpec
-from shardline.core.reduce import Block, sibling, split
+from shardline.core.reduce import Block, replica_mask, sibling, sums_of
 from shardline.core.spec import TensorKind
 from shardline.host.loops import post
 
@@ -51,72 +51,18 @@ SPARE_BYTES = 64 << 20
 """Part of the default limit that is left for contributions out of tree order."""
 
 
-# Number of partial sums of a bucket
-
-
-def replica_mask(block: Block) -> int:
-    """A block as bits, replica r at bit r."""
-    return ((1 << block.count) - 1) << block.first
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _node(count: int, mask: int) -> tuple[int, int]:
-    """(complete nodes now, maximum when the rest comes lowest first, not counting the moment when all are there).
-
-    For a node over `count` replicas of which `mask` are counted. The second number is 0 if all are.
-    """
-    if mask == (1 << count) - 1:
-        return 1, 0
-    if count == 1:
-        return 0, 0
-    left, right = split(Block(0, count))
-    left_now, left_worst = _node(left.count, mask & replica_mask(left))
-    right_now, right_worst = _node(right.count, mask >> left.count)
-    worst = 0
-    if mask & replica_mask(left) != replica_mask(left):
-        worst = left_worst + right_now
-    if mask >> left.count != (1 << right.count) - 1:
-        # The left half has become one sum by then.
-        worst = max(worst, 1 + right_worst)
-    return left_now + right_now, worst
-
-
-def partial_sums(mask: int, replicas: int) -> int:
-    """Number of partial sums in a bucket when the replicas in `mask` are counted."""
-    return _node(replicas, mask)[0]
-
-
-def worst(mask: int, replicas: int, *, total_waits: bool) -> int:
-    """Maximum number of partial sums if from now on only privileged contributions are counted.
-
-    total_waits: the whole sum waits for a verdict; otherwise it is applied as soon as it is complete.
-    """
-    return max(_node(replicas, mask)[1], int(total_waits))
-
-
-def floor_bytes(shards: Iterable[ShardSpec], replicas: int, *, total_waits: bool) -> int:
-    """The lowest possible limit in bytes: enough for tree order with one worker a whole model ahead of the next."""
-    depth = worst(0, replicas, total_waits=total_waits)
-    return depth * sum(b.nbytes for shard in shards for b in shard.buckets if b.kind is not TensorKind.FROZEN)
-
-
-def limit_bytes(
-    shards: Iterable[ShardSpec], replicas: int, *, in_tree: bool, total_waits: bool, asked: int | None = None
-) -> int:
+def limit_bytes(shards: Iterable[ShardSpec], replicas: int, intake: Intake, asked: int | None = None) -> int:
     """The limit in bytes: the requested one, or the default, but never too low to guarantee progress.
 
-    Default: room for tree order, plus 64 MB (or two of the largest bucket) for contributions out of order. If nothing
-    is summed: two whole pushes, or 64 MB.
+    Lowest: enough for tree order with one worker a whole model ahead of the next. Default: 64 MB more, or twice what
+    arrives together at most, for contributions out of order.
     """
     hosted = list(shards)
-    if not in_tree:
-        largest = max((shard.nbytes for shard in hosted), default=0)
-        return max(SPARE_BYTES, 2 * largest) if asked is None else asked
-    floor = floor_bytes(hosted, replicas, total_waits=total_waits)
+    summed = sum(b.nbytes for shard in hosted for b in shard.buckets if b.kind is not TensorKind.FROZEN)
+    floor = intake.sums(0, replicas) * summed
     if asked is not None:
         return max(floor, asked)
-    largest = max((bucket.nbytes for shard in hosted for bucket in shard.buckets), default=0)
-    return floor + max(SPARE_BYTES, 2 * largest)
+    return floor + max(SPARE_BYTES, 2 * max(map(intake.together, hosted), default=0))
 
 
 # The rule
@@ -145,12 +91,6 @@ class Ask:
     push: AsyncPush | None = None
 
 
-def worker_index(task: str) -> int:
-    """3 for "worker/3"; 0 for a name without a number."""
-    digits = task.rpartition("/")[2]
-    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0
-
-
 class Grant(enum.Enum):
     """The ledger's answer to a request."""
 
@@ -170,7 +110,7 @@ class Entry:
     grant: Grant
     charge: int
     covered: bool
-    """Whether its bytes are already part of its bucket's worst()."""
+    """Whether its bytes are already part of its bucket's sums()."""
 
 
 @dataclass
@@ -190,15 +130,15 @@ class Ledger:
     """The rule and its accounting. Pure: no clock, no threads; view() returns the state of buckets."""
 
     def __init__(
-        self, limit: int, sizes: Mapping[tuple[int, int], int], replicas: int, *, total_waits: bool, view: View
+        self, limit: int, sizes: Mapping[tuple[int, int], int], replicas: int, *, intake: Intake, view: View
     ) -> None:
         """sizes: bytes of one partial sum by (shard, bucket); empty in asynchronous mode."""
         self.limit = limit
         self._sizes = dict(sizes)
         self._replicas = replicas
-        self._total_waits = total_waits
+        self._intake = intake
         self._view = view
-        self._depth = worst(0, replicas, total_waits=total_waits)
+        self._depth = intake.sums(0, replicas)
         self._states = dict.fromkeys(self._sizes, (0, False))
         """By bucket: the mask and whether a covered slot is open, for which _set_aside is valid."""
         self._set_aside = {key: self._depth * size for key, size in self._sizes.items()}
@@ -273,8 +213,8 @@ class Ledger:
         lowest = not ~mask & ((1 << ask.block.first) - 1)
         family = sibling(ask.block, self._replicas)
         merges = family is not None and not ~mask & (replica_mask(family[0]) ^ mine)
-        is_last = mask | mine == (1 << self._replicas) - 1 and not self._total_waits
-        covered = lowest and not merges and not is_last
+        # The last one makes the sum that is applied at once, unless this waits for a verdict.
+        covered = lowest and not merges and self._intake.sums(mask | mine, self._replicas) > 0
         # One slot is set aside, however many streams carry the same block.
         return covered and (ask.shard, bucket) not in self._covered, lowest or merges
 
@@ -322,8 +262,8 @@ class Ledger:
         if state != self._states[key]:
             mask, covered = state
             # A slot stays covered if its sibling is counted before it.
-            sums = partial_sums(mask, self._replicas) + covered
-            needed = size * max(self._depth, worst(mask, self._replicas, total_waits=self._total_waits), sums)
+            sums = sums_of(self._replicas, mask)[0] + covered
+            needed = size * max(self._depth, self._intake.sums(mask, self._replicas), sums)
             self._reserved += needed - self._set_aside[key]
             self._states[key], self._set_aside[key] = state, needed
         return seen
@@ -364,7 +304,7 @@ class Staging:
     """Grants leases on the server's loop; changed() may come from any thread."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(SPARE_BYTES, {}, 1, total_waits=False, view=lambda shard, bucket: None)
+        self.ledger = Ledger(SPARE_BYTES, {}, 1, intake=INITIAL, view=lambda shard, bucket: None)
         """The rule that decides now; configure() replaces it."""
         self._held: Callable[[], int] = lambda: 0
         self._loop: asyncio.AbstractEventLoop | None = None

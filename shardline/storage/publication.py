@@ -62,14 +62,6 @@ class PlainPublication:
         return self._offsets[-1]
 
 
-def areas(
-    publication: Publication, number: int, bucket: BucketSpec, *, keeps_previous: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bucket's values by step & 1: twice the same tensor if one area is enough."""
-    first = publication.tensor(0, number)
-    return first, publication.tensor(1, number) if num_areas(bucket, keeps_previous=keeps_previous) == 2 else first
-
-
 def view_of(area: torch.Tensor, bucket: BucketSpec, offset: int) -> torch.Tensor:
     """A bucket's values within an area. area: uint8, 1-d. offset: bytes."""
     return area[offset : offset + bucket.nbytes].view(DTYPES[bucket.dtype])

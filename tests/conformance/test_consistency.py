@@ -13,7 +13,7 @@ import torch
 import tests.conformance.toys.toy_dssp  # noqa: F401  # it is in the table from here on
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock, Gives
-from shardline.consistency.intake import PullAnswer
+from shardline.consistency.intake import BOTH_STEPS
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.consistency.voted import choices
 from shardline.core.contributions import none_present
@@ -86,7 +86,7 @@ class Job:
     ) -> set[Outcome]:
         """A whole contribution of one worker; again: repeat the previous one. Returns the outcomes for its buckets."""
         shard = self.shard
-        if not self.mode.intake.by_bucket:
+        if self.mode.intake.number(1) is not None:
             task = f"worker/{worker}"
             seq = shard.mode.last_push(task, 1) + (not again)
             push = NumberedPush(task=task, incarnation=1, seq=seq, base_version=shard.version, clock=seq)
@@ -144,16 +144,16 @@ def test_what_a_mode_gives_to_others_fits_together(spec: ConsistencySpec) -> Non
     common = mode.clock is Clock.STEP
     assert mode.contributors(6) >= 1
     # What is kept until its commit is no part of a sum, and its worker is to see it in what it pulls.
-    assert mode.intake.by_bucket or not (mode.intake.in_tree or mode.intake.total_waits)
-    assert mode.intake.by_bucket or mode.intake.answer is not PullAnswer.BESIDE
+    numbered = mode.intake.number(1) is not None
+    assert not (numbered and (mode.intake.sums(0, 6) or common))
     # Common steps: a worker replaced in mid-step needs the previous one, and all shards go back together.
     assert common is (Gives.COMMON_STEPS in mode.gives)
-    assert not common or (mode.assigns_replicas and mode.publishing.steps == 2)
+    assert not common or (mode.assigns_replicas and mode.publishing is BOTH_STEPS)
     assert (Gives.ONE_STEP_CUTS in mode.gives) is (mode.cuts.last_step(5) == 5)
     # Batches that are leased are pushed by number: only then is one that comes twice recognized.
-    assert mode.assigns_replicas is mode.intake.by_bucket is not bool(mode.batches.leased(make_job_spec()))
+    assert mode.assigns_replicas is not numbered is bool(mode.batches.leased(make_job_spec()))
     worker = mode.worker_half(make_job_spec(consistency=spec))
-    assert worker.shares_steps is mode.intake.by_bucket
+    assert worker.shares_steps is not numbered
     assert (Gives.CLIPS_FIRST in mode.gives) is not worker.shares_steps
 
 
@@ -209,7 +209,7 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
         job.update()
     mode, bucket = job.shard.mode, job.shard.buckets[0]
     outcomes = {step: mode.serve(bucket, StepWanted(step=step, task="worker/0")) for step in range(5)}
-    previous = Outcome.SERVED if job.mode.publishing.steps == 2 else Outcome.OVERTAKEN
+    previous = Outcome.SERVED if job.mode.publishing is BOTH_STEPS else Outcome.OVERTAKEN
     assert outcomes == {
         0: Outcome.OVERTAKEN,
         1: Outcome.OVERTAKEN,
@@ -306,7 +306,7 @@ def test_what_is_published_waits_for_the_standby_or_its_answers_do(spec: Consist
         assert log is not None
         if log.waits:
             break
-    publishes_after = job.mode.publishing.steps == 2
+    publishes_after = job.mode.publishing is BOTH_STEPS
     if publishes_after:
         assert job.shard.version == version
         link()

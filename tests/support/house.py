@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardline.cadence.base import Cadence
 from shardline.codecs.base import Codec
-from shardline.consistency.base import Consistency
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.intake import BothSteps, Publishing
 from shardline.consistency.server import ServerHalf
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.lanes.kind import LaneKind
@@ -19,6 +21,9 @@ from tests.unit.test_import_contract import ROLES, imports_of, package_of, sourc
 
 BESIDE = ("lab", "pipeline")
 """Folders of packages that are no part of the library or of a role."""
+OWN = "shardline.consistency"
+WRITTEN = {"consistent"}
+"""What a checkpoint's manifest has under this name, too: it is copied there, and read from there."""
 BASES = (Consistency, ServerHalf, WorkerHalf, Codec, Cadence, UpdateRule, Topology, LaneKind)
 
 
@@ -53,12 +58,20 @@ def members_for_one(bases: Iterable[type] = BASES) -> list[str]:
 
 
 def traits_asked_outside() -> list[str]:
-    """Places outside its package that ask a mode for one of its traits.
+    """Places outside its package that ask a mode, or an object that it gives, for one of its traits.
 
-    A trait is a boolean of a mode; a test has none of them come back under another name.
+    A trait is a boolean or a member of an enumeration, as a class variable, a field or a property; the clock, which is
+    the unit of steps, is none.
     """
     modes = (Consistency, *descendants(Consistency))
-    traits = {name for mode in modes for name, value in vars(mode).items() if isinstance(value, bool)}
+    given = {type(value) for mode in modes for value in vars(mode).values() if type(value).__module__.startswith(OWN)}
+    traits = {
+        name
+        for owner in {kind for one in (*modes, *given, Publishing, BothSteps) for kind in one.__mro__}
+        for name, value in vars(owner).items()
+        if owner.__module__.startswith(OWN)
+        if is_trait(value)
+    } - WRITTEN
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}"
         for path in sources()
@@ -66,6 +79,12 @@ def traits_asked_outside() -> list[str]:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in traits and isinstance(node.ctx, ast.Load)
     ]
+
+
+def is_trait(value: object) -> bool:
+    if isinstance(value, property) and value.fget is not None:
+        return value.fget.__annotations__.get("return") == "bool"
+    return isinstance(value, bool) or (isinstance(value, enum.Enum) and not isinstance(value, Clock))
 
 
 def circles() -> list[tuple[str, ...]]:

@@ -12,7 +12,6 @@ import torch
 
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
-from shardline.consistency.intake import PullAnswer
 from shardline.consistency.server import NumberedPush, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
@@ -103,7 +102,7 @@ class LocalShard:
         lag = 0
         if push.init:
             decision = worst_of([self._initialize(shard, number, item) for number, item in gradients.items()])
-        elif not shard.consistency.intake.by_bucket:
+        elif shard.consistency.intake.number(push.seq) is not None:
             numbered = NumberedPush(
                 task=who.task,
                 incarnation=who.incarnation,
@@ -115,7 +114,7 @@ class LocalShard:
             )
 
             def answer() -> None:
-                if want is not None and want.step is None and shard.consistency.intake.answer is PullAnswer.WITH:
+                if want is not None and want.step is None:
                     answers[:] = [self._copied(shard, number, who.task) for number in range(len(shard.buckets))]
 
             decision, lag = shard.push(numbered, gradients, hyper=push.hyper, guard=guard, then=answer)
@@ -141,7 +140,7 @@ class LocalShard:
             step=step,
             version=version,
             staleness=lag,
-            next_seq=shard.consistency.intake.next_number(shard.mode.last_push(who.task)),
+            next_seq=shard.consistency.intake.number(shard.mode.last_push(who.task) + 1) or 0,
             timeline=self.backend.timeline,
             mismatch=decision.mismatch,
         )

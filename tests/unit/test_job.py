@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardline import consistency, methods, schedule
 from shardline.client.api.script_job import TensorHolder
+from shardline.consistency.intake import VOTED_TREE
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
@@ -237,7 +238,7 @@ def test_spec_holds_all_that_two_tasks_must_agree_on() -> None:
     assert (spec.replicas, spec.batch_size, spec.steps, spec.samples, spec.threads) == (2, 2, 10, 8, 1)
     assert spec.rule.name == "AdamW" and spec.rule.groups[0]["lr"] == 0.001
     assert spec.schedule.total_steps == 10 and spec.best_is_lowest
-    assert consistency.of(spec.consistency).intake.total_waits
+    assert consistency.of(spec.consistency).intake is VOTED_TREE
     assert [tensor.name for tensor in spec.tensors] == ["weight", "bias"]
     assert job.spec(job.build_model()) == spec
 

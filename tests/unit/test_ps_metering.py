@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
+from shardline.consistency.intake import TREE
 from shardline.core.reduce import Block
 from shardline.observability.metrics import Metrics
 from shardline.server.staging import Ask, Ledger
@@ -24,7 +25,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_staging_and_attachments_are_told_with_every_heartbeat() -> None:
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
     store.lane_attachments = lambda: {"tcp": 2, "shm": 0}
-    store.staging.configure(Ledger(1000, {}, 1, total_waits=False, view=lambda shard, bucket: None), lambda: 30)
+    store.staging.configure(Ledger(1000, {}, 1, intake=TREE, view=lambda shard, bucket: None), lambda: 30)
     meter = Meter(metrics, store)
     observe = meter.observed(lambda: SimpleNamespace(shards=[], standbys=[]))
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shardline.consistency.intake import APART, TREE, VOTED_TREE
 from shardline.core.contributions import Contributions
 from shardline.core.plan import BucketSpec, ShardSpec, Slice
-from shardline.core.reduce import Block, cover, nodes, sibling
+from shardline.core.reduce import Block, cover, nodes, replica_mask, sibling, sums_of
 from shardline.core.spec import TensorKind
 from shardline.server.staging import (
     Ask,
@@ -21,11 +22,7 @@ from shardline.server.staging import (
     Grant,
     Ledger,
     Staging,
-    floor_bytes,
     limit_bytes,
-    partial_sums,
-    replica_mask,
-    worst,
 )
 from tests.support.covering import number_of_schedules
 
@@ -54,7 +51,7 @@ def test_partial_sums_are_those_that_contributions_keep(replicas: int) -> None:
             if mask >> replica & 1:
                 sums.add(Block(replica, 1), torch.ones(64), (True,), 0)
         assert sums.mask == mask
-        assert partial_sums(mask, replicas) == len(sums.partials()) == sums.held_bytes // (64 * 4)
+        assert sums_of(replicas, mask)[0] == len(sums.partials()) == sums.held_bytes // (64 * 4)
 
 
 @functools.cache
@@ -63,7 +60,7 @@ def explored(mask: int, replicas: int) -> int:
     everything = (1 << replicas) - 1
     if mask == everything:
         return 0
-    most = partial_sums(mask, replicas)
+    most = sums_of(replicas, mask)[0]
     for block in nodes(Block(0, replicas)):
         mine = replica_mask(block)
         if mask & mine:
@@ -78,28 +75,28 @@ def explored(mask: int, replicas: int) -> int:
 @pytest.mark.parametrize("replicas", range(1, 8))
 def test_what_is_set_aside_is_exactly_what_privileged_contributions_can_need(replicas: int) -> None:
     for mask in range((1 << replicas) - 1):
-        assert worst(mask, replicas, total_waits=False) == explored(mask, replicas), f"{mask:b}"
+        assert TREE.sums(mask, replicas) == explored(mask, replicas), f"{mask:b}"
 
 
 @pytest.mark.parametrize(("replicas", "depth"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 3), (63, 5), (64, 6)])
 def test_an_empty_bucket_needs_the_depth_of_the_tree(replicas: int, depth: int) -> None:
-    assert worst(0, replicas, total_waits=False) == depth
-    assert worst(0, replicas, total_waits=True) == max(1, depth)
-    assert floor_bytes([shard_of(400, 800)], replicas, total_waits=False) == depth * 1200
+    assert TREE.sums(0, replicas) == depth
+    assert VOTED_TREE.sums(0, replicas) == max(1, depth)
+    assert limit_bytes([shard_of(400, 800)], replicas, TREE, 0) == depth * 1200
 
 
 def test_the_limit_is_never_below_what_can_be_promised_to_end() -> None:
     shards = [shard_of(2 * MB, 4 * MB), shard_of(2 * MB)]
     spare = 64 << 20
     for replicas, floor in ((1, 0), (2, 8 * MB), (4, 16 * MB)):
-        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False) == floor + spare
-        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False, asked=MB) == max(floor, MB)
-        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False, asked=99 * MB) == 99 * MB
-    assert limit_bytes([shard_of(400 * MB)], 1, in_tree=True, total_waits=False) == 800 * MB
-    assert limit_bytes(shards, 1, in_tree=False, total_waits=False) == spare
-    assert limit_bytes([shard_of(400 * MB)], 1, in_tree=False, total_waits=False) == 800 * MB
-    assert limit_bytes(shards, 1, in_tree=False, total_waits=False, asked=5) == 5
-    assert floor_bytes([shard_of(400, kind=TensorKind.FROZEN)], 8, total_waits=True) == 0
+        assert limit_bytes(shards, replicas, TREE) == floor + spare
+        assert limit_bytes(shards, replicas, TREE, MB) == max(floor, MB)
+        assert limit_bytes(shards, replicas, TREE, 99 * MB) == 99 * MB
+    assert limit_bytes([shard_of(400 * MB)], 1, TREE) == 800 * MB
+    assert limit_bytes(shards, 1, APART) == spare
+    assert limit_bytes([shard_of(400 * MB)], 1, APART) == 800 * MB
+    assert limit_bytes(shards, 1, APART, 5) == 5
+    assert limit_bytes([shard_of(400, kind=TensorKind.FROZEN)], 8, VOTED_TREE, 0) == 0
 
 
 # Random schedules
@@ -140,10 +137,10 @@ class World:
         self.masks = [0] * len(self.sizes)
         self.deaths = chance.randint(0, 3) if deaths else 0
         spec = shard_of(*self.sizes)
-        limit = floor_bytes([spec], self.replicas, total_waits=False) + chance.choice([0, 0, 64, 200, 700])
+        limit = limit_bytes([spec], self.replicas, TREE, 0) + chance.choice([0, 0, 64, 200, 700])
         sizes = {(0, number): size for number, size in enumerate(self.sizes)}
         kind = Ledger if privileges else Unprivileged
-        self.ledger = kind(limit, sizes, self.replicas, total_waits=False, view=self.view)
+        self.ledger = kind(limit, sizes, self.replicas, intake=TREE, view=self.view)
         workers = chance.randint(1, self.replicas)
         owners = [chance.randrange(workers) for _ in range(self.replicas)]
         self.streams = [
@@ -230,7 +227,7 @@ class World:
         self.begin(stream)
 
     def check_memory(self) -> None:
-        sums = sum(partial_sums(m, self.replicas) * size for m, size in zip(self.masks, self.sizes, strict=True))
+        sums = sum(sums_of(self.replicas, m)[0] * size for m, size in zip(self.masks, self.sizes, strict=True))
         slots = beyond = 0
         for stream in self.streams:
             there = [entry for entry in stream.entries() if entry not in stream.counted]
@@ -269,7 +266,7 @@ class Unprivileged(Ledger):
         for (shard, bucket), size in self._sizes.items():
             seen = self._view(shard, bucket)
             assert seen is not None
-            held += partial_sums(seen[1], self._replicas) * size
+            held += sums_of(self._replicas, seen[1])[0] * size
         return Entry(ask, Grant.ROOM if held + ask.nbytes <= self.limit else Grant.WAIT, 0, False)
 
 
@@ -290,7 +287,7 @@ def test_without_privileges_some_schedules_stop() -> None:
 def ledger(masks: dict[int, int], *, limit: int, replicas: int = 4, step: int = 0, sizes: int = 3) -> Ledger:
     keys = {(0, number): 100 for number in range(sizes)}
     view = {key: (step, masks.get(key[1], 0)) for key in keys}
-    made = Ledger(limit, keys, replicas, total_waits=False, view=lambda shard, bucket: view.get((shard, bucket)))
+    made = Ledger(limit, keys, replicas, intake=TREE, view=lambda shard, bucket: view.get((shard, bucket)))
     made.refresh()
     return made
 
@@ -339,7 +336,7 @@ def test_a_codecs_slot_beside_its_decoded_values_is_charged() -> None:
 
 
 def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
-    pushes = Ledger(250, {}, 1, total_waits=False, view=lambda shard, bucket: (0, 0))
+    pushes = Ledger(250, {}, 1, intake=TREE, view=lambda shard, bucket: (0, 0))
     first = pushes.decide(Ask(0, None, Block(0, 1), 300))
     assert first.grant is Grant.PRIVILEGED
     pushes.note(first)
@@ -355,7 +352,7 @@ def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
 
 
 def pushes_ledger(limit: int) -> Ledger:
-    return Ledger(limit, {}, 1, total_waits=False, view=lambda shard, bucket: (0, 0))
+    return Ledger(limit, {}, 1, intake=TREE, view=lambda shard, bucket: (0, 0))
 
 
 class FirstComeFirstServed(Ledger):
@@ -412,7 +409,7 @@ def test_first_come_first_served_some_of_them_stop() -> None:
     for seed in range(100):
         chance = random.Random(seed)
         view = lambda shard, bucket: (0, 0)  # noqa: E731
-        rule_ = FirstComeFirstServed(chance.randint(1, 30) * 100, {}, 1, total_waits=False, view=view)
+        rule_ = FirstComeFirstServed(chance.randint(1, 30) * 100, {}, 1, intake=TREE, view=view)
         stopped += not all_pushes_end(rule_, chance)
     assert stopped > 10
 

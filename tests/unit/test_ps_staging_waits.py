@@ -7,18 +7,17 @@ import threading
 
 import pytest
 
-from shardline.core.reduce import Block
-from shardline.server.staging import Ask, Ledger, Staging, StagingLease, partial_sums
+from shardline.consistency.intake import TREE
+from shardline.core.reduce import Block, sums_of
+from shardline.server.staging import Ask, Ledger, Staging, StagingLease
 
 
 def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:
     """Two replicas, two buckets of 100 bytes, no room but for tree order."""
     view = {(0, number): (0, masks.get(number, 0)) for number in range(2)}
     staging = Staging()
-    made = Ledger(
-        200, dict.fromkeys(view, 100), 2, total_waits=False, view=lambda shard, bucket: view.get((shard, bucket))
-    )
-    held = lambda: sum(100 * partial_sums(mask, 2) for _, mask in view.values())  # noqa: E731
+    made = Ledger(200, dict.fromkeys(view, 100), 2, intake=TREE, view=lambda shard, bucket: view.get((shard, bucket)))
+    held = lambda: sum(100 * sums_of(2, mask)[0] for _, mask in view.values())  # noqa: E731
     staging.configure(made, held)
     return staging, view
 
@@ -109,7 +108,7 @@ def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
         lease = await staging.reserve(Ask(0, 0, Block(0, 1), 100), 1.0)
         waiting = asyncio.create_task(staging.reserve(Ask(0, 0, Block(1, 1), 100), 10.0))
         await asyncio.sleep(0)
-        staging.configure(Ledger(500, {}, 1, total_waits=False, view=lambda shard, bucket: None), lambda: 0)
+        staging.configure(Ledger(500, {}, 1, intake=TREE, view=lambda shard, bucket: None), lambda: 0)
         late = await waiting
         assert isinstance(late, StagingLease) and staging.in_use == 200
         lease.release()

@@ -88,7 +88,7 @@ def test_jobs_that_spares_do_not_fit_are_refused(changes: dict[str, Any], senten
 def test_without_spares_it_is_the_plain_mode() -> None:
     for text in ("sync", "sync:spares=0", "sync:quorum=1"):
         mode = consistency.of(ConsistencySpec(mode=text))
-        assert Gives.EVERY_GRADIENT in mode.gives and mode.intake.in_tree
+        assert Gives.EVERY_GRADIENT in mode.gives and mode.intake.place(0) == 0
         assert type(Shard(0, make_settings(TENSORS, consistency=ConsistencySpec(mode=text))).mode) is EagerSteps
 
 

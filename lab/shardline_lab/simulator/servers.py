@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from shardline.consistency import Clock, Consistency
+from shardline.consistency.intake import Intake
 from shardline.consistency.server import NumberedPush, Offer, ShardVote, Staged, StepWanted, Terms
 from shardline.consistency.voted import choices as choices_of
 from shardline.consistency.voted import votes
@@ -78,6 +79,10 @@ class Counts(Contributions):
         self.mask = 0
 
 
+def _counts(bucket: BucketSpec, replicas: int, on_held: Callable[[int], None]) -> Contributions:
+    return Counts(bucket, replicas, on_held=on_held)
+
+
 class VirtualStorage(Storage):
     def __init__(
         self,
@@ -86,14 +91,12 @@ class VirtualStorage(Storage):
         replicas: int,
         observers: Observers,
         on_step: Callable[[int], None],
-        *,
-        in_tree: bool,
+        intake: Intake,
     ) -> None:
-        """in_tree: see Contributions."""
         waiting, buckets = ByteCount(), []
         for index, plan in enumerate(plans):
-            kind = Counts if plan.values is None else Contributions
-            held = kind(plan.spec, replicas, on_held=waiting.add, in_tree=in_tree)
+            make = _counts if plan.values is None else intake.contributions
+            held = make(plan.spec, replicas, waiting.add)
             areas = torch.zeros(2, plan.spec.elements, dtype=DTYPES[plan.spec.dtype])
             bucket = Bucket(
                 number, index, plan.spec, plan.tensors, plan.make_rule, contributions=held, pub=(areas[0], areas[1])
@@ -156,9 +159,7 @@ class VirtualServer:
             on_complete()
 
         observers = Observers(on_publish=self._changed.add, on_complete=complete)
-        self.storage = VirtualStorage(
-            number, plans, terms.contributors, observers, on_step, in_tree=mode.intake.in_tree
-        )
+        self.storage = VirtualStorage(number, plans, terms.contributors, observers, on_step, mode.intake)
         self.buckets = self.storage.buckets
         self.half = mode.server_half(self.storage, terms)
         self._votes, self.choices = votes(self.half), choices_of(self.half)

@@ -167,7 +167,7 @@ class Simulation:
         job, mode = setup.job, consistency.of(setup.job.consistency)
         self._mode = mode
         self._cadence = cadences.of(job)
-        self.by_bucket = mode.intake.by_bucket
+        self.numbered = mode.intake.number(1) is not None
         # Whether a worker decides about all of its gradient before it sends any of it.
         streams = self._cadence.sends is cadences.Sends.GRADIENTS and not (
             not mode.worker_half(job).shares_steps
@@ -175,7 +175,7 @@ class Simulation:
         )
         self.overlap = setup.overlap and setup.network.limited and streams
         self.exchange_s = setup.exchange_s
-        self.sums_blocks = mode.intake.in_tree and all(codec.exact for codec in codecs.of(job).ups)
+        self.sums_blocks = mode.intake.place(0) is not None and all(codec.exact for codec in codecs.of(job).ups)
         self.tally = RunCounts()
         contents = timing_contents(setup) if contents is None else contents
         self.servers = self._make_servers(contents)
@@ -244,7 +244,7 @@ class Simulation:
     @property
     def passes_used(self) -> int:
         """Passes whose gradients are in the job's steps so far."""
-        if not self.by_bucket:
+        if self.numbered:
             return self.servers[0].storage.tally.pushes * self._cadence.rounds.ticks
         return self._mode.needed(self.setup.job.replicas) * self._cadence.rounds.ticks_before(
             len(self.tally.step_ends_s)

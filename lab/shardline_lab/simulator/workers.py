@@ -51,7 +51,7 @@ class SimulatedJob(Protocol):
     """Gradients leave during the backward pass."""
     exchange_s: float
     sums_blocks: bool
-    by_bucket: bool
+    numbered: bool
 
     def draws_in(self, step: int) -> int: ...
 
@@ -217,7 +217,7 @@ class VirtualWorker:
         """A bucket of this worker's push has arrived at a server; its pull follows."""
         if life != self._life:
             return
-        if self._job.by_bucket:
+        if not self._job.numbered:
             step = self._half.stamp(server.number).step
             for block in blocks:
                 self._contribute(server, bucket, step, block)

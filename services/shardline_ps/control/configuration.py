@@ -11,9 +11,8 @@ from shardline import consistency
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
-from shardline.server.staging import floor_bytes, limit_bytes
+from shardline.server.staging import limit_bytes
 from shardline.storage.cuts import HELD_CUTS
-from shardline.storage.publication import num_areas
 from shardline.update import bucket_rule
 
 
@@ -23,12 +22,8 @@ def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
 
 def value_bytes(configuration: PsConfiguration) -> int:
     """Bytes of the published values, of both steps if both are kept."""
-    steps = consistency.of(configuration.consistency).publishing.steps
-    return sum(
-        bucket.nbytes * num_areas(bucket, keeps_previous=steps > 1)
-        for shard in _hosted(configuration)
-        for bucket in shard.buckets
-    )
+    publishing = consistency.of(configuration.consistency).publishing
+    return sum(publishing.nbytes(bucket) for shard in _hosted(configuration) for bucket in shard.buckets)
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
@@ -71,24 +66,10 @@ def codec_bytes(configuration: PsConfiguration) -> int:
     )
 
 
-def least_staging_bytes(configuration: PsConfiguration) -> int:
-    """The lowest staging limit, in bytes, with which a step is sure to complete; 0 if nothing is summed."""
-    intake = consistency.of(configuration.consistency).intake
-    if not intake.in_tree:
-        return 0
-    return floor_bytes(_hosted(configuration), configuration.replicas, total_waits=intake.total_waits)
-
-
 def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
-    """The staging limit for a configuration, in bytes. asked: the user's setting, or None."""
+    """The staging limit for a configuration, in bytes. asked: the user's setting, or None; 0 = the lowest possible."""
     intake = consistency.of(configuration.consistency).intake
-    return limit_bytes(
-        _hosted(configuration),
-        configuration.replicas,
-        in_tree=intake.in_tree,
-        total_waits=intake.total_waits,
-        asked=asked,
-    )
+    return limit_bytes(_hosted(configuration), configuration.replicas, intake, asked)
 
 
 def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, lanes: int = 0) -> dict[str, int]:

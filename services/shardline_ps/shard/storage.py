@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from shardline import consistency
 from shardline.codecs.coding import PLAIN
-from shardline.core.contributions import Contributions, Partial
+from shardline.core.contributions import Partial
 from shardline.core.outcome import Outcome
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, RecordPart
 from shardline.core.spec import TensorKind
 from shardline.storage.bucket import Bucket
 from shardline.storage.cuts import CutBook
-from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline.storage.publication import PlainPublication, Publication
 from shardline.storage.shard import ByteCount, Observers, ShardUpdate, Storage
 from shardline.update import bucket_rule
 from shardline_ps.shard.settings import ShardSettings
@@ -46,7 +46,7 @@ class ShardStorage(Storage):
     ) -> None:
         """publication: memory for the published values; None = ordinary memory on the settings' device."""
         spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)
-        waiting, in_tree = ByteCount(), mode.intake.in_tree
+        waiting = ByteCount()
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Memory of the buckets' values."""
         buckets = [
@@ -57,8 +57,8 @@ class ShardStorage(Storage):
                 settings.plan.tensors,
                 functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
                 combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).at_server.combine,
-                pub=areas(self.publication, index, bucket, keeps_previous=mode.publishing.steps > 1),
-                contributions=Contributions(bucket, settings.replicas, on_held=waiting.add, in_tree=in_tree),
+                pub=mode.publishing.areas(self.publication, index, bucket),
+                contributions=mode.intake.contributions(bucket, settings.replicas, waiting.add),
             )
             for index, bucket in enumerate(spec.buckets)
         ]

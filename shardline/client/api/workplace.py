@@ -26,7 +26,7 @@ from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig, environment
-from shardline.consistency import Clock
+from shardline.consistency import Clock, Gives
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
 from shardline.core.settings import EXACT
@@ -539,11 +539,9 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
         return (
             "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"
         )
-    if not methods.mode.publishing.lends:
-        return (
-            f"zero_copy needs parameters that stay where they are while a worker uses them; in consistency "
-            f"{methods.mode} the servers go on without a slow worker"
-        )
+    if Gives.LASTING_VALUES not in methods.mode.gives:
+        why = Gives.LASTING_VALUES.value.format(mode=methods.mode)
+        return f"zero_copy needs parameters that stay where they are while a worker uses them; {why}"
     return ""
 
 

@@ -17,6 +17,7 @@ import torch
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig
 from shardline.consistency.eager import Eager, EagerSteps
+from shardline.consistency.intake import BOTH_STEPS
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.identity import Identity
@@ -35,7 +36,7 @@ from shardline.server.pace import Pace
 from shardline.server.signals import Signal
 from shardline.server.staging import Staging
 from shardline.storage.bucket import Bucket
-from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline.storage.publication import PlainPublication, Publication
 from shardline.storage.shard import ByteCount, Observers, Storage
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def sum_shard(
     waiting, buckets = ByteCount(), []
     for index, spec in enumerate(plan.shards[number].buckets):
         gathered = Contributions(spec, members, on_held=waiting.add)
-        pub = areas(publication, index, spec, keeps_previous=True)
+        pub = BOTH_STEPS.areas(publication, index, spec)
         bucket = SumBucket(number, index, spec, plan.tensors, lambda device: None, contributions=gathered, pub=pub)
         bucket.initialize(torch.zeros(spec.elements))
         buckets.append(bucket)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from shardline.consistency import CONSISTENCIES, Clock, Consistency, Gives
 from shardline.consistency.base import OWN
 from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import WHOLE_ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, scaled
@@ -27,7 +27,7 @@ class Every(Consistency):
     name: ClassVar[str] = "every"
     clock: ClassVar[Clock] = Clock.VERSION
     batches: ClassVar[BatchChoice] = LEASED
-    intake: ClassVar[Intake] = WHOLE_ANSWERED
+    intake: ClassVar[Intake] = ANSWERED
     gives: ClassVar[frozenset[Gives]] = OWN
     count: int = 2
 

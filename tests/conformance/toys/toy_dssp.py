@@ -15,7 +15,7 @@ from typing import ClassVar
 from shardline.consistency import CONSISTENCIES, Clock, Consistency, Gives
 from shardline.consistency.base import OWN
 from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import WHOLE, Intake
+from shardline.consistency.intake import NUMBERED, Intake
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.ssp import Clocks, PacedByTheSlowest, PacedPushes
 from shardline.consistency.worker.base import WorkerHalf
@@ -32,7 +32,7 @@ class Dynamic(Consistency):
     name: ClassVar[str] = "dssp"
     clock: ClassVar[Clock] = Clock.VERSION
     batches: ClassVar[BatchChoice] = LEASED
-    intake: ClassVar[Intake] = WHOLE
+    intake: ClassVar[Intake] = NUMBERED
     gives: ClassVar[frozenset[Gives]] = OWN | {Gives.EQUAL_MOVES}
     tells: ClassVar[frozenset[Need]] = frozenset(Need)
     least: int = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardline import codecs, consistency, division
 from shardline.consistency import Consistency
-from shardline.core.orders import Phase
+from shardline.core.orders import SINCE, Phase
 from shardline.core.settings import EXACT
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
@@ -170,7 +170,7 @@ class State:
         """Note that this task's loss has stopped the job; returns the current loss, which may have begun earlier."""
         if self.losses.now is None:
             shards = self.progress.shards.items()
-            if not self.mode.intake.by_bucket and self.figures.lives:
+            if any(SINCE in told for told in self.figures.lives.values()):
                 # A worker may be lost with the server, and this chief with both. Of those that are gone it is recorded.
                 living = {(member.task, member.incarnation) for member in self.tasks.members if member.living}
                 self.record("figures", lives=self.figures.told(living))
