@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -75,6 +75,13 @@ test: $(STAMP)
 		[ $$? = 5 -a -n "$(ARGS)" ]
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "$(SHORT)" tests/e2e $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
+
+# What needs a CUDA device, on a machine that has one; then steps of GPT-2 small beside plain torch.
+test-gpu: $(STAMP)
+	$(BIN)/pytest -q -m gpu tests $(ARGS)
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu.json $(ARGS)
 
 # Its size, and signs of special cases in the middle; tests/unit/test_house.py has the bars.
 house: $(STAMP)
