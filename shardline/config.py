@@ -57,6 +57,8 @@ class RoleConfig:
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     min_workers: int = 1
     """With fewer training tasks the job pauses, and ends if none joins for --timeout."""
+    bucket_mb: int = 0
+    """Target size of a bucket in MiB, for the chief; 0 = by the size of a shard."""
     max_workers: int = 64
     """Maximum number of workers, including those beyond the cluster spec."""
     security: Security = PLAIN

@@ -153,6 +153,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         min_workers=config.min_workers,
         max_workers=config.max_workers,
         inexact=config.inexact,
+        bucket_bytes=config.bucket_mb << 20,
         standbys=config.standbys,
         replayed=run_to_replay(config.replay) if config.replay is not None else None,
         timeouts=config.timeouts,

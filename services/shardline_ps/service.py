@@ -115,9 +115,8 @@ class PsProcess:
 
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
     """Lanes that workers may open here, as chosen by --lane; the store publishes values where the lanes need them."""
-    on_host = store.device.type == "cpu"
     made = [
-        kind.offer(config, on_host=on_host, take=store.buffers.take, on_refused=on_refused)
+        kind.offer(config, device=store.device, take=store.buffers.take, on_refused=on_refused)
         for kind in offered(config.lane)
     ]
     found = [offer for offer in made if offer is not None]

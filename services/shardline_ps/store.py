@@ -405,12 +405,11 @@ class ParameterStore:
 
     def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
         spec = settings.plan.shards[number]
-        on_host = self.device.type == "cpu"
         publishing = consistency.of(settings.consistency).publishing
         shard = Shard(
             number,
             settings,
-            publication=publishing.memory(self.make_publication, spec) if on_host else None,
+            publication=publishing.memory(self.make_publication, spec),
             observers=observers,
         )
         shard.mode.members_changed(self.authority.members or ())

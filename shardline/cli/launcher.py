@@ -53,7 +53,7 @@ FOR_SCRIPTS = (
 )
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
-    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "standbys", "inexact"),
+    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "standbys", "inexact"),
     *("insecure_bind", "lane", "overlap"),
 )
 """Fields of LaunchOptions that are settings of the tasks, under the same names."""
@@ -91,6 +91,7 @@ class LaunchOptions:
     gpu_memory_fraction: float | None = None
     chief_trains: bool = False
     min_workers: int = 1
+    bucket_mb: int = 0
     standbys: int = 0
     replay: Path | None = None
     inexact: bool = False

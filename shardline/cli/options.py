@@ -234,6 +234,13 @@ min_workers = option(
     default=1,
     help="With fewer tasks that train the job pauses; after --timeout it ends.",
 )
+bucket_mb = option(
+    "--bucket-mb",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="MiB of parameters that are sent and updated together. 0 = 1 to 4, by the model's size; 1024 where workers "
+    "and servers use lane cuda.",
+)
 max_workers = option(
     "--max-workers",
     type=click.IntRange(min=1),

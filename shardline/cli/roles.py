@@ -20,7 +20,18 @@ from shardline.observability import log
 from shardline.observability.lossy import protect_output
 from shardline.roles import ROLES, Role
 
-CHIEFS = ("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact", "replay", "page", "no_page")
+CHIEFS = (
+    "resume",
+    "chief_trains",
+    "min_workers",
+    "max_workers",
+    "bucket_mb",
+    "standbys",
+    "inexact",
+    "replay",
+    "page",
+    "no_page",
+)
 READERS: Mapping[str, Callable[[Role], bool]] = {
     **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
     **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
@@ -70,6 +81,7 @@ role_options = options.together(
     ),
     options.chief_trains,
     options.min_workers,
+    options.bucket_mb,
     options.max_workers,
     options.standbys,
     options.inexact,

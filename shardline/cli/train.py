@@ -105,6 +105,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.gpu_memory_fraction
 @options.chief_trains
 @options.min_workers
+@options.bucket_mb
 @options.standbys
 @options.inexact
 @options.replay
@@ -198,8 +199,14 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         "script_args": tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
         "security": options.security(flags),
         "page": options.page_address(flags),
+        # Two processes take turns on a GPU: few, large pieces of work mean few turns.
+        "bucket_mb": flags["bucket_mb"] or (1024 if _share_a_gpu(flags) else 0),
     }
     return LaunchOptions(**{**options.same_names(LaunchOptions, flags), **given})
+
+
+def _share_a_gpu(flags: Mapping[str, Any]) -> bool:
+    return "cpu" not in (flags["device"], flags["ps_device"]) and flags["lane"] in ("auto", "cuda")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class Publishing:
     def areas(self, publication: Publication, number: int, bucket: BucketSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """A bucket's values by step & 1: twice the same tensor if the previous step's are not kept."""
         first = publication.tensor(0, number)
-        return first, publication.tensor(1, number) if self.nbytes(bucket) > bucket.nbytes else first
+        two = num_areas(bucket, keeps_previous=self._keeps_previous) == 2
+        return first, publication.tensor(1, number) if two else first
 
     def memory(self, make: Callable[[ShardSpec, bool], T], shard: ShardSpec) -> T:
         """A shard's memory. make(shard, whether the previous step's values are kept)."""

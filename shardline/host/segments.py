@@ -321,8 +321,11 @@ def refuse(sock: socket.socket) -> None:
     sock.send(_WELCOME.pack(0, 0, 0, 0))
 
 
-def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
-    """(areas, replies) from a server. Raises SegmentError, or OSError if the socket breaks or times out."""
+def hear_welcome(sock: socket.socket, *, private: bool = True) -> tuple[list[Segment], Segment | None]:
+    """(areas, replies) from a server. private: map the areas so that this process may write to them, see adopt().
+
+    Raises SegmentError, or OSError if the socket breaks or times out.
+    """
     message, fds, truncated = _receive(sock, _WELCOME.size)
     left = fds
     try:
@@ -333,7 +336,7 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
             raise SegmentError("the server refused the token or the segment; its log says why at level debug")
         if len(left) != count + bool(reply_bytes):
             raise SegmentError(f"the server passed {len(left)} segments; {count + bool(reply_bytes)} were announced")
-        areas = [Segment.adopt(left.pop(0), area_bytes, private=True) for _ in range(count)]
+        areas = [Segment.adopt(left.pop(0), area_bytes, private=private) for _ in range(count)]
         replies = Segment.adopt(left.pop(0), reply_bytes) if reply_bytes else None
     finally:
         close_all(left)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from shardline.lanes.cuda.lane import Cuda
 from shardline.lanes.grpc.lane import Grpc
 from shardline.lanes.kind import LaneKind
 from shardline.lanes.shm.lane import Shm
 from shardline.lanes.tcp.lane import Tcp
 from shardline.seams import Table
 
-LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm)
+if TYPE_CHECKING:
+    import torch
+
+LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm, Cuda)
 """From the lane that always works to the fastest: a lane that can't be used falls back to those before it."""
 AUTO = "auto"
 CHOICES = (AUTO, *(kind.name for kind in LANES.declared))
@@ -22,11 +28,11 @@ def choices() -> tuple[str, ...]:
     return (AUTO, *LANES.names)
 
 
-def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[LaneKind, ...]:
-    """Lanes to try for --lane, in order. local: both tasks are on this host. shared_dir: they share a --run-dir."""
+def candidates(choice: str, *, local: bool, device: torch.device | None = None) -> tuple[LaneKind, ...]:
+    """Lanes to try for --lane, in order. local, device: see LaneKind.suits()."""
     kinds = [LANES.parse(name) for name in LANES.names]
     if choice == AUTO:
-        kinds = [kind for kind in kinds if local or shared_dir or not kind.same_host]
+        kinds = [kind for kind in kinds if kind.suits(local=local, device=device)]
     else:
         kinds = kinds[: LANES.names.index(choice) + 1]
     return tuple(reversed(kinds))

@@ -22,6 +22,7 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answers
 from shardline.storage.bucket import Intact
 from shardline.storage.publication import Publication
+from shardline.waist import Memory
 
 log = logging.getLogger("shardline.lanes")
 MAX_ATTACHMENTS = 4096
@@ -43,6 +44,8 @@ class Hosted:
     publication: Publication
     by_reference: bool
     """Whether a pull is answered with a published step, which stays until every replica has pushed the next."""
+    exact: bool
+    """Whether pushes and pulls carry values as they are, not encoded."""
     pushes: int
     """Maximum number of contributions of one worker to one step."""
 
@@ -51,8 +54,8 @@ class Ticket(Protocol):
     """One incoming referred bucket. Used on the server's loop."""
 
     @property
-    def memory(self) -> memoryview:
-        """The encoded bytes; valid when whole."""
+    def memory(self) -> Memory:
+        """The encoded bytes, on whatever device they are; valid when whole."""
         ...
 
     @property
@@ -93,7 +96,7 @@ class Attachment(Protocol):
         """(area, offset) at which the worker can read theta_step of a bucket; None = its bytes have to be sent."""
         ...
 
-    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
+    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, Memory] | None:
         """(offset in area 2, memory) for bytes that the worker can read; None = send() them.
 
         May be called from any thread. The worker has read the previous contents: it makes one pull at a time.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
-from shardline.waist import Sender, ShardService
+from shardline.waist import Memory, Sender, ShardService
 
 
 class LaneUnavailable(Exception):
@@ -77,6 +77,6 @@ class Lane(ShardService, Protocol):
         """Memory in which this side reads the shard's parameters in place; None if there is none (yet)."""
         return None
 
-    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+    def allocate(self, bucket: int, nbytes: int) -> Memory | None:
         """Memory that the shard reads: a gradient computed there needs no copy. None if there is currently none."""
         return None

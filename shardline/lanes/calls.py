@@ -31,7 +31,7 @@ from shardline.rpc.messages.data import (
     state_request,
 )
 from shardline.rpc.v1 import data_pb2
-from shardline.waist import Ack, Arrival, End, Exchanged, Push, Sender, Sink, Standing, Want
+from shardline.waist import Ack, Arrival, End, Exchanged, Memory, Push, Sender, Sink, Standing, Want
 
 LAST_WORD_S = 1.0
 """Seconds to wait for the shard's own answer after bytes on another connection broke off."""
@@ -128,7 +128,7 @@ class ShardCalls:
         """See Lane.published: a lane that shares no memory has none."""
         return None
 
-    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+    def allocate(self, bucket: int, nbytes: int) -> Memory | None:
         """See Lane.allocate: a lane that shares no memory has none."""
         return None
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 from shardline.seams import Resident
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.config import RoleConfig
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
@@ -26,33 +28,39 @@ if TYPE_CHECKING:
 class LaneKind(Resident):
     """One way to transfer the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
 
-    same_host: ClassVar[bool] = False
-    """It connects tasks of one host only: `--lane auto` tries it if both may be on one host."""
     opened: ClassVar[bool] = True
     """Whether a worker has to open it, which may fail; otherwise it is always there, inside the call's own stream."""
 
-    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
-        """The worker's half, to one shard of one server. Connects only with the first exchange."""
+    def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
+        """Whether `--lane auto` tries it. local: both tasks may be on one host. device: of the model, if it has one."""
+        return True
+
+    def connect(
+        self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None
+    ) -> Lane:
+        """The worker's half, to one shard of one server. Connects only with the first exchange. device: as in suits."""
         raise NotImplementedError
 
     def offer(
         self,
         config: RoleConfig,
         *,
-        on_host: bool,
+        device: torch.device,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:
         """The server's half; None if this machine has no such lane, or nothing has to be opened for it.
 
-        on_host: the shards' values are in host memory. take: memory for incoming data, in bytes. on_refused(label,
+        device: of the shards' values. take: memory for incoming data, in bytes. on_refused(label,
         error): called for connections that were turned away. Raises UsageError if it can't listen.
         """
         return None
 
     def listen(self, config: RoleConfig) -> Listening:
         """The receiving half for parcels, of a lane that is opened. Raises LaneUnavailable."""
-        raise NotImplementedError
+        from shardline.lanes.base import LaneUnavailable
+
+        raise LaneUnavailable(f"lane {self.name} has no parcels")
 
     def dial(
         self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float

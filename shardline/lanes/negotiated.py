@@ -10,7 +10,7 @@ from shardline.core.image import BucketImage
 from shardline.core.outcome import Outcome
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
-from shardline.waist import Exchanged, Push, Sender, Sink, Standing, Want
+from shardline.waist import Exchanged, Memory, Push, Sender, Sink, Standing, Want
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3
@@ -112,7 +112,7 @@ class NegotiatedLane:
     def published(self) -> SharedMemory | None:
         return self._left[0].published
 
-    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+    def allocate(self, bucket: int, nbytes: int) -> Memory | None:
         return self._left[0].allocate(bucket, nbytes)
 
     def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:

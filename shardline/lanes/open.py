@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shardline.cluster import parse_address
@@ -13,6 +14,8 @@ from shardline.lanes.negotiated import Fallback, NegotiatedLane
 from shardline.rpc.channel import Peer
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.config import RoleConfig
 
 
@@ -22,14 +25,19 @@ def open_lane(
     shard: int,
     spec: ShardSpec,
     *,
+    tensors: Collection[torch.Tensor] = (),
     on_fallback: Fallback = lambda lane, reason: None,
 ) -> Lane:
     """The lane from this task to one shard, as --lane says; connects only with the first exchange.
 
-    on_fallback: called with (lane, reason) for a requested lane that can't be used.
+    tensors: the model's. on_fallback: called with (lane, reason) for a requested lane that
+    can't be used.
     """
-    kinds = candidates(config.lane, local=on_this_host(peer.address), shared_dir=config.run_dir is not None)
-    lanes = [kind.connect(config, peer, shard, spec) for kind in kinds]
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else None
+    local = on_this_host(peer.address) or config.run_dir is not None
+    kinds = candidates(config.lane, local=local, device=device)
+    lanes = [kind.connect(config, peer, shard, spec, device=device) for kind in kinds]
     return NegotiatedLane(lanes, peer=str(peer), expected=[kind.name for kind in kinds], on_fallback=on_fallback)
 
 

@@ -128,7 +128,7 @@ class ParcelWay:
         self._peer = peer
         self._who = who
         self._on_fallback = on_fallback
-        kinds = candidates(config.lane, local=on_this_host(peer.address), shared_dir=config.run_dir is not None)
+        kinds = candidates(config.lane, local=on_this_host(peer.address) or config.run_dir is not None)
         self._left = deque(kinds)
         self._breaks = 0
 

@@ -203,6 +203,9 @@ def adam_step(
     if not all(_fits(number, dtype) for number in numbers) or not _adam_agrees(dtype, level()):
         return False
     rate, eps, decay, beta1, beta2 = numbers
+    if beta1 == 0.0:
+        # The sign of a zero moment depends on its place in torch's vectors then.
+        return False
     added, keep = (0.0, 1 - rate * decay) if arguments["decoupled_weight_decay"] else (decay, 1.0)
     root = (1 - beta2**step) ** 0.5
     constants = (-(rate / (1 - beta1**step)), 1 - beta1, beta2, 1 - beta2, root, eps, added, keep)

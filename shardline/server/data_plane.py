@@ -175,5 +175,6 @@ def hosted(backend: Backend, number: int) -> Hosted:
         shard=number,
         publication=shard.publication,
         by_reference=shard.lends and backend.coding.pull.is_view,
+        exact=backend.coding.push.is_view and backend.coding.pull.is_view,
         pushes=shard.replicas,
     )

@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
+import torch
+
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import Coding
 from shardline.consistency.server import StepWanted
 from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
-from shardline.core.tensor_bytes import Buffer
+from shardline.core.tensor_bytes import Buffer, copy_bytes
 from shardline.errors import ProtocolError
+from shardline.host.device_memory import settle
 from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
@@ -25,7 +28,7 @@ from shardline.server.admission import admit_data, attachment_of, outcome_to_pro
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.slots import QUICK_BYTES
 from shardline.storage.bucket import Bucket, Intact
-from shardline.waist import CHUNK_BYTES
+from shardline.waist import CHUNK_BYTES, Memory
 
 STATES_PER_FRAME = 16
 """Maximum number of buckets in one message, so that a worker begins with the first while the last are still applied."""
@@ -109,9 +112,11 @@ def refer_bucket(
     return Encoded(state, bucket.bytes_at(want.step), bucket.spec.nbytes, intact)
 
 
-def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
-    """Whether refer_bucket may be used: an exact step of parameters in host memory, not encoded."""
-    return shard.lends and want.step is not None and not want.at_least and coding.is_view and shard.on_host
+def may_refer(shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None) -> bool:
+    """Whether refer_bucket may be used: an exact step, not encoded, in host memory or where the worker reads it."""
+    if not shard.lends or want.step is None or want.at_least or not coding.is_view:
+        return False
+    return shard.on_host or (attachment is not None and attachment.published(0, want.step) is not None)
 
 
 def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
@@ -121,7 +126,7 @@ def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
     return state
 
 
-Into = Callable[[int, int], tuple[int, memoryview] | None]
+Into = Callable[[int, int], tuple[int, Memory] | None]
 """(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller can read, or None."""
 
 
@@ -155,7 +160,15 @@ def encode_bucket(
         changed, memory = bucket.changed_step, coding.memory(shard.number, number, want.task)
         turn = Turn(step, seed=coding.seed, receiver=want.task, base=want.have, changed=changed, memory=memory)
         # The only copy is made under the lock, so no reader sees a torn bucket.
-        values = bucket.answer(step, want.task).cpu()
+        answer, size = bucket.answer(step, want.task), bucket.spec.nbytes
+        there = into(number, size) if written.codec.is_view and not shard.on_host else None
+        if there is not None and isinstance(there[1], torch.Tensor):
+            # The worker reads the same device.
+            there[1].copy_(answer.view(torch.uint8))
+            settle(bucket.device)
+            state.area, state.offset, state.codec, state.payload_bytes = REPLIES, there[0], written.name, size
+            return Encoded(state, b"", size)
+        values = answer.cpu()
         payload: Buffer = written.coder.encode(values, turn)
         if stands and written.codec.memory.keeps(want.have, step):
             # The step is in the memory all the same, which all receivers share.
@@ -168,7 +181,8 @@ def encode_bucket(
             payload = bytes(payload)
         else:
             state.area, state.offset = REPLIES, slot[0]
-            slot[1][:] = payload
+            assert not isinstance(slot[1], torch.Tensor), "memory of a device is offered for values as they are"
+            copy_bytes(memoryview(slot[1]), payload)
             payload = b""
     state.codec = written.name
     state.payload_bytes = size
@@ -259,7 +273,7 @@ def ready_reply(
     _wait_s(request)
     coding = backend.coding.pull
     wanted = wanted_buckets(shard, request)
-    if not wanted or not may_refer(shard, want, coding):
+    if not wanted or not may_refer(shard, want, coding, attachment):
         return False
     buckets, raw_bytes, wire_bytes = [], 0, 0
     for number in wanted:
@@ -369,7 +383,7 @@ def _finder(
     backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None
 ) -> Find:
     """How to get the buckets of a pull: in place, or copied by the pool."""
-    if may_refer(shard, want, coding):
+    if may_refer(shard, want, coding, attachment):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
     return functools.partial(_encode, backend, shard, want, coding, into)

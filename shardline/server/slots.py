@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding
 from shardline.core.gradients import Gradient
 from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
+from shardline.host.device_memory import settle
 from shardline.lanes.attachments import Ticket
 from shardline.server.backend import HostedShard
 from shardline.server.staging import StagingLease
+from shardline.waist import Memory, octets
 
 NO_BYTES = memoryview(b"")
 QUICK_BYTES = 64 << 10
@@ -27,7 +31,7 @@ class Slot:
     spec: BucketSpec
     coding: BucketCoding
     present: tuple[bool, ...]
-    memory: memoryview
+    memory: Memory
     digest: int = 0
     nonfinite: Sequence[str] = ()
     bound: float = math.inf
@@ -95,14 +99,20 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
     Raises ProtocolError if the digest differs, or if the push has ended and released the slot.
     """
     # Keep a reference here: the end of the push may call release() at any moment.
-    ticket, memory = slot.ticket, _joined(slot, take)
-    if len(memory) != slot.size:
+    ticket, held = slot.ticket, _joined(slot, take)
+    if len(held) != slot.size:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
+    turn = Turn(present=slot.present)
+    if isinstance(held, torch.Tensor) and ticket is not None and slot.coding.codec.is_view:
+        # On the shard's device, in memory of the worker, which is gone when the worker is: none of it is kept.
+        values = ticket.tensor(slot.spec.dtype).clone()
+        settle(values.device)
+        return Gradient(values, slot.present, slot.fingerprint, slot.bound)
+    memory = memoryview(octets(held))
     if slot.digest and slot.moved and not (slot.digest == digest(memory) if slot.matches is None else slot.matches):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     # For bytes in place this would be a pass over cold memory, while the sender has them in its cache.
     mark = slot.fingerprint or (fingerprint(memory) if repeated and slot.moved else 0)
-    turn = Turn(present=slot.present)
     if not slot.coding.codec.is_view:
         # The decoded values may be larger than the payload that was checked.
         stable = memory if slot.moved or slot.coding.fixed_size else bytes(memory)
@@ -114,7 +124,7 @@ def opened(slot: Slot, take: Callable[[int], memoryview], *, repeated: bool) -> 
     return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)
 
 
-def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:
+def _joined(slot: Slot, take: Callable[[int], memoryview]) -> Memory:
     """The bytes of a bucket that came in chunks. A single chunk is used in place as long as the contribution lives."""
     parts, slot.parts = slot.parts, []
     if not parts:

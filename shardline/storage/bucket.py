@@ -15,6 +15,7 @@ from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import CheckpointError, ProtocolError
+from shardline.host.device_memory import settle
 from shardline.update import BucketRule, Need
 
 
@@ -144,6 +145,7 @@ class Bucket:
         for buffer in self._pub:
             buffer.copy_(values)
         self._zero_padding()
+        settle(self.device)
         self.initialized = True
         return True
 
@@ -179,6 +181,8 @@ class Bucket:
         changed = not skip and self.update(target, total, scale, source if differ else None, context)
         if differ and not changed:
             target.copy_(source)
+        # What is published is complete, for other processes too.
+        settle(self.device)
         return changed
 
     def publish(self, changed: bool, *, skip: bool = False) -> None:
@@ -309,6 +313,7 @@ class Bucket:
             if previous.numel() and self._pub[0] is not self._pub[1]:
                 self._pub[(image.step - 1) & 1].copy_(previous)
             self.oldest, self.overwritten = image.step - 1, image.step - 2
+        settle(self.device)
         self.contributions.clear()
         self.hyper = None
         self.initialized = True

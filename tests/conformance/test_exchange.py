@@ -105,7 +105,8 @@ SERVICES = {
     "ps": shard_of_a_ps,
     "aggregator": aggregator,
     **{f"ps over {name}": ps_over(name) for name in usable(LANES.names)},
-    **{f"aggregator over {name}": aggregator_over(name) for name in usable(LANES.names)},
+    # It sums in memory of the host.
+    **{f"aggregator over {name}": aggregator_over(name) for name in usable(LANES.names) if name != "cuda"},
 }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
@@ -33,17 +34,18 @@ from shardline.rpc.messages import data
 from shardline.seams import doc_line
 from shardline.waist import Arrival, Payload, Push, Want, Whole
 from tests.support.cluster import Ps
+from tests.support.device_memory import played
 from tests.support.lanes import (
+    CPU,
     DEADLINE_S,
     SENDER,
     TIMEOUTS,
     KindBench,
     Mapping,
-    config,
+    connected,
     gradient,
     on_loop,
     payload,
-    spec,
     usable,
 )
 from tests.support.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
@@ -280,7 +282,8 @@ def test_a_server_without_the_lane_is_told_apart_from_one_that_is_gone(name: str
     client.start()
     peer = Peer(ps.task, ps.address, TIMEOUTS)
     kind = LANES.parse(name)
-    lane = kind.connect(config(kind), peer, 0, spec())
+    with played():
+        lane = connected(kind, peer)
     with pytest.raises(LaneUnavailable, match=f"can't open a {name} lane: this ps offers the lanes grpc"):
         lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
     ps.close()
@@ -294,7 +297,7 @@ def test_a_server_without_the_lane_is_told_apart_from_one_that_is_gone(name: str
 def test_a_door_that_is_shut_makes_the_lane_unavailable_and_the_next_one_takes_over(bench: KindBench) -> None:
     told: list[str] = []
     left = [kind for kind in candidates(bench.kind.name, local=True) if not kind.opened]
-    others = [kind.connect(config(kind), bench.peer, 0, spec()) for kind in left]
+    others = [connected(kind, bench.peer) for kind in left]
     pair = NegotiatedLane(
         [bench.lane, *others],
         peer=str(bench.peer),
@@ -363,8 +366,9 @@ def test_an_exchange_is_cancelled_wherever_it_waits(bench: KindBench) -> None:
 DYING_WORKERS = """
 import os, sys, threading
 from shardline.lanes import LANES
+from tests.support.device_memory import install
 from tests.support.lanes import *
-from tests.conformance.test_lane import FROZEN, STATS, config, floats
+from tests.conformance.test_lane import FROZEN, STATS, floats
 
 class Stuck(Whole):
     # Not small: that would wait for its last bucket.
@@ -376,8 +380,8 @@ class Stuck(Whole):
         threading.Event().wait(60.0)
 
 def work(name, address):
-    kind = LANES.parse(name)
-    lane = kind.connect(config(kind), Peer("ps/0", address, TIMEOUTS), 0, spec())
+    install()
+    lane = connected(LANES.parse(name), Peer("ps/0", address, TIMEOUTS))
     push = Push(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
     lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
 
@@ -455,22 +459,28 @@ def test_nothing_is_left_of_a_lane_that_is_closed(bench: KindBench) -> None:
 
 def test_the_lane_that_always_works_is_the_last_resort_of_every_choice() -> None:
     for choice in CHOICES:
-        for local, shared_dir in ((False, False), (True, False), (False, True)):
-            found = candidates(choice, local=local, shared_dir=shared_dir)
+        for local in (False, True):
+            found = candidates(choice, local=local)
             assert not found[-1].opened and all(kind.opened for kind in found[:-1])
             assert choice in (AUTO, found[0].name)
 
 
 def test_a_lane_of_one_host_is_tried_by_itself_only_where_both_may_be_on_one() -> None:
     near = candidates(AUTO, local=True)
-    assert [kind.name for kind in near] == ["shm", "tcp", "grpc"] == list(reversed(LANES.names))
-    assert candidates(AUTO, local=False, shared_dir=True) == near
+    assert [kind.name for kind in near] == ["shm", "tcp", "grpc"]
     assert [kind.name for kind in candidates(AUTO, local=False)] == ["tcp", "grpc"]
+
+
+def test_a_lane_of_one_gpu_is_tried_by_itself_only_where_the_model_is_on_one() -> None:
+    gpu = torch.device("cuda", 0)
+    assert [kind.name for kind in candidates(AUTO, local=True, device=gpu)] == list(reversed(LANES.names))
+    assert candidates(AUTO, local=True, device=CPU) == candidates(AUTO, local=True)
+    assert candidates(AUTO, local=False, device=gpu) == candidates(AUTO, local=False)
 
 
 def test_a_server_offers_what_it_was_asked_for() -> None:
     assert sorted(kind.name for kind in offered(AUTO)) == list(OPENED)
-    assert [[kind.name for kind in offered(name)] for name in LANES.names] == [[], ["tcp"], ["shm"]]
+    assert [[kind.name for kind in offered(name)] for name in LANES.names] == [[], ["tcp"], ["shm"], ["cuda"]]
 
 
 @every_opened_lane
@@ -479,7 +489,9 @@ def test_nobody_outside_asks_for_it_by_name(name: str) -> None:
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     outside = [path for path in sources if ROOT / "shardline" / "lanes" not in path.parents]
     assert len(outside) > 200
-    asking = [path for path in outside if f'"{name}"' in (text := path.read_text()) or f"lanes.{name}" in text]
+    # That one has the name of a type of device.
+    names = [f"lanes.{name}", *([f'"{name}"'] if name != "cuda" else [])]
+    asking = [path for path in outside if any(name in path.read_text() for name in names)]
     assert not asking, "a property of the lane says what others need to know"
 
 

@@ -33,6 +33,8 @@ TIMEOUT_S = 60
 """--timeout of clusters that are to end well: what takes its full length is a failure."""
 DEATH_TIMEOUT_S = 20
 """The same where tasks die: a third of it passes before a silent one is dead."""
+DEVICE_MEMORY = Path(__file__).parents[1] / "support" / "device_memory.py"
+"""A plugin with which lane cuda shares memory of the host."""
 PATIENCE_S = 120.0
 """Every wait ends here; a busy machine takes a while to import torch six times."""
 RUN_ID = "E2E_RUN_ID"

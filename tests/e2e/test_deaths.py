@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from shardline import plugins
 from shardline.cli.launcher import LocalCluster
 from shardline.cli.process_exits import Ended
 from tests.e2e.support import (
+    DEVICE_MEMORY,
     PATIENCE_S,
     events,
     expected_sha256,
@@ -32,10 +34,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), 
 MID_STEP = """
 import os, signal, sys, threading
 from pathlib import Path
-from shardline.lanes.grpc.client import GrpcLane
+from shardline.lanes.{lane}.client import {Lane}
 
 folder = Path(__file__).parent
-plain = GrpcLane.exchange
+plain = {Lane}.exchange
 shard_0_done = threading.Event()
 
 def exchange(lane, sender, contributions, want, sink, *, timeout_s):
@@ -59,8 +61,12 @@ def exchange(lane, sender, contributions, want, sink, *, timeout_s):
         if lane._shard == 0 and (at("worker/1", 12) or at("worker/0", 24)):
             shard_0_done.set()
 
-GrpcLane.exchange = exchange
+{Lane}.exchange = exchange
 """
+
+
+def mid_step(lane: str) -> str:
+    return MID_STEP.replace("{lane}", lane).replace("{Lane}", f"{lane.capitalize()}Lane")
 
 
 def ended_tasks(cluster: LocalCluster) -> list[Ended]:
@@ -75,10 +81,11 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
         found.append(event)
 
 
-def train_and_die(folder: str) -> list[tuple[str, int, bool]]:
+def train_and_die(folder: str, lane: str) -> list[tuple[str, int, bool]]:
     """Run the job of a folder there; what ended with which code, and whether it was started again."""
     stands, died, out = Path(folder, "stands"), Path(folder, "died"), Path(folder, "run")
-    with mortal_cluster(Path(folder, "job.py"), out, lane="grpc") as cluster:
+    plugins.add([DEVICE_MEMORY] if lane == "cuda" else [])
+    with mortal_cluster(Path(folder, "job.py"), out, lane=lane) as cluster:
         wait_until(stands.exists, "worker/0 stands in mid-step")
         assert died.exists()
         # Or nobody would be there to take over.
@@ -90,14 +97,23 @@ def train_and_die(folder: str) -> list[tuple[str, int, bool]]:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param({"clip_norm": 0.5}, marks=pytest.mark.long), {"apply": "worker", "checkpoint_every": 5}],
-    ids=["eager", "voted", "workers-apply"],
+    ("settings", "lane"),
+    [
+        ({}, "grpc"),
+        # In memory of a device, which the host plays: the dead worker's is still mapped by the servers.
+        ({}, "cuda"),
+        pytest.param({"clip_norm": 0.5}, "grpc", marks=pytest.mark.long),
+        pytest.param({"clip_norm": 0.5}, "cuda", marks=pytest.mark.long),
+        ({"apply": "worker", "checkpoint_every": 5}, "grpc"),
+    ],
+    ids=["eager", "eager-cuda", "voted", "voted-cuda", "workers-apply"],
 )
-def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
-    job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=MID_STEP)
+def test_workers_killed_between_two_shards_of_a_step_change_no_bit(
+    tmp_path: Path, settings: dict[str, Any], lane: str
+) -> None:
+    job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=mid_step(lane))
     out = tmp_path / "run"
-    ends = in_a_fork(train_and_die, folder=str(tmp_path))
+    ends = in_a_fork(train_and_die, folder=str(tmp_path), lane=lane)
     assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
     assert sorted(ends[2:]) == [[task, 0, False] for task in ("chief/0", "ps/0", "ps/1", "worker/1")]
     found = summary_of(out)

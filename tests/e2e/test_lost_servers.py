@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from shardline import plugins
 from tests.e2e.support import (
+    DEVICE_MEMORY,
     PATIENCE_S,
     events,
     expected_sha256,
@@ -24,10 +26,12 @@ from tests.e2e.support import (
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize(("comes_back", "lane"), [(True, "auto"), (False, "auto"), (True, "cuda")])
 def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_move(
-    tmp_path: Path, comes_back: bool
+    tmp_path: Path, comes_back: bool, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if lane == "cuda":
+        monkeypatch.setenv(plugins.VARIABLE, str(DEVICE_MEMORY))
     steps = 60
     job = slow_job(
         tmp_path / "job.py",
@@ -36,7 +40,7 @@ def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_
         checkpoint_every=10,
     )
     out = tmp_path / "run"
-    with mortal_cluster(job, out) as cluster:
+    with mortal_cluster(job, out, lane=lane) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         cluster.kill("ps/1", restart=comes_back)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -320,10 +321,11 @@ class LazyDevice:
         self._marks += 1
         return self._marks
 
-    def copier(self, after: Sequence[int]) -> Callable[[list[torch.Tensor], list[torch.Tensor]], None]:
-        assert after
-        assert all(mark <= self._marks for mark in after)
-        return copy_each
+    @contextlib.contextmanager
+    def after(self, events: Sequence[int]) -> Iterator[Callable[[list[torch.Tensor], list[torch.Tensor]], None]]:
+        assert events
+        assert all(mark <= self._marks for mark in events)
+        yield copy_each
 
     def fence(self) -> None:
         with self._lock:

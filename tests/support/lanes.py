@@ -40,10 +40,12 @@ from shardline.rpc.messages.convert import plan_from_proto
 from shardline.rpc.v1 import data_pb2
 from shardline.waist import Arrival, Exchanged, Memory, Payload, Push, Sender, Want, Whole, octets
 from tests.support.cluster import Ps
+from tests.support.device_memory import played
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
 
 TIMEOUTS = Timeouts(total_s=20.0)
 DEADLINE_S = 20.0
+CPU = torch.device("cpu")
 SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), who=Identity("worker/0", 1))
 GRADIENTS = "shardline-gradients"
 L = TypeVar("L", bound=Lane)
@@ -161,6 +163,11 @@ def config(kind: LaneKind) -> RoleConfig:
     return RoleConfig(role="ps", index=0, cluster=cluster, timeouts=TIMEOUTS, lane=kind.name)
 
 
+def connected(kind: LaneKind, peer: Peer) -> Lane:
+    """A worker's half, of a model in host memory."""
+    return kind.connect(config(kind), peer, 0, spec(), device=CPU)
+
+
 class KindBench(Bench[Lane]):
     """A lane from the table to one ps, whose shard is not configured yet."""
 
@@ -169,10 +176,13 @@ class KindBench(Bench[Lane]):
     def __init__(self, name: str, ps: Ps) -> None:
         kind = LANES.parse(name)
         self.kind = kind
+        self._played = contextlib.ExitStack()
+        if name == "cuda":
+            self._played.enter_context(played())
         self.said: list[Exception] = []
         offer = kind.offer(
             config(kind),
-            on_host=True,
+            device=CPU,
             take=ps.store.buffers.take,
             on_refused=lambda label, error: self.said.append(error),
         )
@@ -180,7 +190,7 @@ class KindBench(Bench[Lane]):
         if offer is not None:
             otherwise = ps.store.make_publication
             ps.store.make_publication = lambda spec, two: publication(offer, otherwise, spec, two)
-        super().__init__(ps, offer, lambda peer: kind.connect(config(kind), peer, 0, spec()))
+        super().__init__(ps, offer, lambda peer: connected(kind, peer))
         self.openings = 0
         """How many times a worker has opened the lane."""
         given = ps.attachments.open
@@ -193,12 +203,13 @@ class KindBench(Bench[Lane]):
 
     def close(self) -> None:
         super().close()
+        self._played.close()
         # Errors that a test looked at refer to frames, and those to segments; other tests count the mapped ones.
         gc.collect()
 
     def another(self, peer: Peer | None = None) -> Lane:
         """Another worker's half."""
-        return self.kind.connect(config(self.kind), peer or self.peer, 0, spec())
+        return connected(self.kind, peer or self.peer)
 
     @property
     def open(self) -> int:

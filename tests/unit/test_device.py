@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardline.client.exchange import device
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.staging import GradientStaging
 from shardline.codecs import coding_of
@@ -30,10 +31,11 @@ class Cuda:
         self.error = error
         self.registered: dict[int, int] = {}
         self.calls: list[str] = []
+        self.flags: list[int] = []
         self.watched: memoryview | None = None
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == 0
+        self.flags.append(flags)
         self.calls.append("register")
         if not self.error:
             self.registered[address] = nbytes
@@ -55,11 +57,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     played = Cuda()
 
     @contextlib.contextmanager
-    def device(_device: torch.device) -> Iterator[None]:
+    def on_device(_device: torch.device) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
     monkeypatch.setattr(torch.cuda, "synchronize", played.synchronize)
     return played
@@ -125,6 +127,18 @@ def test_ordinary_memory_is_not_locked(cuda: Cuda) -> None:
     assert not cuda.calls
 
 
+@pytest.mark.parametrize(("able", "private"), [(True, False), (True, True), (False, False)])
+def test_what_the_server_publishes_is_locked_for_reading_where_the_device_can_and_nothing_is_written_to_it(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, able: bool, private: bool
+) -> None:
+    # Locking pages that could be written to in private would copy them: the device would read old values.
+    monkeypatch.setattr(device, "reads_locked_pages", lambda _device: able)
+    published = Segment.create(4096, name="test", read_only=True)
+    seen = Segment.adopt(os.dup(published.fd), 4096, private=private)
+    assert HostPath(torch.device("cuda")).lock_pages(seen.memory[64:128]) == (able and not private)
+    assert cuda.flags == ([device.READ_ONLY] if able and not private else [])
+
+
 def test_a_refusal_is_said_once_and_the_memory_not_used(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
     cuda.error = 2
     host = HostPath(torch.device("cuda"))
@@ -148,7 +162,8 @@ def test_a_device_copies_into_locked_shared_memory() -> None:
     target = torch.frombuffer(segment.memory, dtype=torch.float32)
     assert target.is_pinned()
     source = torch.randn(target.numel(), device="cuda")
-    host.copier([host.mark()])([target], [source])
+    with host.after([host.mark()]) as copy:
+        copy([target], [source])
     torch.testing.assert_close(target, source.cpu(), rtol=0, atol=0)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.support import house, way
 
-LINES, LINES_WITH_PACKAGES = 64_416, 77_490
-MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 2, 12, 2
+LINES, LINES_WITH_PACKAGES = 65_069, 78_142
+MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 1, 12, 2
 """The 12 ask whether replicas are assigned to workers (`assigns_replicas`)."""
 FILES_OF_A_GRADIENT = 92
 """It is 82 on a quiet machine; on a busy one every step lasts long enough to meet a heartbeat."""

@@ -397,7 +397,7 @@ def test_adam_is_torchs(
             found = adam.step(values, gradient, target, state, optimizer.param_groups[0])
             table = library.level()
         fuses = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-        assert table is not None and (found is None) is (fuses and not table.fma)
+        assert table is not None and (found is None) is ((fuses and not table.fma) or arguments["betas"][0] == 0.0)
         if found is None:
             return
         values, state = target, found

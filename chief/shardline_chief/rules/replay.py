@@ -16,7 +16,6 @@ from typing import Any
 from shardline.core.choices import Choices
 from shardline.core.image import WorkerSequence
 from shardline.core.placement import Placement
-from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, differences
 from shardline.core.spec_json import job_from_json
 from shardline.errors import ShardlineError, UsageError
@@ -311,8 +310,8 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
         if phrases:
             return "; ".join(phrases)
     if remembered.plan_id:
-        plan = make_plan(known.tensors, len(settings.ps))
+        plan = settings.plan(known)
         if plan.plan_id != remembered.plan_id:
             servers = f"a number of parameter servers other than {len(settings.ps)}"
-            return f"its parameters were partitioned for {servers}, or by another version of Shardline"
+            return f"its parameters were cut for {servers}, with another --bucket-mb or by another version"
     return ""

@@ -11,7 +11,6 @@ from shardline.consistency import Clock
 from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.placement import Post
-from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.status import Counting, TaskStatus, Traffic
 from shardline.errors import UsageError
@@ -27,7 +26,7 @@ def job_view(state: State) -> JobView:
     if state.job is None or not (layout.timeline or state.ended):
         raise UsageError("the job is not known yet; ask again once the orders name a timeline")
     # A job that ended before it began still has a plan to show.
-    plan = layout.plan or make_plan(state.job.tensors, len(state.settings.ps))
+    plan = layout.plan or state.settings.plan(state.job)
     return JobView(job=state.job, plan=plan, placement=layout.placement, timeline=layout.timeline)
 
 

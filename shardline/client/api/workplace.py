@@ -42,7 +42,7 @@ from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.topology import Hop, Route, Surroundings
-from shardline.waist import Sender, Standing
+from shardline.waist import Memory, Sender, Standing
 
 log = logging.getLogger("shardline.client")
 
@@ -232,7 +232,8 @@ class Workplace:
             # Only a resolved name shows whether the peer is on this host.
             peer.await_name()
             peer.on_retry = count("shardline_rpc_retries_total", peer=hop.task).inc
-            lanes[shard] = open_lane(self._config, peer, shard, view.plan.shards[shard], on_fallback=fallen_back)
+            spec, tensors = view.plan.shards[shard], self.values.values()
+            lanes[shard] = open_lane(self._config, peer, shard, spec, tensors=tensors, on_fallback=fallen_back)
         return Ties(
             who=link.identity,
             index=self._config.index,
@@ -497,7 +498,7 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     weights = Weights(plan, layout, coding, memory, _gap(methods, layout), apart=apart)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
-    def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
+    def allocate(shard: int, bucket: int, nbytes: int) -> Memory | None:
         return ties.lanes[shard].allocate(bucket, nbytes)
 
     encoders = methods.encoders(weights.coding.push, ties.index)

@@ -23,12 +23,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from shardline.division import Key
+from shardline.host.device_memory import reads_locked_pages
 from shardline.host.segments import Segment
 
 log = logging.getLogger("shardline.device")
+READ_ONLY = 8
+"""cudaHostRegisterReadOnly."""
 
-Copy = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""(targets, sources): copies pairwise and returns when the targets contain the values."""
+Copy = Callable[[list[torch.Tensor], list[torch.Tensor]], float | None]
+"""(targets, sources): copies pairwise and returns when the targets contain the values.
+
+Returns their largest magnitude, not finite where an element isn't; None = nobody has looked.
+"""
 
 
 class HostPath:
@@ -44,6 +50,7 @@ class HostPath:
         """The last copy out of each bucket's host memory."""
         self._unjoined: dict[Key, torch.cuda.Event] = {}
         """Loads that nobody has waited for yet."""
+        self._reads_locked = reads_locked_pages(device)
         self._locked: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
         """Shared segments, and whether their pages could be locked."""
 
@@ -52,30 +59,32 @@ class HostPath:
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
 
     def lock_pages(self, memory: memoryview) -> bool:
-        """Page-lock, once, the shared segment that this memory belongs to; returns whether the device may copy into it.
+        """Page-lock, once, the shared segment that this memory belongs to; returns whether the device may access it.
 
-        It stays locked until the segment is released. A refusal (such as a limit on locked memory) is logged once per
-        segment.
+        Memory that this process only reads is locked for reading, where the device can do that. It stays locked until
+        the segment is released. A refusal (such as a limit on locked memory) is logged once per segment.
         """
         segment = Segment.of(memory)
-        if segment is None or memory.readonly:
+        # Locking a private mapping would copy its pages.
+        if segment is None or segment.private or (segment.memory.readonly and not self._reads_locked):
             return False
         with self._lock:
             if segment not in self._locked:
-                self._locked[segment] = self._register(segment)
+                self._locked[segment] = self._register(segment, READ_ONLY if segment.memory.readonly else 0)
             return self._locked[segment]
 
-    def _register(self, segment: Segment) -> bool:
+    def _register(self, segment: Segment, flags: int) -> bool:
         address = segment.address
         with torch.cuda.device(self.device):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, segment.nbytes, 0))  # type: ignore[no-untyped-call]
+            error = int(torch.cuda.cudart().cudaHostRegister(address, segment.nbytes, flags))  # type: ignore[no-untyped-call]
         if error:
             log.warning(
-                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients need one more copy; "
+                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): %s need one more copy; "
                 "check the limit on locked memory (ulimit -l)",
                 segment.nbytes,
                 self.device,
                 error,
+                "parameters" if flags else "gradients",
             )
             return False
         segment.at_end(functools.partial(_unregister, self.device, address))
@@ -87,21 +96,29 @@ class HostPath:
 
     # Gradients
 
-    def copier(self, after: Sequence[torch.cuda.Event]) -> Copy:
-        """A function that copies to pinned memory once all events of `after` have happened."""
-        return functools.partial(self._copy_out, after)
+    @contextlib.contextmanager
+    def after(self, events: Sequence[torch.cuda.Event]) -> Iterator[Copy]:
+        """Let what is enqueued within the block wait for these events; gives a function that copies and waits.
 
-    def _copy_out(
-        self, after: Sequence[torch.cuda.Event], targets: list[torch.Tensor], sources: list[torch.Tensor]
-    ) -> None:
+        The copies are to pinned memory or on the device.
+        """
         with self._on(self._out):
-            for event in after:
+            for event in events:
                 self._out.wait_event(event)
+            yield self._copy_out
+
+    def _copy_out(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float | None:
+        # The sources are referenced until the end, so the allocator can't reuse their memory.
+        if targets and targets[0].device == self.device:
+            torch._foreach_copy_(targets, sources)
+        else:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            copied = self._out.record_event()
-        # The sources are referenced until here, so the allocator can't reuse their memory.
-        copied.synchronize()
+        if sources and (sources[0].is_floating_point() or sources[0].is_complex()):
+            # Reading it waits for the copies too.
+            return device_magnitude(sources)
+        self._out.synchronize()
+        return None
 
     # Parameters
 
@@ -145,6 +162,15 @@ class HostPath:
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
+
+
+def device_magnitude(tensors: list[torch.Tensor]) -> float:
+    """The largest magnitude in some tensors of one device, not finite where an element isn't; waits for it once."""
+    held = [tensor for tensor in tensors if tensor.numel()]
+    if not held:
+        return 0.0
+    norms = torch._foreach_norm(held, float("inf"))
+    return float(torch.stack([norm.to(torch.float64) for norm in norms]).max().item())
 
 
 def _unregister(device: torch.device, address: int) -> None:

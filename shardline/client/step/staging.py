@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,17 +28,18 @@ from shardline.core.contributions import Contributions, Partial
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
-from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
+from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.division import Key
 from shardline.errors import JobError, NonFiniteError
+from shardline.host.device_memory import settle
 from shardline.host.process import usable_cores
 from shardline.host.segments import Segment
 from shardline.native.kernels import Copies, outgrows_cache
 from shardline.rpc.messages import data
 from shardline.rpc.messages.convert import pack_bits
-from shardline.waist import Payload, Payloads, Push, Whole
+from shardline.waist import Memory, Payload, Payloads, Push, Whole, octets
 
-Allocate = Callable[[int, int, int], memoryview | None]
+Allocate = Callable[[int, int, int], Memory | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
 
 Its padding is zero: the memory was never written, or contained the same bucket before.
@@ -110,7 +112,7 @@ class GradientStaging:
         self._lent: dict[Key, list[GradientMemory]] = {}
         self._asked: set[Key] = set()
         """Buckets for which the lane was asked for memory in this step."""
-        self._places: dict[Key, tuple[memoryview, GradientMemory]] = {}
+        self._places: dict[Key, tuple[Memory, GradientMemory]] = {}
         """Memory that the lane gave, and tensors over it: lanes give the same again and again."""
         self._shared: set[Key] = set()
         """Buckets whose gradient of this step is in memory that the shard reads."""
@@ -160,25 +162,36 @@ class GradientStaging:
         if memory is None:
             self._places.pop(key, None)
             return None
-        if self._host is not None:
+        if self._host is not None and not isinstance(memory, torch.Tensor):
             # A GPU's gradients need memory that stays page-locked while the device may copy into it.
-            self._locked.append(Segment.of(memory))
-            if not self._host.lock_pages(memory):
+            self._locked.append(Segment.of(memoryview(memory)))
+            if not self._host.lock_pages(memoryview(memory)):
                 return None
         self._shared.add(key)
         place = self._places.get(key)
         if place is None or place[0] is not memory:
-            values = tensor_from_bytes(memory, spec.dtype)
+            if isinstance(memory, torch.Tensor):
+                values = memory.view(DTYPES[spec.dtype])
+            else:
+                values = tensor_from_bytes(memory, spec.dtype)
             place = self._places[key] = memory, GradientMemory(self._plan, spec, values, away=self._away)
         return place[1]
 
     def _buffer(self, key: Key) -> GradientMemory:
-        free = self._free.get(key)
-        spec = self._specs[key]
-        if free:
-            buffer = free.pop()
+        spec, place, free = self._specs[key], self._places.get(key), self._free.get(key, [])
+        # Beside what the lane gave, to be added to it.
+        device = place[1].values.device if place is not None else torch.device("cpu")
+        for number, buffer in enumerate(free):
+            if buffer.values.device == device:
+                del free[number]
+                break
         else:
-            zeros = torch.zeros if self._host is None else self._host.pinned
+            pinned = self._host is not None and device.type == "cpu"
+            zeros = (
+                self._host.pinned
+                if pinned and self._host is not None
+                else functools.partial(torch.zeros, device=device)
+            )
             buffer = GradientMemory(self._plan, spec, zeros(spec.elements, dtype=DTYPES[spec.dtype]))
         self._lent.setdefault(key, []).append(buffer)
         return buffer
@@ -257,19 +270,21 @@ class GradientStaging:
                 values = piece if borrowed else None
             seen = None
             if values is None:
-                flat = flat or self._buffer(key)
-                values = flat.values
-                copy = self._host.copier(after) if self._host is not None else None
-                seen = fill_bucket(self._plan, spec, flat, source, copy)
+                with self._host.after(after) if self._host is not None else nullcontext() as copy:
+                    flat = flat or self._buffer(key)
+                    values = flat.values
+                    seen = fill_bucket(self._plan, spec, flat, source, copy)
             if checked:
                 bound = magnitude(values) if seen is None else seen
         block = Block(replica, 1)
-        if values is not None and self._replicas > 1 and key in self._shared:
+        if values is not None and self._replicas > 1 and key in self._shared and values.device.type == "cpu":
             # Now, while all of it is in the cache.
             self._marks.setdefault(key, {})[block] = fingerprint(tensor_bytes(values))
         if presum and self._replicas > 1:
             sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
             sums.add(block, values, present, 0, borrowed=borrowed, bound=bound)
+            if values is not None:
+                settle(values.device)
         else:
             self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound)
         if values is None or not checked or math.isfinite(bound):
@@ -324,7 +339,10 @@ class GradientStaging:
         place = self._places.get(key)
         if place is not None and place[1].values is partial.values:
             # Where the lane has memory for a bucket, its codec sends it as it is.
-            data: Buffer = place[0]
+            data: Memory = place[0]
+        elif partial.values.device.type != "cpu":
+            # The sum of several replicas; only lanes whose codec sends values as they are have memory there.
+            data = partial.values.view(torch.uint8)
         else:
             data = self.encoders.encode(shard, bucket, block.first, partial.values, partial.present)
         return Payload(
@@ -335,11 +353,11 @@ class GradientStaging:
             data=data,
             raw_bytes=spec.nbytes,
             # The digest protects bytes in transit; these stay in place.
-            digest=0 if key in self._shared else digest(data),
+            digest=0 if key in self._shared else digest(octets(data)),
             nonfinite=tuple(nonfinite),
             bound=partial.bound if math.isfinite(partial.bound) else 0.0,
             # Nobody asks for it if no other worker can compute these bytes again.
-            fingerprint=0 if self._replicas == 1 else self._marks.get(key, {}).get(block) or fingerprint(data),
+            fingerprint=0 if self._replicas == 1 else self._marks.get(key, {}).get(block) or _mark(data),
         )
 
     def contribution(
@@ -371,7 +389,7 @@ def fill_bucket(
     gradients: Mapping[int, torch.Tensor],
     copy: Copy | None = None,
 ) -> float | None:
-    """Write gradients (by tensor number, any device) into a flat CPU bucket, whose padding is zero.
+    """Write gradients (by tensor number, any device) into a flat bucket, whose padding is zero.
 
     copy: how; None = in one call where that is possible, else copy_each. Returns the bucket's largest magnitude, not
     finite where an element isn't, if the copies have looked.
@@ -397,8 +415,15 @@ def fill_bucket(
         if source.data_ptr() != view.data_ptr() or source.device != view.device:
             sources.append(source)
             targets.append(view)
-    (copy or copy_each)(targets, sources)
-    return None
+    if copy is None:
+        copy_each(targets, sources)
+        return None
+    return copy(targets, sources)
+
+
+def _mark(data: Memory) -> int:
+    """The fingerprint of bytes in host memory; 0 = unknown."""
+    return 0 if isinstance(data, torch.Tensor) else fingerprint(data)
 
 
 def present_bits(present: Sequence[bool]) -> bytes:

@@ -17,7 +17,7 @@ from shardline.client.step.in_place import InPlace
 from shardline.codecs.base import Turn
 from shardline.codecs.coding import BucketCoding, Coding, JobCoding
 from shardline.core.plan import BucketSpec, Plan
-from shardline.core.spec import TensorKind
+from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, copy_bytes, memory_of
 from shardline.division import Key
 from shardline.errors import ProtocolError, UnreachableError
@@ -225,6 +225,10 @@ class BucketSink:
             self._in_place.add(arrival.bucket)
             return direct
         self._in_place.discard(arrival.bucket)
+        return self._own(arrival)
+
+    def _own(self, arrival: Arrival) -> memoryview:
+        """Memory of this sink for one bucket's bytes, page-locked if they go on to a device."""
         if self._host is not None:
             self._host.await_host_memory((self._shard, arrival.bucket))
         held = self._memory.get(arrival.bucket)
@@ -282,9 +286,15 @@ class BucketSink:
             raise UnreachableError(f"shard {self._shard}: its published values were not read within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
         key, kept = (self._shard, arrival.bucket), self._kept
-        stays = kept is not None and arrival.lasting and kept.take(key, memoryview(octets(memory)))
+        mapped = None if isinstance(memory, torch.Tensor) else memoryview(memory)
+        stays = kept is not None and mapped is not None and arrival.lasting and kept.take(key, mapped)
+        copied = self._host is not None and mapped is not None and not self._host.lock_pages(mapped)
+        if copied and mapped is not None:
+            # From ordinary memory the driver would copy in small pieces.
+            memory = self._own(arrival)
+            copy_bytes(memoryview(memory), mapped)
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
-        if self._host is not None:
+        if self._host is not None and not copied:
             # The lane may reuse the memory when this returns.
             self._host.await_host_memory((self._shard, arrival.bucket))
 
@@ -304,7 +314,7 @@ class BucketSink:
         written = named.bucket(self._shard, arrival.bucket)
         raw = written.codec.is_view
         if raw and isinstance(payload, torch.Tensor):
-            values = payload
+            values = payload.view(DTYPES[spec.dtype])
         elif raw and len(octets(payload)) == spec.nbytes:
             # Shared memory is read-only and read in place.
             values = borrowed_tensor(octets(payload), spec.dtype)

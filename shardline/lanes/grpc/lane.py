@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 from shardline.lanes.kind import LaneKind
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.config import RoleConfig
     from shardline.core.plan import ShardSpec
     from shardline.lanes.base import Lane
@@ -19,7 +21,9 @@ class Grpc(LaneKind):
     name: ClassVar[str] = "grpc"
     opened: ClassVar[bool] = False
 
-    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+    def connect(
+        self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None
+    ) -> Lane:
         from shardline.lanes.grpc.client import GrpcLane
 
         return GrpcLane(peer, shard, [bucket.elements for bucket in spec.buckets])

@@ -8,11 +8,14 @@ import socket
 import time
 from collections.abc import Sequence
 
+import torch
+
 from shardline.core.plan import ShardSpec
-from shardline.core.tensor_bytes import Buffer, copy_bytes
+from shardline.core.tensor_bytes import borrowed_tensor, copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.addresses import address_of
+from shardline.host.device_memory import settle
 from shardline.host.process import kept_from_children
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.base import LaneUnavailable
@@ -20,35 +23,41 @@ from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
-from shardline.waist import Arrival, Exchanged, Payload, Push, Sender, Sink, Want
+from shardline.waist import Arrival, Exchanged, Memory, Payload, Push, Sender, Sink, Want
 
 KNOCK_S = 5.0
 """Seconds that the server's unix socket may take to answer; it is on this host."""
 
 
 class Mapped:
-    """The segments of one attachment on the worker's side."""
+    """The memory of one attachment on the worker's side.
+
+    gradients, areas, replies: bytes of the host, or uint8 tensors of a device. keeps: what keeps it mapped.
+    """
 
     def __init__(
         self,
         attached: Attached,
         sender: Sender,
         calls: CallSocket,
-        gradients: Segment,
-        areas: Sequence[Segment],
-        replies: Segment | None,
+        gradients: Memory,
+        areas: Sequence[Memory],
+        replies: Memory | None,
+        *,
+        keeps: Sequence[Segment] = (),
     ) -> None:
         self.calls = calls
         self.attached = attached
         self.sender = sender.who
         self._gradients = gradients
         self._areas = {**dict(enumerate(areas)), **({2: replies} if replies is not None else {})}
-        self._start = gradients.address
+        self._keeps = keeps
+        self._start = None if isinstance(gradients, torch.Tensor) else address_of(memoryview(gradients))
         self.by_reference = bool(areas)
         """Whether parameters are read in the shard's publication."""
         self.used: set[int] = set()
         """Offsets in the gradient segment that the running exchange refers to."""
-        self._lent: dict[tuple[int, int], memoryview] = {}
+        self._lent: dict[tuple[int, int], Memory] = {}
         self._places: dict[int, int] = {}
         """Offsets of what is lent, by the id of its object."""
         self._read: dict[int, int] = {}
@@ -76,44 +85,59 @@ class Mapped:
 
     def room(self, length: int) -> int:
         """Number of pushes of this length that fit side by side into the gradient segment."""
-        return self._gradients.nbytes // max(1, length)
+        return len(self._gradients) // max(1, length)
 
     def slot(self, offset: int, nbytes: int) -> memoryview:
-        return self._gradients.memory[offset : offset + nbytes]
+        """See SharedMemory; in host memory only."""
+        assert not isinstance(self._gradients, torch.Tensor)
+        return memoryview(self._gradients)[offset : offset + nbytes]
 
-    def lent(self, offset: int, nbytes: int) -> memoryview:
+    def put(self, offset: int, item: Payload) -> None:
+        """Copy a payload to where the shard reads it."""
+        if isinstance(self._gradients, torch.Tensor):
+            data = item.data
+            source = data if isinstance(data, torch.Tensor) else borrowed_tensor(data, "uint8")
+            self._gradients[offset : offset + item.nbytes].copy_(source.reshape(-1).view(torch.uint8))
+            settle(self._gradients.device)
+        else:
+            copy_bytes(self.slot(offset, item.nbytes), item.octets)
+
+    def lent(self, offset: int, nbytes: int) -> Memory:
         """A bucket's own part of it, at each call the same object."""
         found = self._lent.get((offset, nbytes))
         if found is None:
-            found = self._lent[offset, nbytes] = self.slot(offset, nbytes)
+            found = self._lent[offset, nbytes] = self._gradients[offset : offset + nbytes]
             self._places[id(found)] = offset
         return found
 
     def area(self, number: int) -> memoryview:
-        """See SharedMemory; by_reference only."""
-        return self._areas[number if number in self._areas else 0].memory
+        """See SharedMemory; by_reference and in host memory only."""
+        area = self._areas[number if number in self._areas else 0]
+        assert not isinstance(area, torch.Tensor)
+        return memoryview(area)
 
-    def holds(self, data: Buffer) -> int | None:
+    def holds(self, data: Memory) -> int | None:
         """Offset of bytes that are already in the gradient segment; None for others. data: not empty."""
         known = self._places.get(id(data))
-        if known is not None:
+        if known is not None or self._start is None or isinstance(data, torch.Tensor):
             return known
         offset = address_of(memoryview(data)) - self._start
-        inside = offset >= 0 and offset + len(data) <= self._gradients.nbytes
+        inside = offset >= 0 and offset + len(data) <= len(self._gradients)
         if inside and offset % segments.ALIGNMENT_BYTES == 0:
             return offset
         return None
 
-    def view(self, arrival: Arrival) -> memoryview:
+    def view(self, arrival: Arrival) -> Memory:
         """The bytes of a bucket that the shard refers to. Raises ProtocolError if the reference is invalid."""
         number, offset = arrival.place
         area = self._areas.get(number)
-        if area is None or offset + arrival.payload_bytes > area.nbytes:
+        if area is None or offset + arrival.payload_bytes > len(area):
             raise ProtocolError(
                 f"the shard refers to {arrival.payload_bytes} bytes at {offset} of area {number}, which "
-                + ("it has not passed" if area is None else f"has {area.nbytes} bytes")
+                + ("it has not passed" if area is None else f"has {len(area)} bytes")
             )
-        return area.memory[offset : offset + arrival.payload_bytes].toreadonly()
+        part = area[offset : offset + arrival.payload_bytes]
+        return part if isinstance(part, torch.Tensor) else memoryview(part).toreadonly()
 
 
 class ShmLane(ShardCalls):
@@ -122,8 +146,10 @@ class ShmLane(ShardCalls):
     name = "shm"
     by_reference = True
 
-    def __init__(self, peer: Peer, shard: int, spec: ShardSpec, *, timeout_s: float) -> None:
+    def __init__(self, peer: Peer, shard: int, spec: ShardSpec, *, timeout_s: float, private: bool = True) -> None:
+        """private: the model may be where the shard publishes; off, the areas can be page-locked."""
         super().__init__(peer, shard, [bucket.elements for bucket in spec.buckets])
+        self._private = private
         self._timeout_s = timeout_s
         self._offsets = segments.layout([bucket.nbytes for bucket in spec.buckets])
         self._length = max(self._offsets[-1], segments.ALIGNMENT_BYTES)
@@ -191,7 +217,7 @@ class ShmLane(ShardCalls):
                 self._drop()
         return done
 
-    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+    def allocate(self, bucket: int, nbytes: int) -> Memory | None:
         """Memory that the shard reads: a gradient computed there needs no copy.
 
         None if nothing is shared yet, or if the shard may still be reading this memory.
@@ -219,17 +245,19 @@ class ShmLane(ShardCalls):
             mapped.calls.close()
 
     def _place(self, mapped: Mapped, step: int, item: Payload) -> int:
-        data = item.octets
-        if len(data) == 0:
+        nbytes = item.nbytes
+        if nbytes == 0:
             return 0
+        if item.ready is not None:
+            item.ready.synchronize()
         mapped.refer(item.bucket, step)
-        held = mapped.holds(data)
+        held = mapped.holds(item.data)
         if held is not None:
             mapped.used.add(held)
             return held
         offset = self._offsets[item.bucket]
-        if len(data) > self._offsets[item.bucket + 1] - offset:
-            raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its area")
+        if nbytes > self._offsets[item.bucket + 1] - offset:
+            raise ProtocolError(f"bucket {item.bucket}: {nbytes} bytes don't fit into its area")
         # allocate() lends the first place, perhaps to a push that is sent after this one: so use it last.
         room = mapped.room(self._length)
         for number in range(1, room + 1):
@@ -237,7 +265,7 @@ class ShmLane(ShardCalls):
             if place not in mapped.used:
                 break
         mapped.used.add(place)
-        copy_bytes(mapped.slot(place, len(data)), data)
+        mapped.put(place, item)
         return place
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
@@ -264,20 +292,41 @@ class ShmLane(ShardCalls):
         return self._mapped
 
     def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
-        gradients = Segment.create(pushes * self._length, name="shardline-gradients")
+        gradients = self._allocate(pushes * self._length)
         with contextlib.ExitStack() as unless_kept:
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock = unless_kept.enter_context(kept_from_children(plain))
             segments.connect(sock, opened.socket, timeout_s=max(0.1, deadline_s - time.monotonic()))
             segments.check_user(sock)
             sock.settimeout(max(0.1, deadline_s - time.monotonic()))
-            segments.knock(sock, opened.token, gradients)
-            areas, replies = segments.hear_welcome(sock)
+            segments.knock(sock, opened.token, gradients[1])
+            areas, replies = segments.hear_welcome(sock, private=self._private)
             if self._cancelled:
                 raise UnreachableError(f"{self._peer}: the exchange was abandoned while memory was being shared")
+            attached = Attached(self.name, opened.attachment, in_place=True)
+            mapped = self._map(attached, sender, CallSocket(sock), gradients, areas, replies)
             unless_kept.pop_all()
-        attached = Attached(self.name, opened.attachment, in_place=True)
-        return Mapped(attached, sender, CallSocket(sock), gradients, areas, replies)
+        return mapped
+
+    def _allocate(self, nbytes: int) -> tuple[Memory, Segment]:
+        """New memory for gradients, and the segment by which the server gets it. Raises SegmentError."""
+        segment = Segment.create(nbytes, name="shardline-gradients")
+        return segment.memory, segment
+
+    def _map(
+        self,
+        attached: Attached,
+        sender: Sender,
+        calls: CallSocket,
+        gradients: tuple[Memory, Segment],
+        areas: Sequence[Segment],
+        replies: Segment | None,
+    ) -> Mapped:
+        """The attachment. gradients: from _allocate(); areas, replies: from the server. Raises SegmentError."""
+        memory, segment = gradients
+        last = replies.memory if replies is not None else None
+        keeps = [segment, *areas, *([replies] if replies is not None else [])]
+        return Mapped(attached, sender, calls, memory, [area.memory for area in areas], last, keeps=keeps)
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:

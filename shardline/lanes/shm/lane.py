@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from shardline.lanes.kind import LaneKind
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.config import RoleConfig
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
@@ -23,25 +25,30 @@ class Shm(LaneKind):
     """Both map the same sealed memory; calls over a unix socket say where the bytes lie. Linux, one host, one user."""
 
     name: ClassVar[str] = "shm"
-    same_host: ClassVar[bool] = True
 
-    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+    def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
+        return local
+
+    def connect(
+        self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None
+    ) -> Lane:
         from shardline.lanes.shm.client import ShmLane
 
-        return ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s)
+        private = device is None or device.type == "cpu"
+        return ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s, private=private)
 
     def offer(
         self,
         config: RoleConfig,
         *,
-        on_host: bool,
+        device: torch.device,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:
         """The server's half; None on other systems, and if the values are on a GPU."""
         from shardline.lanes.shm.server import ShmOffer
 
-        if sys.platform != "linux" or not on_host:
+        if sys.platform != "linux" or device.type != "cpu":
             return None
         return ShmOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)
 

@@ -32,6 +32,7 @@ from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.bucket import Intact
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
+from shardline.waist import Memory
 
 log = logging.getLogger("shardline.lanes")
 MAX_TICKETS = 1 << 14
@@ -48,11 +49,14 @@ class SegmentPublication:
         self._offsets = bucket_offsets(spec)
         self.areas_of = [num_areas(bucket, keeps_previous=keeps_previous) for bucket in spec.buckets]
         """Number of areas that each bucket uses."""
-        count = max(self.areas_of, default=1)
-        self.areas = [
+        self._flats, self.areas = self._allocate(max(self.areas_of, default=1))
+        """All bytes of each area; the segments that tell workers of them."""
+
+    def _allocate(self, count: int) -> tuple[list[torch.Tensor], list[Segment]]:
+        made = [
             Segment.create(self.nbytes, name=f"shardline-published-{area}", read_only=True) for area in range(count)
         ]
-        self._flats = [torch.frombuffer(area.memory, dtype=torch.uint8) for area in self.areas]
+        return [torch.frombuffer(area.memory, dtype=torch.uint8) for area in made], made
 
     def tensor(self, which: int, bucket: int) -> torch.Tensor:
         return view_of(self._flats[which], self._spec.buckets[bucket], self._offsets[bucket])
@@ -80,7 +84,7 @@ class ShmTicket:
     whole = True
     matches = None
 
-    def __init__(self, memory: memoryview, values: torch.Tensor) -> None:
+    def __init__(self, memory: Memory, values: torch.Tensor) -> None:
         """values: the same memory as uint8, a part of the whole segment's: its size tells what a pass over it costs."""
         self.memory = memory
         self._values = values
@@ -121,12 +125,10 @@ class ShmAttachment:
         self._pushes = pushes
         self._by_reference = by_reference
         self._forget = forget
-        self._gradients: Segment | None = None
+        self._gradients: tuple[Memory, torch.Tensor] | None = None
         self._tickets: dict[tuple[int, int], ShmTicket] = {}
         """The places that its pushes have named: workers name the same ones in every step."""
-        self._replies = (
-            None if by_reference else Segment.create(publication.nbytes, name="shardline-replies", read_only=True)
-        )
+        self._replies: tuple[Memory, Segment] | None = None if by_reference else self._allocate(publication.nbytes)
 
     def take(self, sock: socket.socket, fd: int, nbytes: int) -> None:
         """Map the worker's segment, pass ours, keep the socket for calls. Takes the descriptor.
@@ -134,18 +136,34 @@ class ShmAttachment:
         Raises OSError or SegmentError; the socket is the caller's then.
         Called on the socket thread.
         """
+        # First, because a welcomed worker pushes at once.
+        self._gradients = self._adopt(fd, nbytes)
+        replies = self._replies[1] if self._replies is not None else None
+        segments.welcome(sock, self._publication.areas if self._by_reference else [], replies)
+        self._calls.attach(sock)
+
+    def _adopt(self, fd: int, nbytes: int) -> tuple[Memory, torch.Tensor]:
+        """The worker's memory, as bytes and as a uint8 tensor. Takes the descriptor. Raises SegmentError."""
+        try:
+            self._check(nbytes)
+        except SegmentError:
+            os.close(fd)
+            raise
+        memory = Segment.adopt(fd, nbytes).memory
+        return memory, borrowed_tensor(memory, "uint8")
+
+    def _check(self, nbytes: int) -> None:
         least = max(self._publication.nbytes, segments.ALIGNMENT_BYTES)
         if not least <= nbytes <= least * self._pushes:
-            os.close(fd)
             raise SegmentError(
                 f"the worker's segment has {nbytes:,} bytes; the gradients of the shard need {least:,} for each of up "
                 f"to {self._pushes} pushes"
             )
-        segment = Segment.adopt(fd, nbytes)
-        # First, because a welcomed worker pushes at once.
-        self._gradients = segment
-        segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
-        self._calls.attach(sock)
+
+    def _allocate(self, nbytes: int) -> tuple[Memory, Segment]:
+        """Memory for replies, and the segment that tells the worker of it. Raises SegmentError."""
+        segment = Segment.create(nbytes, name="shardline-replies", read_only=True)
+        return segment.memory, segment
 
     def expect(self, offset: int, nbytes: int, digest: int) -> ShmTicket:
         """A view of the worker's gradients. Raises ProtocolError if the place is outside of them or not aligned.
@@ -158,13 +176,13 @@ class ShmAttachment:
         known = self._tickets.get((offset, nbytes))
         if known is not None:
             return known
-        if offset % segments.ALIGNMENT_BYTES or offset + nbytes > held.nbytes:
+        memory, values = held
+        if offset % segments.ALIGNMENT_BYTES or offset + nbytes > values.nbytes:
             raise ProtocolError(
                 f"a reference to {nbytes} bytes at {offset} of the segment of {self.holder.task} is invalid; it has "
-                f"{held.nbytes} bytes, and offsets are multiples of {segments.ALIGNMENT_BYTES}"
+                f"{values.nbytes} bytes, and offsets are multiples of {segments.ALIGNMENT_BYTES}"
             )
-        values = borrowed_tensor(held.memory, "uint8")
-        made = ShmTicket(held.memory[offset : offset + nbytes], values[offset : offset + nbytes])
+        made = ShmTicket(memory[offset : offset + nbytes], values[offset : offset + nbytes])
         if len(self._tickets) < MAX_TICKETS:
             self._tickets[offset, nbytes] = made
         return made
@@ -175,18 +193,18 @@ class ShmAttachment:
         area = step & 1 if self._publication.areas_of[bucket] == 2 else 0
         return area, self._publication.offset(bucket)
 
-    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
+    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, Memory] | None:
         # Read once: close() may come from the loop meanwhile, and code under a shard's lock must not fail for that.
         replies = self._replies
         if replies is None:
             return None
         offset = self._publication.offset(bucket)
-        return offset, replies.memory[offset : offset + nbytes]
+        return offset, replies[0][offset : offset + nbytes]
 
     async def send(self, payload: Buffer, intact: Intact | None) -> None:
         raise ProtocolError(
-            f"{self.holder.task} asked shard {self.holder.shard} on lane shm for something other than an exact step; "
-            "use lane grpc"
+            f"{self.holder.task} asked shard {self.holder.shard} on lane {self.lane} for something other than an exact "
+            "step; use lane grpc"
         )
 
     def abort(self, reason: str) -> None:
@@ -248,6 +266,7 @@ class ShmOffer:
 
     lane = "shm"
     keeps_replies = True
+    _attachment: type[ShmAttachment] = ShmAttachment
 
     def __init__(
         self,
@@ -273,12 +292,11 @@ class ShmOffer:
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers) -> Opening:
         """An attachment, still without the worker's segment, and the token with which the worker brings it."""
-        if not isinstance(hosted.publication, SegmentPublication):
-            raise LaneUnavailable(f"shard {hosted.shard} is not in shared memory on this ps")
+        publication = self._shared(hosted)
         try:
-            attachment = ShmAttachment(
+            attachment = self._attachment(
                 holder,
-                hosted.publication,
+                publication,
                 lambda broke: CallServer(loop, answers, who=holder.task, broke=broke),
                 by_reference=hosted.by_reference,
                 pushes=hosted.pushes,
@@ -288,6 +306,12 @@ class ShmOffer:
             raise LaneUnavailable(str(error)) from error
         token = self.acceptor.grant(attachment.take)
         return Opening(attachment=attachment, socket=self.address, token=token)
+
+    def _shared(self, hosted: Hosted) -> SegmentPublication:
+        """The shard's values, if workers can map them. Raises LaneUnavailable."""
+        if not isinstance(hosted.publication, SegmentPublication):
+            raise LaneUnavailable(f"shard {hosted.shard} is not in shared memory on this ps")
+        return hosted.publication
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
         return publish(spec, keeps_previous)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from shardline.lanes.kind import LaneKind
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.config import RoleConfig
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
@@ -23,7 +25,9 @@ class Tcp(LaneKind):
 
     name: ClassVar[str] = "tcp"
 
-    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+    def connect(
+        self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None
+    ) -> Lane:
         from shardline.lanes.tcp.client import TcpLane
 
         elements = [bucket.elements for bucket in spec.buckets]
@@ -33,7 +37,7 @@ class Tcp(LaneKind):
         self,
         config: RoleConfig,
         *,
-        on_host: bool,
+        device: torch.device,
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:

@@ -33,6 +33,8 @@ class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType],
     """a bulk socket negotiated by OpenLane"""
     LANE_SHM: _Lane.ValueType  # 3
     """shared memory segments negotiated by OpenLane"""
+    LANE_CUDA: _Lane.ValueType  # 4
+    """memory of one GPU, negotiated by OpenLane"""
 
 class Lane(_Lane, metaclass=_LaneEnumTypeWrapper):
     """How the tensor bytes of a push or pull travel. A task refuses lanes it doesn't know."""
@@ -45,6 +47,8 @@ LANE_TCP: Lane.ValueType  # 2
 """a bulk socket negotiated by OpenLane"""
 LANE_SHM: Lane.ValueType  # 3
 """shared memory segments negotiated by OpenLane"""
+LANE_CUDA: Lane.ValueType  # 4
+"""memory of one GPU, negotiated by OpenLane"""
 Global___Lane: _TypeAlias = Lane  # noqa: Y015
 
 class _Outcome:

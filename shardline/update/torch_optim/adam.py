@@ -24,6 +24,19 @@ def is_plain(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
     return cls in (torch.optim.Adam, torch.optim.AdamW) and not chosen
 
 
+def placed(
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Any]:
+    """The arguments with torch's fused kernel where the values are on a GPU and nobody has chosen another.
+
+    Torch's default there takes a kernel for each operation, with other roundings.
+    """
+    chosen = any(arguments.get(name) is not None for name in ("fused", "foreach"))
+    held = any(arguments.get(name) for name in ("capturable", "differentiable"))
+    fits = cls in (torch.optim.Adam, torch.optim.AdamW) and device.type == "cuda" and not dtype.is_complex
+    return {**arguments, "fused": True} if fits and not (chosen or held) else arguments
+
+
 def step(
     source: Tensor, gradient: Tensor, target: Tensor, state: dict[str, Tensor], arguments: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:

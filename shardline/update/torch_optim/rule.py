@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardline.errors import JobError
 from shardline.host.process import torch_threads
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
 from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule, without_values
-from shardline.update.torch_optim import eager
+from shardline.update.torch_optim import adam, eager
 from shardline.update.torch_optim.runs import ElementwiseStates, rounds_by_position
 from shardline.update.torch_optim.whole import WholeStates
 
@@ -52,7 +52,7 @@ def packing(optimizer: str, state: str) -> Callable[[TensorSpec], Shape | None] 
 def _state_kinds(
     optimizer: str, group: tuple[tuple[str, Argument], ...], dtype: torch.dtype, device: torch.device
 ) -> Mapping[str, StateSpec]:
-    arguments = torch_arguments(optimizer, dict(group))
+    arguments = dict(adam.placed(optimizer_class(optimizer), torch_arguments(optimizer, dict(group)), dtype, device))
     planned = True
     if optimizer == "SGD" and arguments["momentum"] == 0.0:
         # A scheduler may turn on momentum later; torch then starts the buffer at that step.
@@ -122,7 +122,7 @@ class TorchBucketRule(BucketRule):
     def __init__(self, rule: UpdateRule, site: Site) -> None:
         super().__init__(rule, site)
         cls = optimizer_class(site.spec.name)
-        arguments = torch_arguments(site.spec.name, site.group)
+        arguments = self._placed(torch_arguments(site.spec.name, site.group))
         self._alone = not ALLOWED[site.spec.name] or rounds_by_position(site, arguments)
         """True if one thread computes it all, since the bits depend on the number of threads."""
         self._states: ElementwiseStates | WholeStates
@@ -132,8 +132,12 @@ class TorchBucketRule(BucketRule):
             self._states = WholeStates(cls, arguments, rule, site, self.states)
 
     def carry_out(self, update: Update) -> None:
+        arguments = self._placed(update.arguments)
         with torch_threads(1) if self._alone else nullcontext():
-            self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
+            self._states.apply(update.values, update.gradient, update.present, arguments, update.source)
+
+    def _placed(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return adam.placed(optimizer_class(self.site.spec.name), arguments, self.site.dtype, self.site.device)
 
     def export(self) -> RuleState:
         """See BucketRule. Element-shaped states have the bucket's layout, Adafactor's are packed."""

@@ -102,7 +102,7 @@ class Aggregator:
         register = [functools.partial(add_ParameterServerServicer_to_server, plane)]
         self.server = RpcServer(config.cluster.address(config.task), register=register, name="sums")
         for kind in LANES:
-            offer = kind().offer(config, on_host=True, take=self.buffers.take, on_refused=print)
+            offer = kind().offer(config, device=torch.device("cpu"), take=self.buffers.take, on_refused=print)
             if offer is not None:
                 self._offers.append(offer)
                 self.attachments.offer(offer)

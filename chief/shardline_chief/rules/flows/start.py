@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline import consistency, division
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
-from shardline.core.plan import balance, make_plan
+from shardline.core.plan import balance
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
@@ -66,7 +66,7 @@ class Start:
                 )
             if state.settings.replayed is not None:
                 state.settings.replayed.check(job)
-            plan = make_plan(job.tensors, len(state.settings.ps))
+            plan = state.settings.plan(job)
             check_fit(job, standbys=state.settings.standbys, workers=state.settings.workers)
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")

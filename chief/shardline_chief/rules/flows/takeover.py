@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from shardline import division
 from shardline.core.orders import Phase
-from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
@@ -76,7 +75,7 @@ class Takeover:
 
     def _take_up_history(self, job: JobSpec) -> None:
         state, known = self.state, self._known
-        state.layout.plan = make_plan(job.tensors, len(state.settings.ps))
+        state.layout.plan = state.settings.plan(job)
         state.saves.ledger = CutLedger(state.layout.filled)
         state.layout.placement = known.placement
         state.layout.timeline = known.timeline

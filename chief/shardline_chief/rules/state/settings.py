@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from shardline import codecs, consistency
 from shardline.core.choices import Choices
+from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 
@@ -46,6 +47,8 @@ class ChiefSettings:
     inexact: bool = False
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
+    bucket_bytes: int = 0
+    """Target size of a bucket; 0 = by the size of a shard."""
     replayed: Replayed | None = None
     """The run to repeat."""
     before: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +60,10 @@ class ChiefSettings:
     def trainers(self) -> int:
         """Number of tasks expected to run replicas."""
         return self.workers + self.chief_trains
+
+    def plan(self, job: JobSpec) -> Plan:
+        """How the job's tensors are cut over the parameter servers. Raises JobError."""
+        return make_plan(job.tensors, len(self.ps), bucket_bytes=self.bucket_bytes or None)
 
 
 def as_chosen(job: JobSpec, ours: JobSpec) -> JobSpec:

@@ -1,0 +1,174 @@
+"""Memory of a device that two processes of one host use: allocated by one, exported as a handle, mapped by the other.
+
+CUDA IPC. The memory comes from cudaMalloc and not from torch's allocator, whose blocks are shared with other tensors
+and, with expandable segments, can't be exported at all. It is not counted by --gpu-memory-fraction, which limits
+torch's allocator.
+
+The tables are filled by device type, so that a machine without a GPU can play the same protocol with memory of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from shardline.host.segments import SegmentError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+HANDLE = struct.Struct("<64s64sQ")
+"""What names an allocation to another process: its kind's own handle, its device's identity, its bytes."""
+
+
+GRANULE_BYTES = 2 << 20
+"""CUDA exports memory in pieces of this size: nothing else may be in one."""
+
+
+class DeviceMemoryError(SegmentError):
+    """Memory of a device can't be allocated, exported or mapped; the message says why. Another lane is used instead."""
+
+
+class DeviceMemory(Protocol):
+    """One allocation, here or in another process. Its memory lives as long as any view of `tensor`."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it: uint8, 1-d, zeros when created."""
+        ...
+
+    @property
+    def handle(self) -> bytes:
+        """HANDLE.size bytes with which another process of this host maps it."""
+        ...
+
+
+Create = Callable[[int, torch.device], DeviceMemory]
+"""(bytes, device) -> new memory. Raises DeviceMemoryError."""
+Adopt = Callable[[bytes, torch.device], DeviceMemory]
+"""(handle, device) -> another process's memory, for reading and writing there. Raises DeviceMemoryError."""
+
+
+class _Block:
+    """Device memory at an address, as torch.as_tensor takes it. Freed with the last tensor over it."""
+
+    def __init__(self, pointer: int, nbytes: int, device: torch.device, free: Callable[[int], Any]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+            "strides": None,
+        }
+        self._pointer, self._device, self._free = pointer, device, free
+
+    def __del__(self) -> None:
+        try:
+            with torch.cuda.device(self._device):
+                # A kernel that reads it may still be queued.
+                torch.cuda.synchronize()
+                self._free(self._pointer)
+        except (RuntimeError, TypeError, AttributeError):
+            # The device has failed, which its user has seen; or the interpreter is ending.
+            return
+
+
+def _named(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, with errors of the device as DeviceMemoryError."""
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            raise DeviceMemoryError(str(error)) from error
+
+    return named
+
+
+class CudaMemory:
+    """See DeviceMemory."""
+
+    def __init__(self, block: _Block, handle: bytes, device: torch.device) -> None:
+        self.tensor = torch.as_tensor(block, device=device)
+        self.handle = handle
+
+    @classmethod
+    @_named
+    def create(cls, nbytes: int, device: torch.device) -> CudaMemory:
+        runtime = _runtime()
+        with torch.cuda.device(device):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            room = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+            pointer = int(_checked(runtime.cudaMalloc(room), f"allocate {nbytes:,} bytes on {device}"))
+            made = _Block(pointer, nbytes, device, runtime.cudaFree)
+            exported = _checked(runtime.cudaIpcGetMemHandle(pointer), f"export memory of {device}")
+            handle = HANDLE.pack(bytes(exported.reserved), identity(device), nbytes)
+            found = cls(made, handle, device)
+            found.tensor.zero_()
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    @classmethod
+    @_named
+    def adopt(cls, handle: bytes, device: torch.device) -> CudaMemory:
+        exported, owner, nbytes = HANDLE.unpack(handle)
+        if owner != identity(device):
+            raise DeviceMemoryError(
+                f"the memory is on the GPU {owner.rstrip(bytes(1)).decode(errors='replace')}, and {device} is "
+                f"{identity(device).rstrip(bytes(1)).decode()}"
+            )
+        runtime = _runtime()
+        with torch.cuda.device(device):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            there = runtime.cudaIpcMemHandle_t()
+            there.reserved = exported
+            flag = runtime.cudaIpcMemLazyEnablePeerAccess
+            pointer = int(_checked(runtime.cudaIpcOpenMemHandle(there, flag), f"map memory of {device}"))
+            return cls(_Block(pointer, nbytes, device, runtime.cudaIpcCloseMemHandle), handle, device)
+
+
+CREATE: dict[str, Create] = {"cuda": CudaMemory.create}
+"""How to make memory, by the device's type."""
+ADOPT: dict[str, Adopt] = {"cuda": CudaMemory.adopt}
+
+
+def identity(device: torch.device) -> bytes:
+    """The GPU's UUID, 64 bytes: processes may number the same GPU differently."""
+    return str(torch.cuda.get_device_properties(device).uuid).encode().ljust(64, b"\0")
+
+
+def settle(device: torch.device) -> None:
+    """Wait until what this thread has enqueued on a device is done, so that other processes see its results."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def reads_locked_pages(device: torch.device) -> bool:
+    """Whether a device can read page-locked memory that this process may not write to."""
+    try:
+        runtime = _runtime()
+        asked = runtime.cudaDeviceAttr.cudaDevAttrHostRegisterReadOnlySupported
+        return bool(_checked(runtime.cudaDeviceGetAttribute(asked, device.index or 0), f"ask {device}"))
+    except (DeviceMemoryError, AttributeError):
+        return False
+
+
+def _runtime() -> Any:
+    """NVIDIA's binding of the CUDA runtime, which torch's CUDA builds bring along. Raises DeviceMemoryError."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise DeviceMemoryError(f"the package cuda-bindings is missing ({error})") from error
+    return runtime
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a CUDA call. Raises DeviceMemoryError."""
+    error, *values = result
+    if int(error):
+        raise DeviceMemoryError(f"can't {what}: {getattr(error, 'name', error)}")
+    return values[0] if values else None

@@ -1,0 +1,1 @@
+"""Lane cuda: gradients and parameters stay on a GPU that worker and server share."""
