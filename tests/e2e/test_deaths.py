@@ -129,7 +129,8 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(
 def test_with_exact_error_memory_lossy_jobs_end_in_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     lossy = {"replicas": 3, "steps": 36, "width": 400, "checkpoint_every": 5}
     lossy |= {"codec": "onebit", "error_memory": "exact"}
-    ends = in_a_fork(train_and_die, folder=str(write_job(tmp_path / "job.py", **lossy, after=MID_STEP).parent))
+    write_job(tmp_path / "job.py", **lossy, after=mid_step("grpc"))
+    ends = in_a_fork(train_and_die, folder=str(tmp_path), lane="grpc")
     assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
     alone = train(write_job(tmp_path / "alone.py", **lossy), tmp_path / "alone", "--workers", "1", "--ps", "2")
     assert alone.code == 0, alone

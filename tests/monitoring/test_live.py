@@ -236,7 +236,9 @@ def check_bytes(prometheus: Prometheus) -> None:
         for task in ("ps/.*", "worker/.*"):
             chosen = f'task=~"{task}"'
             held, sent = f"shardline_{way}_raw_bytes_total", f"shardline_{way}_wire_bytes_total"
-            assert prometheus.total(f'{held}{{run="sync",lane="shm",{chosen}}}') > 0, (way, task)
+            in_memory = f'{held}{{run="sync",lane="shm",{chosen}}}'
+            # A busy task may not have been scraped yet.
+            wait_until(lambda query=in_memory: prometheus.total(query) > 0, f"bytes of {way} at {task}", limit_s=30.0)
             assert prometheus.total(f'{sent}{{run="sync",{chosen}}}') == 0, (way, task)
             assert prometheus.total(f'{held}{{run="sync",lane!="shm",{chosen}}}') == 0, (way, task)
             ratio = f'shardline:compression:ratio{{run="async",way="{way}",{chosen}}}'
