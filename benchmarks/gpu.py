@@ -1,6 +1,6 @@
 """Steps of GPT-2 small through servers on a GPU, beside plain torch on the same machine.
 
-    python -m benchmarks.gpu [--steps 60] [--only NAME ...] [--out benchmarks/results/gpu.json]
+    python -m benchmarks.gpu [--steps 60] [--only NUMBER ...] [--flags "--bucket-mb 64"] [--out FILE]
 
 Without a GPU (--device cpu) it only shows that the benchmark runs; set SHARDLINE_BENCH_SMALL=1 then.
 """
@@ -61,7 +61,6 @@ def served(steps: int, flags: Sequence[str], environment: dict[str, str]) -> dic
         stamps, out = Path(folder) / "stamps", Path(folder) / "out"
         command = [sys.executable, "-m", "shardline", "train", str(JOB), "--ps", "1", "--workers", "1"]
         command += ["--steps", str(steps), "--out", str(out), "--no-page", *flags]
-        command += os.environ.get("SHARDLINE_BENCH_FLAGS", "").split()
         done = subprocess.run(
             command,
             env={**os.environ, **environment, gpu_job.STAMPS: str(stamps)},
@@ -107,6 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="*", default=None, help="numbers of the works, from 0")
+    parser.add_argument("--flags", default="", help="more flags of shardline train, for all works")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if given.device != "cpu" else "cpu"}
@@ -118,7 +118,7 @@ def main() -> None:
     for number, (name, (flags, environment)) in enumerate(works(given.device).items()):
         if given.only is not None and str(number) not in given.only:
             continue
-        row = served(given.steps, flags, environment)
+        row = served(given.steps, [*flags, *given.flags.split()], environment)
         alone = found["plain torch, bf16 autocast" if environment else "plain torch"]["ms"]
         found[name] = {**row, "ratio": alone / row["ms"]}
         print(f"{name}: {json.dumps(found[name])}", flush=True)

@@ -19,6 +19,7 @@ from shardline.errors import InternalError, ShardlineError, UnreachableError, as
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
 from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
+from shardline.lanes.kind import ServerSide
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
@@ -115,10 +116,8 @@ class PsProcess:
 
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
     """Lanes that workers may open here, as chosen by --lane; the store publishes values where the lanes need them."""
-    made = [
-        kind.offer(config, device=store.device, take=store.buffers.take, on_refused=on_refused)
-        for kind in offered(config.lane)
-    ]
+    side = ServerSide(config, store.device, store.buffers.take, on_refused)
+    made = [kind.offer(side) for kind in offered(config.lane)]
     found = [offer for offer in made if offer is not None]
     if found:
         store.make_publication = functools.partial(_publish, found, store.make_publication)

@@ -44,6 +44,7 @@ from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.python_file import installed_imports
 from shardline.host.run_lock import RunLock, unwritable
+from shardline.lanes import AUTO, LANES
 from shardline.roles import ROLES
 from shardline.security import PLAIN, Security, check_bind
 
@@ -155,6 +156,15 @@ class LaunchOptions:
                 from shardline.host.process import check_device
 
                 check_device(name, flag)
+            # A script may put its model elsewhere.
+            if self.lane != AUTO and not (self.script and flag == "--device"):
+                import torch
+
+                if not LANES.parse(self.lane).suits(local=True, device=torch.device(name)):
+                    raise UsageError(
+                        f"--lane {self.lane} can't share the memory of {flag} {name}: use --device cuda and "
+                        "--ps-device cuda, or --lane auto"
+                    )
 
     def runs_script(self, task: str) -> bool:
         """Return whether a task's process runs the user's script."""

@@ -3,27 +3,21 @@
 CUDA IPC. The memory comes from cudaMalloc and not from torch's allocator, whose blocks are shared with other tensors
 and, with expandable segments, can't be exported at all. It is not counted by --gpu-memory-fraction, which limits
 torch's allocator.
-
-The tables are filled by device type, so that a machine without a GPU can play the same protocol with memory of its own.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import struct
-from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self
 
 import torch
 
 from shardline.host.segments import SegmentError
 
-P = ParamSpec("P")
-T = TypeVar("T")
 HANDLE = struct.Struct("<64s64sQ")
 """What names an allocation to another process: its kind's own handle, its device's identity, its bytes."""
-
-
 GRANULE_BYTES = 2 << 20
 """CUDA exports memory in pieces of this size: nothing else may be in one."""
 
@@ -35,21 +29,20 @@ class DeviceMemoryError(SegmentError):
 class DeviceMemory(Protocol):
     """One allocation, here or in another process. Its memory lives as long as any view of `tensor`."""
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """All of it: uint8, 1-d, zeros when created."""
+    tensor: torch.Tensor
+    """All of it: uint8, 1-d, zeros when created."""
+    handle: bytes
+    """HANDLE.size bytes with which another process of this host maps it."""
+
+    @classmethod
+    def create(cls, nbytes: int, device: torch.device) -> Self:
+        """Allocate memory. Raises DeviceMemoryError."""
         ...
 
-    @property
-    def handle(self) -> bytes:
-        """HANDLE.size bytes with which another process of this host maps it."""
+    @classmethod
+    def adopt(cls, handle: bytes, device: torch.device) -> Self:
+        """Map another process's memory, for reading and writing. Raises DeviceMemoryError."""
         ...
-
-
-Create = Callable[[int, torch.device], DeviceMemory]
-"""(bytes, device) -> new memory. Raises DeviceMemoryError."""
-Adopt = Callable[[bytes, torch.device], DeviceMemory]
-"""(handle, device) -> another process's memory, for reading and writing there. Raises DeviceMemoryError."""
 
 
 class _Block:
@@ -76,19 +69,6 @@ class _Block:
             return
 
 
-def _named(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with errors of the device as DeviceMemoryError."""
-
-    @functools.wraps(function)
-    def named(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            raise DeviceMemoryError(str(error)) from error
-
-    return named
-
-
 class CudaMemory:
     """See DeviceMemory."""
 
@@ -97,33 +77,26 @@ class CudaMemory:
         self.handle = handle
 
     @classmethod
-    @_named
-    def create(cls, nbytes: int, device: torch.device) -> CudaMemory:
+    def create(cls, nbytes: int, device: torch.device) -> Self:
         runtime = _runtime()
-        with torch.cuda.device(device):
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+        with _on(device):
             room = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
             pointer = int(_checked(runtime.cudaMalloc(room), f"allocate {nbytes:,} bytes on {device}"))
             made = _Block(pointer, nbytes, device, runtime.cudaFree)
             exported = _checked(runtime.cudaIpcGetMemHandle(pointer), f"export memory of {device}")
-            handle = HANDLE.pack(bytes(exported.reserved), identity(device), nbytes)
-            found = cls(made, handle, device)
+            found = cls(made, HANDLE.pack(bytes(exported.reserved), identity(device), nbytes), device)
             found.tensor.zero_()
-            torch.cuda.current_stream().synchronize()
+            settle(device)
         return found
 
     @classmethod
-    @_named
-    def adopt(cls, handle: bytes, device: torch.device) -> CudaMemory:
+    def adopt(cls, handle: bytes, device: torch.device) -> Self:
         exported, owner, nbytes = HANDLE.unpack(handle)
-        if owner != identity(device):
-            raise DeviceMemoryError(
-                f"the memory is on the GPU {owner.rstrip(bytes(1)).decode(errors='replace')}, and {device} is "
-                f"{identity(device).rstrip(bytes(1)).decode()}"
-            )
         runtime = _runtime()
-        with torch.cuda.device(device):
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+        with _on(device):
+            if owner != (own := identity(device)):
+                theirs, ours = (name.rstrip(b"\0").decode(errors="replace") for name in (owner, own))
+                raise DeviceMemoryError(f"the memory is on the GPU {theirs}, and {device} is {ours}")
             there = runtime.cudaIpcMemHandle_t()
             there.reserved = exported
             flag = runtime.cudaIpcMemLazyEnablePeerAccess
@@ -131,9 +104,19 @@ class CudaMemory:
             return cls(_Block(pointer, nbytes, device, runtime.cudaIpcCloseMemHandle), handle, device)
 
 
-CREATE: dict[str, Create] = {"cuda": CudaMemory.create}
-"""How to make memory, by the device's type."""
-ADOPT: dict[str, Adopt] = {"cuda": CudaMemory.adopt}
+KINDS: dict[str, type[DeviceMemory]] = {"cuda": CudaMemory}
+"""By the device's type. A machine without a GPU can play the same protocol with memory of its own."""
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make a device the current one. Raises DeviceMemoryError for what torch says of it."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            yield
+    except RuntimeError as error:
+        raise DeviceMemoryError(str(error)) from error
 
 
 def identity(device: torch.device) -> bytes:

@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ServerSide:
+    """What the server's half of a lane is made of."""
+
+    config: RoleConfig
+    device: torch.device
+    """Of the shards' values."""
+    take: Callable[[int], memoryview]
+    """Memory for incoming data, in bytes."""
+    on_refused: Callable[[str, Exception], None]
+    """(label, error): called for connections that were turned away."""
+
+
+@dataclass(frozen=True)
 class LaneKind(Resident):
     """One way to transfer the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
 
@@ -41,18 +54,10 @@ class LaneKind(Resident):
         """The worker's half, to one shard of one server. Connects only with the first exchange. device: as in suits."""
         raise NotImplementedError
 
-    def offer(
-        self,
-        config: RoleConfig,
-        *,
-        device: torch.device,
-        take: Callable[[int], memoryview],
-        on_refused: Callable[[str, Exception], None],
-    ) -> LaneOffer | None:
+    def offer(self, side: ServerSide) -> LaneOffer | None:
         """The server's half; None if this machine has no such lane, or nothing has to be opened for it.
 
-        device: of the shards' values. take: memory for incoming data, in bytes. on_refused(label,
-        error): called for connections that were turned away. Raises UsageError if it can't listen.
+        Raises UsageError if it can't listen.
         """
         return None
 

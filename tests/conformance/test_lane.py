@@ -282,13 +282,13 @@ def test_a_server_without_the_lane_is_told_apart_from_one_that_is_gone(name: str
     client.start()
     peer = Peer(ps.task, ps.address, TIMEOUTS)
     kind = LANES.parse(name)
+    lane = connected(kind, peer)
     with played():
-        lane = connected(kind, peer)
-    with pytest.raises(LaneUnavailable, match=f"can't open a {name} lane: this ps offers the lanes grpc"):
-        lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
-    ps.close()
-    with pytest.raises(UnreachableError):
-        lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
+        with pytest.raises(LaneUnavailable, match=f"can't open a {name} lane: this ps offers the lanes grpc"):
+            lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
+        ps.close()
+        with pytest.raises(UnreachableError):
+            lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
     lane.close()
     peer.close()
 

@@ -61,7 +61,7 @@ class HostMemory:
 
 
 def install() -> None:
-    device_memory.CREATE["cpu"], device_memory.ADOPT["cpu"] = HostMemory.create, HostMemory.adopt
+    device_memory.KINDS["cpu"] = HostMemory
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def played() -> Iterator[None]:
     try:
         yield
     finally:
-        del device_memory.CREATE["cpu"], device_memory.ADOPT["cpu"]
+        del device_memory.KINDS["cpu"]
 
 
 if not __name__.startswith("tests."):

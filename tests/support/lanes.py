@@ -28,7 +28,7 @@ from shardline.lanes import LANES, token_acceptor
 from shardline.lanes.attachments import LaneOffer
 from shardline.lanes.base import Lane
 from shardline.lanes.call_server import Answered, ReplyWriter
-from shardline.lanes.kind import LaneKind
+from shardline.lanes.kind import LaneKind, ServerSide
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.shm.server import ShmOffer
 from shardline.lanes.tcp import frames as bulk
@@ -180,12 +180,8 @@ class KindBench(Bench[Lane]):
         if name == "cuda":
             self._played.enter_context(played())
         self.said: list[Exception] = []
-        offer = kind.offer(
-            config(kind),
-            device=CPU,
-            take=ps.store.buffers.take,
-            on_refused=lambda label, error: self.said.append(error),
-        )
+        side = ServerSide(config(kind), CPU, ps.store.buffers.take, lambda label, error: self.said.append(error))
+        offer = kind.offer(side)
         assert (offer is not None) == kind.opened, f"lane {name} can't be offered on this machine"
         if offer is not None:
             otherwise = ps.store.make_publication

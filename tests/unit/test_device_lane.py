@@ -77,8 +77,8 @@ def test_a_server_whose_device_has_no_memory_left_publishes_in_memory_of_its_own
     def full(nbytes: int, device: torch.device) -> HostMemory:
         raise DeviceMemoryError(f"can't allocate {nbytes:,} bytes on {device}: cudaErrorMemoryAllocation")
 
-    monkeypatch.setattr("shardline.host.device_memory.CREATE", {"cpu": full})
-    offer = CudaOffer(run_dir=None, timeout_s=1.0)
+    monkeypatch.setattr(HostMemory, "create", full)
+    offer = CudaOffer(CPU, run_dir=None, timeout_s=1.0)
     try:
         assert isinstance(offer.publish(SPEC, keeps_previous=True), PlainPublication)
     finally:

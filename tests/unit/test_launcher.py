@@ -216,6 +216,11 @@ def test_flags_that_can_not_work_are_refused_before_a_process_is_started(
         ({"overrides": (("pipeline", "gpipe:x=1"),)}, "pipeline 'gpipe:x=1': gpipe has no setting 'x'"),
         ({"device": "cuda"}, r"--device cuda: this torch \(.*\) is a CPU build; install .* or use --device cpu"),
         ({"ps_device": "cuda:7"}, r"--ps-device cuda:7: this torch \(.*\) is a CPU build; .* or use --ps-device cpu"),
+        (
+            {"lane": "cuda"},
+            "--lane cuda can't share the memory of --device cpu: use --device cuda and --ps-device cuda",
+        ),
+        ({"lane": "cuda", "script": True}, "--lane cuda can't share the memory of --ps-device cpu"),
         ({"script": True, "device": "cuda"}, r"--device cuda: this torch \(.*\) is a CPU build"),
     ],
 )

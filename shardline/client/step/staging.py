@@ -186,13 +186,12 @@ class GradientStaging:
                 del free[number]
                 break
         else:
-            pinned = self._host is not None and device.type == "cpu"
-            zeros = (
-                self._host.pinned
-                if pinned and self._host is not None
-                else functools.partial(torch.zeros, device=device)
-            )
-            buffer = GradientMemory(self._plan, spec, zeros(spec.elements, dtype=DTYPES[spec.dtype]))
+            dtype = DTYPES[spec.dtype]
+            if self._host is not None and device.type == "cpu":
+                values = self._host.pinned(spec.elements, dtype)
+            else:
+                values = torch.zeros(spec.elements, dtype=dtype, device=device)
+            buffer = GradientMemory(self._plan, spec, values)
         self._lent.setdefault(key, []).append(buffer)
         return buffer
 

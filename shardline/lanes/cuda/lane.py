@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from shardline.lanes.kind import LaneKind
+from shardline.lanes.kind import LaneKind, ServerSide
 
 if TYPE_CHECKING:
     import torch
@@ -23,33 +22,27 @@ class Cuda(LaneKind):
     name: ClassVar[str] = "cuda"
 
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
-        from shardline.host.device_memory import CREATE
+        from shardline.host.device_memory import KINDS
 
-        return local and device is not None and device.type in CREATE
+        return local and device is not None and device.type in KINDS
 
     def connect(
         self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None
     ) -> Lane:
-        from shardline.host.device_memory import CREATE
         from shardline.lanes.cuda.client import CudaLane
 
-        fits = device is not None and device.type in CREATE
-        return CudaLane(peer, shard, spec, device=device if fits else None, timeout_s=config.timeouts.rpc_s)
+        return CudaLane(peer, shard, spec, device=device, timeout_s=config.timeouts.rpc_s)
 
-    def offer(
-        self,
-        config: RoleConfig,
-        *,
-        device: torch.device,
-        take: Callable[[int], memoryview],
-        on_refused: Callable[[str, Exception], None],
-    ) -> LaneOffer | None:
+    def offer(self, side: ServerSide) -> LaneOffer | None:
         """The server's half; None if the values are not on a GPU."""
-        from shardline.host.device_memory import CREATE
+        from shardline.host.device_memory import KINDS
         from shardline.lanes.cuda.server import CudaOffer
 
-        if device.type not in CREATE:
+        if side.device.type not in KINDS:
             return None
-        offer = CudaOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)
-        offer.device = device
-        return offer
+        return CudaOffer(
+            side.device,
+            run_dir=side.config.run_dir,
+            timeout_s=side.config.timeouts.rpc_s,
+            on_refused=side.on_refused,
+        )

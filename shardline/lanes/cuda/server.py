@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch
 
 from shardline.core.plan import ShardSpec
-from shardline.host import device_memory
-from shardline.host.device_memory import HANDLE, DeviceMemory
+from shardline.host.device_memory import HANDLE
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.attachments import Hosted
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.cuda.client import handed, taken
+from shardline.lanes.cuda.client import allocated, handed, taken
 from shardline.lanes.shm.server import SegmentPublication, ShmAttachment, ShmOffer
 from shardline.storage.publication import PlainPublication, Publication
 from shardline.waist import Memory
@@ -62,14 +62,18 @@ class CudaOffer(ShmOffer):
 
     lane = "cuda"
     _attachment = CudaAttachment
-    device = torch.device("cpu")
+
+    def __init__(self, device: torch.device, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._device = device
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
         try:
-            return DevicePublication(spec, keeps_previous=keeps_previous, device=self.device)
+            return DevicePublication(spec, keeps_previous=keeps_previous, device=self._device)
         except SegmentError as error:
-            log.warning("parameters can't be shared on %s: %s; lane cuda is not available for them", self.device, error)
-            return PlainPublication(spec, self.device)
+            device = self._device
+            log.warning("parameters can't be shared on %s: %s; lane cuda is not available for them", device, error)
+            return PlainPublication(spec, device)
 
     def _shared(self, hosted: Hosted) -> SegmentPublication:
         if not isinstance(hosted.publication, DevicePublication):
@@ -77,7 +81,3 @@ class CudaOffer(ShmOffer):
         if not hosted.exact:
             raise LaneUnavailable("the job's codec encodes what it carries")
         return hosted.publication
-
-
-def allocated(nbytes: int, device: torch.device) -> DeviceMemory:
-    return device_memory.CREATE[device.type](nbytes, device)

@@ -303,8 +303,16 @@ class ShmLane(ShardCalls):
             areas, replies = segments.hear_welcome(sock, private=self._private)
             if self._cancelled:
                 raise UnreachableError(f"{self._peer}: the exchange was abandoned while memory was being shared")
-            attached = Attached(self.name, opened.attachment, in_place=True)
-            mapped = self._map(attached, sender, CallSocket(sock), gradients, areas, replies)
+            memory, segment = gradients
+            mapped = Mapped(
+                Attached(self.name, opened.attachment, in_place=True),
+                sender,
+                CallSocket(sock),
+                memory,
+                [self._memory(area) for area in areas],
+                self._memory(replies) if replies is not None else None,
+                keeps=[segment, *areas, *([replies] if replies is not None else [])],
+            )
             unless_kept.pop_all()
         return mapped
 
@@ -313,20 +321,9 @@ class ShmLane(ShardCalls):
         segment = Segment.create(nbytes, name="shardline-gradients")
         return segment.memory, segment
 
-    def _map(
-        self,
-        attached: Attached,
-        sender: Sender,
-        calls: CallSocket,
-        gradients: tuple[Memory, Segment],
-        areas: Sequence[Segment],
-        replies: Segment | None,
-    ) -> Mapped:
-        """The attachment. gradients: from _allocate(); areas, replies: from the server. Raises SegmentError."""
-        memory, segment = gradients
-        last = replies.memory if replies is not None else None
-        keeps = [segment, *areas, *([replies] if replies is not None else [])]
-        return Mapped(attached, sender, calls, memory, [area.memory for area in areas], last, keeps=keeps)
+    def _memory(self, segment: Segment) -> Memory:
+        """The memory that a segment from the server stands for. Raises SegmentError."""
+        return segment.memory
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:

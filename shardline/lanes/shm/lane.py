@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from shardline.lanes.kind import LaneKind
+from shardline.lanes.kind import LaneKind, ServerSide
 
 if TYPE_CHECKING:
     import torch
@@ -37,20 +36,13 @@ class Shm(LaneKind):
         private = device is None or device.type == "cpu"
         return ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s, private=private)
 
-    def offer(
-        self,
-        config: RoleConfig,
-        *,
-        device: torch.device,
-        take: Callable[[int], memoryview],
-        on_refused: Callable[[str, Exception], None],
-    ) -> LaneOffer | None:
+    def offer(self, side: ServerSide) -> LaneOffer | None:
         """The server's half; None on other systems, and if the values are on a GPU."""
         from shardline.lanes.shm.server import ShmOffer
 
-        if sys.platform != "linux" or device.type != "cpu":
+        if sys.platform != "linux" or side.device.type != "cpu":
             return None
-        return ShmOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)
+        return ShmOffer(run_dir=side.config.run_dir, timeout_s=side.config.timeouts.rpc_s, on_refused=side.on_refused)
 
     def listen(self, config: RoleConfig) -> Listening:
         from shardline.lanes.shm.parcels import listening

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from shardline.lanes.kind import LaneKind
+from shardline.lanes.kind import LaneKind, ServerSide
 
 if TYPE_CHECKING:
     import torch
@@ -33,25 +32,19 @@ class Tcp(LaneKind):
         elements = [bucket.elements for bucket in spec.buckets]
         return TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=config.security.client_context)
 
-    def offer(
-        self,
-        config: RoleConfig,
-        *,
-        device: torch.device,
-        take: Callable[[int], memoryview],
-        on_refused: Callable[[str, Exception], None],
-    ) -> LaneOffer | None:
+    def offer(self, side: ServerSide) -> LaneOffer | None:
         """The server's half, on an additional port of the same interface; None where there is no native engine."""
         from shardline.cluster import parse_address
         from shardline.lanes.tcp.server import TcpOffer
         from shardline.native import engine
         from shardline.native import tls as native_tls
 
+        config = side.config
         host, _ = parse_address(config.cluster.address(config.task))
         tls, timeout_s = config.security.server_context(), config.timeouts.rpc_s
         if not engine.available() or (tls is not None and not native_tls.available()):
             return None
-        return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=take, on_refused=on_refused)
+        return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=side.take, on_refused=side.on_refused)
 
     def listen(self, config: RoleConfig) -> Listening:
         from shardline.lanes.tcp.parcels import listening

@@ -27,6 +27,7 @@ from shardline.core.push_context import PushContext
 from shardline.errors import ProtocolError
 from shardline.lanes import LANES
 from shardline.lanes.attachments import Attachments
+from shardline.lanes.kind import ServerSide
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1.parameter_server_pb2_grpc import add_ParameterServerServicer_to_server
 from shardline.server.backend import HostedShard
@@ -101,8 +102,9 @@ class Aggregator:
         plane = DataPlane(self, self.attachments)  # type: ignore[abstract]
         register = [functools.partial(add_ParameterServerServicer_to_server, plane)]
         self.server = RpcServer(config.cluster.address(config.task), register=register, name="sums")
+        side = ServerSide(config, torch.device("cpu"), self.buffers.take, print)
         for kind in LANES:
-            offer = kind().offer(config, device=torch.device("cpu"), take=self.buffers.take, on_refused=print)
+            offer = kind().offer(side)
             if offer is not None:
                 self._offers.append(offer)
                 self.attachments.offer(offer)
