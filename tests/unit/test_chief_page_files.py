@@ -174,6 +174,8 @@ def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
     run.train(10)
     files = RunFiles(run.out, History(), PassBoard())
     before = files.status(time.time())
+    # TensorBoard's thread opens its file by name with each write.
+    run.reporter._board.flush()
     away = run.out.rename(run.out.with_name("away"))
     found = files.status(before.time)
     assert (found.step, found.standstill) == (10, None)
