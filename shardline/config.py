@@ -10,7 +10,6 @@ from shardline.cluster import ClusterSpec, parse_address
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.host.printable import unicode
-from shardline.lanes import AUTO, choices
 from shardline.roles import ROLES, Role
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
@@ -62,8 +61,8 @@ class RoleConfig:
     max_workers: int = 64
     """Maximum number of workers, including those beyond the cluster spec."""
     security: Security = PLAIN
-    lane: str = AUTO
-    """Lane: one of lanes.choices(); auto = the best that the two tasks can use."""
+    lane: str = "auto"
+    """Lane: one of shardline.lanes.choices(); auto = the best that the two tasks can use."""
     overlap: bool = True
     """Gradients leave while backward() is still running, and the next forward pass waits per layer."""
     page: str | None = None
@@ -74,8 +73,6 @@ class RoleConfig:
     """Standbys of each shard: 0 or 1."""
 
     def __post_init__(self) -> None:
-        if self.lane not in choices():
-            raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(choices())}")
         if not 1 <= self.min_workers <= self.max_workers:
             raise UsageError(
                 f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "

@@ -32,7 +32,7 @@ from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.host import files
-from shardline.lanes import AUTO, CHOICES, choices
+from shardline.lanes import AUTO, CHOICES, check_choice
 from shardline.roles import ROLES
 from shardline.security import Security
 
@@ -155,10 +155,7 @@ def read_settings(context: click.Context, _parameter: click.Parameter, path: Pat
 
 
 def check_lane(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    """Refuse a lane that does not exist, also in the plugins."""
-    if value not in CHOICES and value not in choices():
-        raise click.BadParameter(f"{value!r} is not one of {', '.join(map(repr, choices()))}.")
-    return value
+    return check_choice(value)
 
 
 plugin = click.option(

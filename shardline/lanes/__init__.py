@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardline.errors import UsageError
 from shardline.lanes.cuda.lane import Cuda
 from shardline.lanes.grpc.lane import Grpc
 from shardline.lanes.kind import LaneKind
@@ -19,13 +20,20 @@ LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm, Cuda)
 AUTO = "auto"
 CHOICES = (AUTO, *(kind.name for kind in LANES.declared))
 """Values of --lane, without lanes of plugins."""
-OPENED = tuple(sorted(kind.name for kind in LANES.declared if kind.opened))
-"""Lanes that a worker has to open, and that may fall back to another."""
+OPENED = tuple(sorted(kind.name for kind in LANES.declared if kind is not Grpc))
+"""Lanes that a worker has to open, and that may fall back to another; gRPC is always there, in the call."""
 
 
 def choices() -> tuple[str, ...]:
     """Values of --lane. Raises UsageError for a plugin that fails."""
     return (AUTO, *LANES.names)
+
+
+def check_choice(name: str) -> str:
+    """The value of --lane. Raises UsageError if there is no such lane."""
+    if name not in CHOICES and name not in choices():
+        raise UsageError(f"--lane is {name!r}; it must be one of {', '.join(choices())}")
+    return name
 
 
 def candidates(choice: str, *, local: bool, device: torch.device | None = None) -> tuple[LaneKind, ...]:
@@ -41,4 +49,4 @@ def candidates(choice: str, *, local: bool, device: torch.device | None = None) 
 def offered(choice: str) -> tuple[LaneKind, ...]:
     """Lanes that a server with this --lane lets workers open."""
     kinds = [LANES.parse(name) for name in LANES.names]
-    return tuple(kind for kind in kinds if kind.opened and choice in (AUTO, kind.name))
+    return tuple(kind for kind in kinds if kind.name != Grpc.name and choice in (AUTO, kind.name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from shardline.seams import Resident
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
     from shardline.lanes.base import Lane
-    from shardline.lanes.parcel_port import Listening
+    from shardline.lanes.tcp.server import Listening
     from shardline.rpc.channel import Peer
     from shardline.rpc.v1 import worker_pb2
 
@@ -41,9 +41,6 @@ class ServerSide:
 class LaneKind(Resident):
     """One way to transfer the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
 
-    opened: ClassVar[bool] = True
-    """Whether a worker has to open it, which may fail; otherwise it is always there, inside the call's own stream."""
-
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
         """Whether `--lane auto` tries it. local: both tasks may be on one host. device: of the model, if it has one."""
         return True
@@ -55,14 +52,14 @@ class LaneKind(Resident):
         raise NotImplementedError
 
     def offer(self, side: ServerSide) -> LaneOffer | None:
-        """The server's half; None if this machine has no such lane, or nothing has to be opened for it.
+        """The server's half; None if this machine has no such lane.
 
         Raises UsageError if it can't listen.
         """
         return None
 
     def listen(self, config: RoleConfig) -> Listening:
-        """The receiving half for parcels, of a lane that is opened. Raises LaneUnavailable."""
+        """The receiving half for parcels, which workers open. Raises LaneUnavailable."""
         from shardline.lanes.base import LaneUnavailable
 
         raise LaneUnavailable(f"lane {self.name} has no parcels")

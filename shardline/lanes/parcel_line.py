@@ -139,7 +139,7 @@ class ParcelWay:
 
     def connect(self, timeout_s: float) -> ParcelLine | None:
         """A new line; None = gRPC. Raises UnreachableError and what else Peer.failure() makes of a failed call."""
-        while self._left[0].opened:
+        while len(self._left) > 1:
             kind = self._left[0]
             reply = ask_for_lane(self._peer, kind.name, self._who, timeout_s=timeout_s)
             if not reply.offered:

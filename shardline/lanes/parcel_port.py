@@ -11,7 +11,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -23,7 +22,7 @@ from shardline.lanes.call_frames import HEADER, Kind, failure, frame
 from shardline.lanes.parcels import Inbox
 from shardline.lanes.socket_thread import SocketThread, shut
 from shardline.lanes.tcp.frames import be_patient
-from shardline.lanes.tcp.server import BulkHandshake
+from shardline.lanes.tcp.server import Listening
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TokenAcceptor
 from shardline.rpc.errors import status_of
@@ -41,22 +40,6 @@ MAX_HEADER_BYTES = 1 * MB
 SCRATCH_BYTES = 256 << 10
 Refused = Callable[[str, Exception], None]
 """(what was refused, why)."""
-Handshake = Callable[[socket.socket, str], BulkHandshake]
-"""(socket, address) -> its handshake."""
-
-
-@dataclass(frozen=True)
-class Listening:
-    """Where a lane's sockets are opened."""
-
-    listener: socket.socket
-    """Non-blocking."""
-    handshake: Handshake
-    port: int = 0
-    path: str = ""
-    """The unix socket, if it is one."""
-    close: Callable[[], None] = lambda: None
-    """Removes what the listener leaves behind."""
 
 
 class ParcelPort:

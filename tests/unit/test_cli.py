@@ -23,11 +23,11 @@ from shardline.cli import options, progress, roles
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import check_summary, launch_options, new_folder, report, train
-from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, environment_security, environment_switch
 from shardline.core.status import Awaited, ChiefStatus, ShardStatus, Standstill, TaskStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
+from shardline.lanes import check_choice
 from shardline.observability import log
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
@@ -126,7 +126,7 @@ def test_script_takes_the_same_settings_from_the_environment(tmp_path: Path, mon
     with pytest.raises(UsageError, match="SHARDLINE_OVERLAP is 'perhaps'; use true or false"):
         environment_switch("overlap", default=True)
     with pytest.raises(UsageError, match="--lane is 'rdma'; it must be one of auto, grpc, tcp, shm"):
-        RoleConfig(role="worker", index=0, cluster=ClusterSpec.from_mapping(SPEC), lane="rdma")
+        check_choice("rdma")
 
 
 def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
         (["page", "x" * 300], "a path is longer than this system allows: /"),
         (["frob"], "No such command 'frob'"),
         (["status", "--cluster", "missing.json"], "cluster file missing.json does not exist"),
-        (["worker", "--lane", "rdma"], "'rdma' is not one of 'auto', 'grpc', 'tcp', 'shm'"),
+        (["worker", "--lane", "rdma"], "--lane is 'rdma'; it must be one of auto, grpc, tcp, shm"),
         (["worker", "--run-dir", "missing"], "Directory 'missing' does not exist"),
         (["worker", "--tls-cert", "own.pem"], "--tls-cert is set without --tls-key"),
         (["worker", "--tls-ca", "missing.pem"], "--tls-ca missing.pem can't be read: No such file or directory"),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.support import house, way
 
-LINES, LINES_WITH_PACKAGES = 65_028, 78_101
-MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 1, 12, 2
+LINES, LINES_WITH_PACKAGES = 65_017, 78_090
+MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 0, 12, 0
 """The 12 ask whether replicas are assigned to workers (`assigns_replicas`)."""
 FILES_OF_A_GRADIENT = 92
 """It is 82 on a quiet machine; on a busy one every step lasts long enough to meet a heartbeat."""

@@ -30,6 +30,7 @@ from shardline.host import files, lifeline
 from shardline.host.allocator import tune_allocator
 from shardline.host.printable import unicode
 from shardline.host.process import Termination
+from shardline.lanes import AUTO, check_choice
 from shardline.observability import log
 from shardline.observability.lossy import protect_output
 from shardline.rpc.index_request import assigned_place
@@ -142,7 +143,7 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
         insecure_bind=environment_switch("insecure_bind", default=False),
         life_fd=int(life_fd) if life_fd else None,
         security=secured_by,
-        lane=environment("lane") or "auto",
+        lane=check_choice(environment("lane") or AUTO),
         overlap=environment_switch("overlap", default=True),
         run_dir=environment_path("run_dir"),
     )

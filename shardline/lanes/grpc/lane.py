@@ -19,7 +19,6 @@ class Grpc(LaneKind):
     """A gRPC call with chunks of at most 4 MB; always works."""
 
     name: ClassVar[str] = "grpc"
-    opened: ClassVar[bool] = False
 
     def connect(
         self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec, *, device: torch.device | None = None

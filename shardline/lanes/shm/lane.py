@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardline.core.plan import ShardSpec
     from shardline.lanes.attachments import LaneOffer
     from shardline.lanes.base import Lane
-    from shardline.lanes.parcel_port import Listening
+    from shardline.lanes.tcp.server import Listening
     from shardline.rpc.channel import Peer
     from shardline.rpc.v1 import worker_pb2
 

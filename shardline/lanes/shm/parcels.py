@@ -15,11 +15,10 @@ from shardline.host import segments
 from shardline.host.process import kept_from_children
 from shardline.host.segments import SegmentError
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.parcel_port import Listening
 from shardline.lanes.shm.client import KNOCK_S
 from shardline.lanes.shm.server import listen
 from shardline.lanes.tcp import frames
-from shardline.lanes.tcp.server import BulkHandshake
+from shardline.lanes.tcp.server import BulkHandshake, Listening
 
 if TYPE_CHECKING:
     from shardline.config import RoleConfig

@@ -17,7 +17,7 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.host.loops import post
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answers, CallServer
-from shardline.lanes.tcp.lines import EngineReceive, EngineSend
+from shardline.lanes.tcp.lines import EngineReceive, EngineSend, Post
 from shardline.native.engine import Engine
 from shardline.storage.bucket import Intact
 
@@ -27,14 +27,11 @@ QUEUED_BYTES = 4 << 20
 """Bytes that may be queued before send() blocks its caller."""
 
 
-class TcpTicket:
+class TcpTicket(Post):
     """One incoming referred bucket; see attachments.Ticket."""
 
     def __init__(self, attachment: TcpAttachment, memory: memoryview, digest: int) -> None:
-        self.memory = memory
-        self.digest = digest
-        self.matches: bool | None = None
-        self.whole = len(memory) == 0
+        super().__init__(memory, digest)
         self._attachment = attachment
 
     @property

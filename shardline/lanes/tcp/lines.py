@@ -8,9 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from shardline.core.fixed import fixed
 from shardline.lanes.socket_thread import shut
 from shardline.lanes.tcp.frames import WHOLE
 from shardline.lanes.tls_socket import TlsSocket
@@ -18,17 +16,17 @@ from shardline.native import engine
 from shardline.native.engine import Engine
 from shardline.storage.bucket import Intact
 
-if TYPE_CHECKING:
-    from shardline.lanes.tcp.attachment import TcpTicket
 
+class Post:
+    """Memory that the engine receives into, or sends while it is intact. digest: of what is to come; 0 = unknown."""
 
-@fixed()
-class _Post:
-    """Memory that the engine receives into or sends."""
-
-    memory: memoryview
-    ticket: TcpTicket | None = None
-    intact: Intact | None = None
+    def __init__(self, memory: memoryview, digest: int = 0, intact: Intact | None = None) -> None:
+        self.memory = memory
+        self.digest = digest
+        self.intact = intact
+        self.whole = len(memory) == 0
+        self.matches: bool | None = None
+        """Whether what came has the digest; None if that is unknown."""
 
 
 class _EngineLine:
@@ -53,7 +51,7 @@ class _EngineLine:
         self._failed = False
         self._line = 0
         self._item = 0
-        self._posts: dict[int, _Post] = {}
+        self._posts: dict[int, Post] = {}
         """By item, in order: the engine uses their memory until it reports them."""
         self._overdue: asyncio.TimerHandle | None = None
         """While something waits for the socket."""
@@ -94,7 +92,7 @@ class _EngineLine:
         if not self._line:
             self._broke(f"nothing came for {self._limit_s:.0f} s")
 
-    def _add(self, post: _Post) -> None:
+    def _add(self, post: Post) -> None:
         if self._failed:
             return
         self._item += 1
@@ -104,11 +102,10 @@ class _EngineLine:
         elif self._overdue is None:
             self._overdue = self._loop.call_later(self._limit_s, self._never_came)
 
-    def _hand_over(self, item: int, post: _Post) -> None:
+    def _hand_over(self, item: int, post: Post) -> None:
         """Post one item. On a dead line nothing happens: what ended it is reported."""
-        digest = post.ticket.digest if post.ticket is not None else 0
         guard, count = (None, 0) if post.intact is None else (post.intact.address, post.intact.count)
-        answer = self._engine.post(self._line, item, post.memory, digest=digest, guard=guard, value=count)
+        answer = self._engine.post(self._line, item, post.memory, digest=post.digest, guard=guard, value=count)
         if answer == engine.DONE_NOW:
             self._done(item, engine.DONE)
         elif answer == engine.DIGEST_NOW:
@@ -135,7 +132,7 @@ class _EngineLine:
             return "parameters were overwritten while they were being sent"
         return f"{'sending' if self.mark else 'receiving'} failed: {OSError(status, os.strerror(status))}"
 
-    def _moved(self, post: _Post, status: int) -> None:
+    def _moved(self, post: Post, status: int) -> None:
         """One item was moved whole."""
 
     def fail(self) -> None:
@@ -158,14 +155,13 @@ class _EngineLine:
 class EngineReceive(_EngineLine):
     """The socket on which pushed buckets arrive, read only while some are expected: this limits the sender."""
 
-    def expect(self, ticket: TcpTicket) -> None:
-        self._add(_Post(ticket.memory, ticket=ticket))
+    def expect(self, post: Post) -> None:
+        self._add(post)
 
-    def _moved(self, post: _Post, status: int) -> None:
-        assert post.ticket is not None
-        if post.ticket.digest:
-            post.ticket.matches = status != engine.DIGEST
-        post.ticket.whole = True
+    def _moved(self, post: Post, status: int) -> None:
+        if post.digest:
+            post.matches = status != engine.DIGEST
+        post.whole = True
 
 
 class EngineSend(_EngineLine):
@@ -177,9 +173,9 @@ class EngineSend(_EngineLine):
 
     def put(self, payload: memoryview, intact: Intact | None) -> None:
         self.queued_bytes += len(payload)
-        self._add(_Post(payload, intact=intact))
+        self._add(Post(payload, intact=intact))
 
-    def _moved(self, post: _Post, status: int) -> None:
+    def _moved(self, post: Post, status: int) -> None:
         self.queued_bytes -= len(post.memory)
 
     def fail(self) -> None:

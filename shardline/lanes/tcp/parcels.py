@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from shardline.cluster import parse_address
 from shardline.errors import UsageError
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.parcel_port import Listening
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.client import DIAL_S
-from shardline.lanes.tcp.server import BulkHandshake, listen
+from shardline.lanes.tcp.server import BulkHandshake, Listening, listen
 from shardline.native.tls import available
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
@@ -67,6 +68,21 @@ class BulkHandshake:
 
     def close(self) -> None:
         self.sock.close()
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a lane's sockets for parcels are opened."""
+
+    listener: socket.socket
+    """Non-blocking."""
+    handshake: Callable[[socket.socket, str], BulkHandshake]
+    """(socket, address) -> its handshake."""
+    port: int = 0
+    path: str = ""
+    """The unix socket, if it is one."""
+    close: Callable[[], None] = lambda: None
+    """Removes what the listener leaves behind."""
 
 
 class TcpOffer:
