@@ -41,11 +41,14 @@ class Run:
         self.out = out
         self.cluster: Mortal = mortal(replicas=2, checkpoint_every=10)
         self.history = History()
-        self.reporter = Reporter(out / "logs", Metrics("chief", "chief/0"), self.history)
-        self.reporter.begin(replicas=2, joined=True, timeline=1, first_step=0)
+        self.open()
         self._began = time.time() - 1000.0
         self._noted = self._said = self._steps = 0
         self.write()
+
+    def open(self) -> None:
+        self.reporter = Reporter(self.out / "logs", Metrics("chief", "chief/0"), self.history)
+        self.reporter.begin(replicas=2, joined=True, timeline=1, first_step=0)
 
     def write(self) -> None:
         """Write what is new to the journal and the logs."""
@@ -175,11 +178,12 @@ def test_a_folder_that_is_away_for_a_while_is_shown_as_it_was(run: Run) -> None:
     files = RunFiles(run.out, History(), PassBoard())
     before = files.status(time.time())
     # TensorBoard's thread opens its file by name with each write.
-    run.reporter._board.flush()
+    run.reporter.close()
     away = run.out.rename(run.out.with_name("away"))
     found = files.status(before.time)
     assert (found.step, found.standstill) == (10, None)
     away.rename(run.out)
+    run.open()
     run.train(20)
     assert files.status(before.time + SILENT_S).step == 20
 

@@ -17,7 +17,7 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.host.loops import post
 from shardline.lanes.attachments import Holder
 from shardline.lanes.call_server import Answers, CallServer
-from shardline.lanes.tcp.lines import EngineReceive, EngineSend, Post
+from shardline.lanes.tcp.lines import EngineReceive, EngineSend, Posted
 from shardline.native.engine import Engine
 from shardline.storage.bucket import Intact
 
@@ -27,7 +27,7 @@ QUEUED_BYTES = 4 << 20
 """Bytes that may be queued before send() blocks its caller."""
 
 
-class TcpTicket(Post):
+class TcpTicket(Posted):
     """One incoming referred bucket; see attachments.Ticket."""
 
     def __init__(self, attachment: TcpAttachment, memory: memoryview, digest: int) -> None:

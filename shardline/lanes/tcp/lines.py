@@ -17,7 +17,7 @@ from shardline.native.engine import Engine
 from shardline.storage.bucket import Intact
 
 
-class Post:
+class Posted:
     """Memory that the engine receives into, or sends while it is intact. digest: of what is to come; 0 = unknown."""
 
     def __init__(self, memory: memoryview, digest: int = 0, intact: Intact | None = None) -> None:
@@ -51,7 +51,7 @@ class _EngineLine:
         self._failed = False
         self._line = 0
         self._item = 0
-        self._posts: dict[int, Post] = {}
+        self._posts: dict[int, Posted] = {}
         """By item, in order: the engine uses their memory until it reports them."""
         self._overdue: asyncio.TimerHandle | None = None
         """While something waits for the socket."""
@@ -92,7 +92,7 @@ class _EngineLine:
         if not self._line:
             self._broke(f"nothing came for {self._limit_s:.0f} s")
 
-    def _add(self, post: Post) -> None:
+    def _add(self, post: Posted) -> None:
         if self._failed:
             return
         self._item += 1
@@ -102,8 +102,8 @@ class _EngineLine:
         elif self._overdue is None:
             self._overdue = self._loop.call_later(self._limit_s, self._never_came)
 
-    def _hand_over(self, item: int, post: Post) -> None:
-        """Post one item. On a dead line nothing happens: what ended it is reported."""
+    def _hand_over(self, item: int, post: Posted) -> None:
+        """Posted one item. On a dead line nothing happens: what ended it is reported."""
         guard, count = (None, 0) if post.intact is None else (post.intact.address, post.intact.count)
         answer = self._engine.post(self._line, item, post.memory, digest=post.digest, guard=guard, value=count)
         if answer == engine.DONE_NOW:
@@ -132,7 +132,7 @@ class _EngineLine:
             return "parameters were overwritten while they were being sent"
         return f"{'sending' if self.mark else 'receiving'} failed: {OSError(status, os.strerror(status))}"
 
-    def _moved(self, post: Post, status: int) -> None:
+    def _moved(self, post: Posted, status: int) -> None:
         """One item was moved whole."""
 
     def fail(self) -> None:
@@ -155,10 +155,10 @@ class _EngineLine:
 class EngineReceive(_EngineLine):
     """The socket on which pushed buckets arrive, read only while some are expected: this limits the sender."""
 
-    def expect(self, post: Post) -> None:
+    def expect(self, post: Posted) -> None:
         self._add(post)
 
-    def _moved(self, post: Post, status: int) -> None:
+    def _moved(self, post: Posted, status: int) -> None:
         if post.digest:
             post.matches = status != engine.DIGEST
         post.whole = True
@@ -173,9 +173,9 @@ class EngineSend(_EngineLine):
 
     def put(self, payload: memoryview, intact: Intact | None) -> None:
         self.queued_bytes += len(payload)
-        self._add(Post(payload, intact=intact))
+        self._add(Posted(payload, intact=intact))
 
-    def _moved(self, post: Post, status: int) -> None:
+    def _moved(self, post: Posted, status: int) -> None:
         self.queued_bytes -= len(post.memory)
 
     def fail(self) -> None:
