@@ -52,13 +52,7 @@ def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, tor
     # A model that is refused is so before anything starts.
     model = job.build_model().to(resolve_device(cluster.device))
     jobspec = job.spec(model)
-    spec = ClusterSpec({"chief": (ANY,), "ps": (ANY,) * cluster.ps, "worker": (ANY,)})
-    chief, address = _start_chief(cluster, spec)
-    spec = spec.with_address("chief/0", address)
-    tasks = {"chief/0": chief}
-    for index in range(cluster.ps):
-        config = _config(cluster, "ps", spec, index, device=cluster.ps_device)
-        tasks[config.task] = _start(cluster.role("ps"), config)
+    spec, tasks = start_tasks(cluster)
     try:
         session = Session(_config(cluster, "worker", spec, 0, device=cluster.device))
         try:
@@ -81,6 +75,20 @@ def train_served(job: Job, cluster: InProcessCluster) -> dict[int, dict[str, tor
     return {step: Checkpoint(folder / step_folder(step)).state_dict() for step in (0, job.steps)}
 
 
+def start_tasks(cluster: InProcessCluster) -> tuple[ClusterSpec, dict[str, Future[int]]]:
+    """Start the chief and the servers on threads, by task; returns when all can be reached. Raises UnreachableError."""
+    spec = ClusterSpec({"chief": (ANY,), "ps": (ANY,) * cluster.ps, "worker": (ANY,)})
+    chief, address = _start_told(cluster, replace(_config(cluster, "chief", spec, 0), out=cluster.out))
+    spec = spec.with_address("chief/0", address)
+    tasks = {"chief/0": chief}
+    # A server sets the number of threads with which torch computes.
+    with torch_threads(torch.get_num_threads()):
+        for index in range(cluster.ps):
+            config = _config(cluster, "ps", spec, index, device=cluster.ps_device)
+            tasks[config.task], _ = _start_told(cluster, config)
+    return spec, tasks
+
+
 def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int, *, device: str = "cpu") -> RoleConfig:
     return RoleConfig(
         role=role,
@@ -93,25 +101,25 @@ def _config(cluster: InProcessCluster, role: str, spec: ClusterSpec, index: int,
     )
 
 
-def _start_chief(cluster: InProcessCluster, spec: ClusterSpec) -> tuple[Future[int], str]:
+def _start_told(cluster: InProcessCluster, config: RoleConfig) -> tuple[Future[int], str]:
+    """Start a task and wait for its address."""
     read, write = os.pipe()
 
     def end_line(_: Future[int]) -> None:
-        # Wakes the reader of a chief that ended without an address; there is none after one that has told it.
+        # Wakes the reader of a task that ended without an address; there is none after one that has told it.
         with contextlib.suppress(BrokenPipeError), open(write, "wb", buffering=0) as pipe:
             pipe.write(b"\n")
 
     with open(read, encoding="utf-8") as ready:
-        config = replace(_config(cluster, "chief", spec, 0), out=cluster.out, ready_fd=os.dup(write))
-        chief = _start(cluster.role("chief"), config)
-        chief.add_done_callback(end_line)
+        task = _start(cluster.role(config.role), replace(config, ready_fd=os.dup(write)))
+        task.add_done_callback(end_line)
         told, _, _ = select.select([read], [], [], cluster.timeouts.total_s)
         address = ready.readline().strip() if told else ""
     if address:
-        return chief, address
-    if chief.done():
-        chief.result()
-    raise UnreachableError(f"the chief of the comparison did not start within {cluster.timeouts.total_s:g} s")
+        return task, address
+    if task.done():
+        task.result()
+    raise UnreachableError(f"{config.task} did not start in this process within {cluster.timeouts.total_s:g} s")
 
 
 def _start(role: Role, config: RoleConfig) -> Future[int]:

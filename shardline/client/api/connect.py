@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from shardline import plugins
 from shardline.client.api.script_job import ScriptSettings, choose_settings
 from shardline.client.api.session import Session
 from shardline.cluster import locate, wants_place
@@ -25,10 +26,10 @@ from shardline.config import (
 from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ShardlineError, UsageError, job_error
+from shardline.errors import ClusterSpecError, ShardlineError, UsageError, job_error
 from shardline.host import files, lifeline
 from shardline.host.allocator import tune_allocator
-from shardline.host.printable import unicode
+from shardline.host.printable import printable, unicode
 from shardline.host.process import Termination
 from shardline.lanes import AUTO, check_choice
 from shardline.observability import log
@@ -61,16 +62,21 @@ def connect(
     SHARDLINE_TASK or TF_CONFIG's; the chief assigns the index of "worker/any". settings: `seed`, `checkpoint_every`,
     `checkpoint_keep`, `codec`, `cadence`, `topology`, as in a job file. Omitted arguments default to
     SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then to sync, 0, no intermediate checkpoints, 60 s, cpu. They are
-    part of the job: all workers must agree.
+    part of the job: all workers must agree. Without any cluster or task, a chief and a server start in this process:
+    the session is that of a cluster of one worker.
 
     Raises ClusterSpecError, JobError, UsageError.
     """
     global _session
     _check_process()
     files.check_descriptors()
+    beside = contextlib.ExitStack()
+    alone = not any((cluster, task, environment("cluster"), environment("task"), os.environ.get("TF_CONFIG")))
+    if alone:
+        cluster, task = _start_beside(beside), "worker/0"
     config = _config(cluster, task, timeout_s, device)
     protect_output()
-    log.setup(config.task)
+    log.setup(config.task, level=logging.WARNING if alone else logging.INFO)
     for caution in config.cautions():
         logging.getLogger("shardline").warning("%s", caution)
     tune_allocator()
@@ -93,6 +99,7 @@ def connect(
             settings=choose_settings(settings, environment),
         ),
     )
+    session.beside = beside
     _tell_what_ends_the_script(session)
     _EndOfScript(session).register()
     return session
@@ -112,6 +119,22 @@ def _check_process() -> None:
             f"shardline.connect() was called in a forked child of the process that is connected as "
             f"{_session.config.task}; connect in one of them only"
         )
+
+
+def _start_beside(beside: contextlib.ExitStack) -> str:
+    """Start a chief and a server in this process; returns their cluster.json. Raises ClusterSpecError, UsageError."""
+    script = Path(sys.argv[0]).name or "train.py"
+    start = f"start the script with `shardline train --script {script}`"
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ClusterSpecError(
+            f"no cluster is given, but WORLD_SIZE={os.environ['WORLD_SIZE']} says that this is one of several "
+            f"processes, which would each train alone: {start} instead of torchrun, mpirun or `accelerate launch`"
+        )
+    text = f"no cluster is given: training in this process alone; {start} for a cluster"
+    print(f"shardline: {printable(text)}", file=sys.stderr)
+    servers = plugins.installed("shardline.alone", "cluster", "servers for a script without a cluster")()
+    beside.callback(servers.close)
+    return str(servers.cluster)
 
 
 def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from types import TracebackType
 from typing import Self
@@ -44,6 +45,8 @@ class JobMember:
         self.owner = self._loop.owner
         self._link: ChiefLink | None = None
         self._attached = False
+        self.beside = contextlib.ExitStack()
+        """What ends with the session: the servers of a script that trains alone."""
 
     @property
     def link(self) -> ChiefLink:
@@ -166,6 +169,7 @@ class JobMember:
             self._link.close()
         self._loop.place.close()
         self.metrics.close()
+        self.beside.close()
 
     def __enter__(self) -> Self:
         return self
