@@ -43,6 +43,7 @@ COPY chief /src/chief
 COPY evaluator /src/evaluator
 COPY pipeline /src/pipeline
 COPY lab /src/lab
+COPY examples /src/examples
 RUN --mount=type=bind,source=wheelhouse,target=/wheelhouse \
     /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --find-links /wheelhouse \
         -c /src/constraints.txt "/src${EXTRAS:+[$EXTRAS]}" \

@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions wheel test-wheel test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -67,7 +67,7 @@ type: $(STAMP)
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
 test test-processes test-long test-models test-all test-native chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
-SHORT := not chaos and not bench and not long and not processes and not models
+SHORT := not chaos and not bench and not long and not processes and not models and not wheel
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
 # whole clusters come after all others. With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
@@ -153,6 +153,24 @@ test-scripts: tests/scripts/.venv/.installed
 tests/scripts/.venv/.installed: tests/scripts/requirements.txt pyproject.toml constraints.txt
 	@test -x tests/scripts/.venv/bin/pip || $(PYTHON) -m venv tests/scripts/.venv
 	tests/scripts/.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r $<
+	@touch $@
+
+# In dist/: wheels for glibc 2.17 on x86-64 and aarch64, compiled by ziglang, and one without the C library for all others.
+wheel: build/.venv/.installed
+	rm -rf dist
+	@for kind in any aarch64 x86_64; do \
+		SHARDLINE_WHEEL=$$kind build/.venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist . || exit 1; done
+	@ls dist
+
+# Installs the one for this machine, trains the digits with it, and lists what it was installed with (CycloneDX).
+test-wheel: wheel $(STAMP)
+	$(BIN)/pytest -q --basetemp build/test-wheel tests/wheel $(ARGS)
+	build/.venv/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		-o dist/shardline.cdx.json build/test-wheel/environment0/venv
+
+build/.venv/.installed: pyproject.toml constraints.txt
+	@test -x build/.venv/bin/pip || $(PYTHON) -m venv build/.venv
+	build/.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel cyclonedx-bom
 	@touch $@
 
 # Kills, pauses and cut links drawn from seeds, with real processes; about half a minute each. More:

@@ -4,6 +4,8 @@
     python native/build.py --sanitize FOLDER   # with ASan and UBSan, for `make native-sanitize`
     python native/build.py --trial KIND FILE   # a program that tries the engine, with -fsanitize=KIND
 
+Wheels are built for a named processor, by ziglang, whatever this machine's own is.
+
 Needs nothing but the standard library: the build hook runs it before anything else is installed.
 """
 
@@ -45,6 +47,10 @@ LEVELS = {
     "aarch64": {"neon": ()},
 }
 """By processor: the levels that kernels.c is compiled for, and what the compiler may use in each."""
+GLIBC = "2.17"
+"""The oldest glibc that ziglang links for; wheels are tagged with it."""
+NONE = "any"
+"""In the place of a processor: no library."""
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 PROBE = "#include <string.h>\nint probe(void *to, const void *from) { return memcpy(to, from, 1) != to; }\n"
 COST = (
@@ -74,12 +80,12 @@ def _works(command: list[str]) -> bool:
         return _run([*command, "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)]) is None
 
 
-def zig() -> list[str] | None:
-    """Ziglang's compiler, for any x86-64 or aarch64 machine with glibc; None where it is not installed."""
+def zig(processor: str) -> list[str] | None:
+    """Ziglang's compiler, for any machine with this processor and glibc; None where it is not installed."""
     if importlib.util.find_spec("ziglang") is None:
         return None
     # Without a target it compiles for this very processor.
-    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.2.17"]
+    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{processor}-linux-gnu.{GLIBC}"]
 
 
 def zig_helps() -> bool:
@@ -87,21 +93,21 @@ def zig_helps() -> bool:
     return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and machine() in LEVELS
 
 
-def build(folder: Path = FOLDER, *, sanitize: bool = False) -> str | None:
+def build(folder: Path = FOLDER, *, processor: str = "", sanitize: bool = False) -> str | None:
     """Compile; returns why there is no library, None where there is one. The one before is gone in either case."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LIBRARY).unlink(missing_ok=True)
     (folder / MISSING).unlink(missing_ok=True)
-    reason = _build(folder / LIBRARY, sanitize)
+    reason = _build(folder / LIBRARY, processor, sanitize)
     if reason is not None:
         reason = f"{reason}; {COST}"
         (folder / MISSING).write_text(reason + "\n")
     return reason
 
 
-def _units() -> list[tuple[str, list[str]]]:
+def _units(processor: str) -> list[tuple[str, list[str]]]:
     """What is compiled: a source, and flags of its own."""
-    units = [("shardline", []), ("tls", []), *(("kernels", [f"-DLEVEL={n}", *f]) for n, f in LEVELS[machine()].items())]
+    units = [("shardline", []), ("tls", []), *(("kernels", [f"-DLEVEL={n}", *f]) for n, f in LEVELS[processor].items())]
     # It waits for sockets with epoll.
     return [*units, ("engine", [])] if sys.platform == "linux" else units
 
@@ -116,14 +122,17 @@ def _compile(command: list[str], flags: Sequence[str], units: Sequence[tuple[str
     return ""
 
 
-def _build(library: Path, sanitize: bool) -> str | None:
-    if machine() not in LEVELS:
-        return f"there are no native kernels for {platform.machine()}, only for {' and '.join(LEVELS)}"
-    command = compiler() or zig()
+def _build(library: Path, processor: str, sanitize: bool) -> str | None:
+    here = machine()
+    if processor == NONE:
+        return "this is the wheel for machines that have none of their own"
+    if (processor or here) not in LEVELS:
+        return f"there are no native kernels for {processor or platform.machine()}, only for {' and '.join(LEVELS)}"
+    command = zig(processor) if processor else compiler() or zig(here)
     if command is None:
         return f"there was no C compiler (cc) and no {ZIGLANG} in its place when Shardline was installed"
     with tempfile.TemporaryDirectory() as name:
-        folder, units = Path(name), _units()
+        folder, units = Path(name), _units(processor or here)
         failure = _compile(command, [*FLAGS, *(SANITIZE if sanitize else ())], units, folder)
         if failure:
             return failure
@@ -133,7 +142,7 @@ def _build(library: Path, sanitize: bool) -> str | None:
         failed = _run([*command, *extra, *(SANITIZE if sanitize else ("-s",)), "-o", str(made), *objects], folder)
         if failed:
             return failed
-        if not sanitize:
+        if not sanitize and processor in ("", here):
             try:
                 ctypes.CDLL(str(made))
             except OSError as error:
@@ -152,7 +161,7 @@ def build_trial(program: Path, kind: str) -> str | None:
     program.parent.mkdir(parents=True, exist_ok=True)
     flags = [*FLAGS, "-O1", "-g", f"-fsanitize={kind}", *(["-DFUZZER"] if "fuzzer" in kind else [])]
     with tempfile.TemporaryDirectory() as name:
-        folder, units = Path(name), [*_units(), ("try_engine", [])]
+        folder, units = Path(name), [*_units(machine()), ("try_engine", [])]
         failure = _compile(command, flags, units, folder)
         objects = [str(folder / f"{number}.o") for number in range(len(units))]
         return failure or _run([*command, "-pthread", f"-fsanitize={kind}", "-o", str(program), *objects])

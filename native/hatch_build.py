@@ -1,4 +1,8 @@
-"""The build hook: compiles the native library at installation. Where that can't be done, pure Python is installed."""
+"""The build hook: compiles the native library at installation. Where that can't be done, pure Python is installed.
+
+SHARDLINE_WHEEL is what `make wheel` builds for: x86_64 or aarch64, on any Linux with glibc 2.17 or newer, or `any`, all
+other machines, without the library.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +26,44 @@ def _builder() -> ModuleType:
 
 
 builder = _builder()
+WHEEL = os.environ.get("SHARDLINE_WHEEL", "")
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """For wheels, editable ones too."""
 
     def dependencies(self) -> list[str]:
-        """Ziglang where there is no C compiler but a package index that has it: a missing one must not fail pip."""
-        if self.target_name != "wheel" or not builder.zig_helps() or builder.compiler() is not None:
+        """Ziglang where it compiles: for a named processor, or for want of a C compiler if a package index has it."""
+        if self.target_name != "wheel" or WHEEL == builder.NONE:
             return []
+        if WHEEL:
+            return [builder.ZIGLANG]
+        if not builder.zig_helps() or builder.compiler() is not None:
+            return []
+        # A missing one must not fail pip.
         return [builder.ZIGLANG] if _index_has_ziglang() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and take the library, or why there is none, into the wheel. An editable one reads it in place."""
         if self.target_name != "wheel":
             return
-        reason = builder.build()
-        if reason is not None:
-            self.app.display_warning(reason)
+        if version == "editable":
+            reason, folder = builder.build(), builder.FOLDER
         else:
-            build_data["pure_python"] = False
-            build_data["infer_tag"] = True
-        if version != "editable":
+            folder = Path(self.root, "build", "native", WHEEL or "here")
+            reason = builder.build(folder, processor=WHEEL)
             made = builder.LIBRARY if reason is None else builder.MISSING
-            build_data["force_include"][str(builder.FOLDER / made)] = f"shardline/native/built/{made}"
+            build_data["force_include"][str(folder / made)] = f"shardline/native/built/{made}"
+        if reason is not None:
+            if WHEEL not in ("", builder.NONE):
+                raise RuntimeError(f"SHARDLINE_WHEEL={WHEEL}: {reason}")
+            self.app.display_warning(reason)
+            return
+        build_data["pure_python"] = False
+        # Python loads it with ctypes, whatever Python it is.
+        here = self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
+        platform = f"manylinux_{builder.GLIBC.replace('.', '_')}_{WHEEL}" if WHEEL else here
+        build_data["tag"] = f"py3-none-{platform}"
 
 
 def _index_has_ziglang() -> bool:

@@ -498,7 +498,7 @@ def test_the_variable_chooses_the_level(wanted: str, says: str, monkeypatch: pyt
 
 def test_without_a_compiler_there_is_a_sentence_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compiler", "zig"):
-        monkeypatch.setattr(build, name, lambda: None)
+        monkeypatch.setattr(build, name, lambda *_: None)
     (tmp_path / "libshardline.so").write_bytes(b"of other sources")
     reason = build.build(tmp_path)
     state = library._load(tmp_path / "libshardline.so")
