@@ -44,6 +44,7 @@ COPY evaluator /src/evaluator
 COPY pipeline /src/pipeline
 COPY lab /src/lab
 COPY examples /src/examples
+COPY launchers /src/launchers
 RUN --mount=type=bind,source=wheelhouse,target=/wheelhouse \
     /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --find-links /wheelhouse \
         -c /src/constraints.txt "/src${EXTRAS:+[$EXTRAS]}" \

@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions wheel test-wheel test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-launchers test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions wheel test-wheel test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -65,7 +65,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
-test test-processes test-long test-models test-all test-native chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-long test-models test-all test-native test-launchers chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
 SHORT := not chaos and not bench and not long and not processes and not models and not wheel
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
@@ -92,10 +92,15 @@ way: $(STAMP)
 	@$(BIN)/python -m tests.support.way 2>/dev/null
 
 # The rest of those that start whole clusters of processes: what ends, dies, floods and is refused.
-PROCESSES := tests/e2e tests/deploy tests/unit/test_launcher.py tests/unit/test_run_lock.py tests/integration/test_forkserver.py
+PROCESSES := tests/e2e tests/deploy tests/unit/test_launcher.py tests/unit/test_run_lock.py tests/integration/test_forkserver.py \
+	tests/launchers/test_torchrun.py tests/launchers/test_tfjob.py
 test-processes: $(STAMP)
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "processes and not chaos and not long" $(PROCESSES) $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
+
+# Launchers themselves: torchrun, Slurm, mpirun, sshd, Ray. What is not installed is left out, and named.
+test-launchers: $(STAMP)
+	$(BIN)/pytest -q -rs tests/launchers $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.
 test-long: $(STAMP)

@@ -175,7 +175,7 @@ def exit_code_name(code: int) -> str:
 
 # Exceptions of the user's code
 
-PACKAGES = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator", "shardline_lab")
+PACKAGES = ("shardline", *(f"shardline_{name}" for name in ("ps", "worker", "chief", "evaluator", "lab", "launchers")))
 MOST_TEXT = 2000
 """Characters of an exception's text that are told: compilers write pages, which no message to the chief can hold."""
 _PYTHON = (sysconfig.get_paths()["stdlib"], "<")

@@ -321,7 +321,7 @@ class LocalCluster:
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             _write(settings_path(self.options.out), json.dumps(self.options.settings(), indent=2))
-            _write(cluster_path(self.options.out), self.options.spec(self._hold_port()).to_json())
+            _write(cluster_path(self.options.out), self.options.spec(self.reserved_address()).to_json())
             _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
@@ -347,7 +347,7 @@ class LocalCluster:
             for task in others:
                 self._spawn(task)
 
-    def _hold_port(self) -> str:
+    def reserved_address(self) -> str:
         """Reserve a port for the chief; returns its address."""
         if not CAN_HOLD:
             return "127.0.0.1:0"
@@ -478,7 +478,7 @@ class LocalCluster:
         with self._lock:
             gone = {task: child.code for task, child in self._children.items() if child.code is not None}
         return lacking(
-            self.tasks(),
+            options.spec().task_names(),
             gone,
             chief_trains=options.chief_trains,
             min_workers=options.min_workers,

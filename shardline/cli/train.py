@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -297,12 +297,14 @@ class _Poller:
             client.close()
 
 
-def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
+def run(
+    launch: LaunchOptions, *, summary: Path | None = None, kind: Callable[[Any], LocalCluster] = LocalCluster
+) -> int:
     """Run the cluster to its end; returns the exit code: the chief's, or 130 / 143 after a signal."""
     from shardline.cli.terminal import PlainConsole
 
     console = PlainConsole(stderr=True)
-    cluster = LocalCluster(launch)
+    cluster = kind(launch)
     cluster.say = console.say
     try:
         with _signals(cluster), cluster:

@@ -19,7 +19,7 @@ from shardline.update.base import UpdateRule
 from tests.support.sources import ROOT, nodes_of
 from tests.unit.test_import_contract import ROLES, imports_of, package_of, sources
 
-BESIDE = ("lab", "pipeline")
+BESIDE = ("lab", "launchers", "pipeline")
 """Folders of packages that are no part of the library or of a role."""
 OWN = "shardline.consistency"
 WRITTEN = {"consistent"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.sources import ROOT, nodes_of
 
-PRODUCT = ("shardline", "services", "chief", "worker", "evaluator", "pipeline", "lab")
+PRODUCT = ("shardline", "services", "chief", "worker", "evaluator", "pipeline", "lab", "launchers")
 STANDBY = ROOT / "services/shardline_ps/standby"
 OF_THE_WIRE = {"Replicate"}
 """Methods that implement calls of the contract have the call's name."""

@@ -19,11 +19,12 @@ ROLES = {
     "shardline_evaluator": "evaluator",
     "shardline_pipeline": "pipeline",
     "shardline_lab": "lab",
+    "shardline_launchers": "launchers",
 }
-"""Packages beside the library, by folder: the roles, pipelines, and the laboratory of simulations."""
+"""Packages beside the library, by folder: the roles, pipelines, the laboratory of simulations, and launchers."""
 SIMULATED = ("shardline_lab", "shardline_pipeline")
 """The laboratory simulates pipelines: the only package beside the library that imports another."""
-CONTAINERS = ("worker", "chief", "services", "evaluator", "pipeline", "lab", "proto")
+CONTAINERS = ("worker", "chief", "services", "evaluator", "pipeline", "lab", "launchers", "proto")
 STUBS = "shardline.rpc.v1"
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 

@@ -1,0 +1,1 @@
+"""`shardline run`: one command for every role, started by Slurm, torchrun, Kubernetes, Open MPI or ssh."""
