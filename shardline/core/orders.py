@@ -17,6 +17,10 @@ ACKNOWLEDGED, SINCE = "acknowledged.", "acknowledged_since"
 the timeline in which it last compared these numbers with the shards."""
 
 
+MOST_BROADCAST = 1 << 16
+"""Most characters of a value that worker/0 hands to all workers at a barrier."""
+
+
 @dataclass(frozen=True, order=True)
 class BarrierPlace:
     """One barrier. Places are ordered: a worker at a later one has been at all earlier ones."""
@@ -27,6 +31,8 @@ class BarrierPlace:
     """Whether it has begun a step since its process started."""
     number: int
     """Number of barriers passed before in this step; in asynchronous mode since its process started."""
+    value: str = field(default="", compare=False)
+    """JSON that worker/0 hands to all workers there: the worker's own in its report, worker/0's in the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

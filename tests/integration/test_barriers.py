@@ -47,6 +47,9 @@ def test_all_workers_meet_before_in_and_after_their_loops(start: Callable[..., S
             if number % 2:
                 meet(f"in step {number}")
                 meet(f"in step {number} again")
+            # Two, of which one comes while some have not seen the answer to the other.
+            assert session.broadcast({"of": index, "at": number}) == {"of": 0, "at": number}
+            assert session.broadcast(f"worker/{index}") == "worker/0"
             step(w, optimizer)
         meet("after")
         session.close()
@@ -64,6 +67,10 @@ def test_a_barrier_needs_an_attached_session_of_a_script(start: Callable[..., Se
     w = nn.Parameter(torch.zeros(4))
     session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
     assert session.barrier()
+    assert session.broadcast() is None
+    for value, says in ((torch.zeros(1), "takes JSON values"), ("x" * 70_000, "70,002 characters of JSON; 65,536 are")):
+        with pytest.raises(UsageError, match=says):
+            session.broadcast(value)
     session.close()
     with pytest.raises(UsageError, match="this session is closed"):
         session.barrier()

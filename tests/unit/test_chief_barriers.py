@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -41,6 +41,21 @@ def test_a_barrier_opens_when_all_workers_of_the_cluster_have_come() -> None:
     barriers.told("worker/0", place(5, 1))
     assert barriers.states().get("worker/1") == BarrierState(place=place(4), passed=True)
     assert barriers.states()["worker/0"].waits_for == ("worker/1", "worker/2")
+
+
+def test_all_workers_get_the_value_of_the_first_also_one_that_comes_again() -> None:
+    barriers = rules(workers=2)
+    for step in range(1, 30):
+        barriers.told("worker/1", replace(place(step), value='"not this one"'))
+        barriers.told("worker/0", replace(place(step), value=f"{step}"))
+        found = barriers.states()["worker/1"]
+        assert found.passed and found.place.value == f"{step}"
+    assert barrier_state_from_proto(barrier_state_to_proto(found)).place.value == "29"
+    barriers.told("worker/1", place(20))
+    assert barriers.states()["worker/1"].place.value == "20"
+    # Not kept for ever.
+    barriers.told("worker/1", place(2))
+    assert barriers.states()["worker/1"].place.value == ""
 
 
 def test_a_worker_that_has_ended_before_it_came_is_named_at_once() -> None:

@@ -42,6 +42,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "an exit code of 0 to a shell": ({"failure": "x", "failure_code": 256}, "failure_code is 256"),
     "far traffic": ({"traffic": Traffic(push_raw_bytes=1 << 63)}, "traffic: push_raw_bytes"),
     "a far barrier": ({"barrier": BarrierPlace(1 << 60, True, 0)}, "barrier: step"),
+    "a long broadcast": ({"barrier": BarrierPlace(1, True, 0, "x" * 70_000)}, "barrier: value has 70000 characters"),
     "a server that there is not": ({"suspects": ("ps/7",)}, "'ps/7', which is no parameter server"),
     "a report of a far step": ({"steps": (report((1 << 63) + 5),)}, "step 9223372036854775813"),
     "a report of a replica that there is not": ({"steps": (report(1, 4),)}, "replica 4; this job has 4"),

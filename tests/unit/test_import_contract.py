@@ -26,6 +26,7 @@ SIMULATED = ("shardline_lab", "shardline_pipeline")
 """The laboratory simulates pipelines: the only package beside the library that imports another."""
 CONTAINERS = ("worker", "chief", "services", "evaluator", "pipeline", "lab", "launchers", "proto")
 STUBS = "shardline.rpc.v1"
+DOORS = "shardline.integrations"
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
 
@@ -119,7 +120,10 @@ LAYERS = (
     ("observability",),
     ("client",),
     ("cli",),
-    ("__main__", "__init__"),
+    ("__main__",),
+    # Doors for other libraries, of which `shardline` has some by name; nothing else imports them.
+    ("integrations",),
+    ("__init__",),
 )
 """Packages and modules of the library. Each may import those of the layers before its own, and itself."""
 
@@ -179,6 +183,8 @@ def refusal(item: Import) -> str | None:
         below, above = layer(other), layer(mine)
         if below is not None and above is not None and below >= above:
             return f"{mine} lies below {other}, or beside it"
+    if within(item.module, DOORS) and mine is None:
+        return "doors are for people's scripts"
     if top in UNSAFE_MODULES and not under(item.path, "shardline/loading"):
         return "nothing is pickled, but batches of a worker's own forks"
     return None
@@ -243,6 +249,9 @@ def test_layers_hold() -> None:
         ("shardline/lanes/x.py", "if TYPE_CHECKING:\n    from shardline.config import RoleConfig", None),
         ("shardline/rpc/x.py", "from shardline.lanes.base import Lane", "lies below"),
         ("shardline/lanes/x.py", "from shardline.server import slots", "lies below"),
+        ("shardline/cli/x.py", "import shardline.integrations.accelerate", "lies below"),
+        ("shardline/__main__.py", "from shardline import integrations", "lies below"),
+        ("worker/shardline_worker/x.py", "from shardline.integrations import lightning", "doors"),
         ("services/shardline_ps/x.py", "from shardline.rpc.v1 import data_pb2", None),
         ("services/shardline_ps/x.py", "from shardline_ps import store", None),
     ],

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardline.core.orders import StepReport
+from shardline.core.orders import MOST_BROADCAST, StepReport
 from shardline.errors import ProtocolError
 from shardline_chief.rules.messages import Beat
 from shardline_chief.rules.state.state import State
@@ -44,6 +44,10 @@ def beat(state: State, said: Beat) -> None:
     _counts(where, "traffic", said.traffic, MOST_BYTES)
     if said.barrier is not None:
         _counts(where, "barrier", said.barrier)
+        if len(said.barrier.value) > MOST_BROADCAST:
+            raise ProtocolError(
+                f"{where}: barrier: value has {len(said.barrier.value)} characters; {MOST_BROADCAST} are allowed"
+            )
     servers = {f"ps/{index}" for index in range(len(state.settings.ps))} if said.suspects else set()
     if unknown := sorted(set(said.suspects) - servers):
         raise ProtocolError(f"{where}: it can't reach {unknown[0]!r}, which is no parameter server of this cluster")

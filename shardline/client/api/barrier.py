@@ -6,10 +6,13 @@ there is no separate call, and nothing that a restarted chief would have to reme
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
+from typing import Any
 
-from shardline.core.orders import BarrierPlace, BarrierState, Orders, Phase
-from shardline.errors import JobError, TaskLostError, UnreachableError
+from shardline.core.orders import MOST_BROADCAST, BarrierPlace, BarrierState, Orders, Phase
+from shardline.errors import JobError, TaskLostError, UnreachableError, UsageError
 from shardline.host.awake import awake_s
 from shardline.rpc.link import ChiefLink
 
@@ -34,8 +37,10 @@ class Barrier:
         """Start a pass of the loop's body, maybe a repetition of the same step. begun: False right after attaching."""
         self._step, self._begun, self._number = step, begun, 0
 
-    def meet(self, link: ChiefLink, step: int, *, by_step: bool, timeout_s: float) -> bool:
-        """Wait until all workers have reached this barrier; returns False if the job ends first without having failed.
+    def meet(self, link: ChiefLink, step: int, *, by_step: bool, timeout_s: float, value: str = "") -> str | None:
+        """Wait until all workers have reached this barrier; returns worker/0's value there.
+
+        None if the job ends first without having failed. value: this worker's, for worker/0's to reach all.
 
         Raises JobError if another worker has ended without coming here, UnreachableError after timeout_s or if the
         chief is away for too long, TaskLostError if the job fails, FencedError.
@@ -44,6 +49,7 @@ class Barrier:
             # The loop is not over steps().
             self.begin(step, begun=True)
         place = BarrierPlace(step, self._begun, self._number) if by_step else BarrierPlace(0, True, self._met)
+        place = replace(place, value=value)
         where = f"{link.task} {{}} at a barrier in step {step} for {{}}"
         link.reach(place)
         orders = self._wait(link, place, where, timeout_s)
@@ -51,10 +57,10 @@ class Barrier:
         if state is not None and state.passed:
             self._number += 1
             self._met += 1
-            return True
+            return state.place.value
         if orders.phase in (Phase.STOPPING, Phase.ENDED) and not orders.exit_code:
             log.info("leaving the barrier, since the job is ending: %s", orders.reason)
-            return False
+            return None
         if orders.phase is Phase.ENDED:
             raise TaskLostError(
                 f"{link.task} waited at a barrier, and the job has ended with exit code {orders.exit_code}: "
@@ -87,6 +93,17 @@ class Barrier:
                     "barrier(timeout_s=...)"
                 )
             log.warning("%s: %.0f s of %g", where.format("waits", missing), awake_s() - began_s, timeout_s)
+
+
+def to_json(value: Any) -> str:
+    """Text of a value for broadcast(). Raises UsageError if it is too long, or no JSON."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"broadcast() takes JSON values, such as numbers, text, lists and dicts: {error}") from None
+    if len(text) > MOST_BROADCAST:
+        raise UsageError(f"broadcast() was given {len(text):,} characters of JSON; {MOST_BROADCAST:,} are allowed")
+    return text
 
 
 def _state(orders: Orders, place: BarrierPlace) -> BarrierState | None:

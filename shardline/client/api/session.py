@@ -12,13 +12,16 @@ session.close()
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardline.cadence.base import Hyper
+from shardline.client.api.barrier import to_json
 from shardline.client.api.joining import JobMember
 from shardline.client.api.optimizer import ShardlineOptimizer, check_unused
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
@@ -28,10 +31,7 @@ from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.spec import JobSpec
 from shardline.data import Watch
-from shardline.errors import (
-    TensorError,
-    UsageError,
-)
+from shardline.errors import TaskLostError, TensorError, UsageError
 from shardline.host.process import Termination
 
 log = logging.getLogger("shardline.client")
@@ -206,13 +206,32 @@ class Session(JobMember):
         the barriers before its loop without waiting. Raises JobError naming a worker that ended without coming here,
         UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails, UsageError.
         """
+        return self._meet("barrier", timeout_s) is not None
+
+    def broadcast(self, value: Any = None, *, timeout_s: float | None = None) -> Any:
+        """Return worker/0's value in all workers, which must all call this, as for barrier().
+
+        value: JSON with up to 65,536 characters: None, numbers, text, lists, dicts; that of other workers is not read.
+        timeout_s and errors: those of barrier(); raises JobStopped if the job ends first, UsageError for other values.
+        """
+        text = to_json(value) if self.config.index == 0 else ""
+        found = self._meet("broadcast", timeout_s, text)
+        if found is None:
+            self._loop.mistakes.stopped(self.link, self._loop.trainer.half.job_step)
+        if not found:
+            raise TaskLostError(
+                f"{self.config.task}: the chief was restarted and lost what worker/0 broadcast in step {self.step}"
+            )
+        return json.loads(found)
+
+    def _meet(self, what: str, timeout_s: float | None, value: str = "") -> str | None:
         if self._loop.closed:
-            raise UsageError("this session is closed, so barrier() can't be called")
+            raise UsageError(f"this session is closed, so {what}() can't be called")
         if not self.job.script:
-            raise UsageError("barrier() is only for scripts: the replicas of a job file are not tied to a worker")
+            raise UsageError(f"{what}() is only for scripts: the replicas of a job file are not tied to a worker")
         self.wait()
         limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
-        return self._loop.meet_others(limit_s)
+        return self._loop.meet_others(limit_s, value)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Record the open step's loss for logs and the dashboard of a script's job. A tensor must have one element."""

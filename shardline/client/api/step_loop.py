@@ -758,11 +758,12 @@ class StepLoop:
 
     # Between steps
 
-    def meet_others(self, timeout_s: float) -> bool:
-        """See Session.barrier. Nobody needs to wait for this worker's pushes meanwhile."""
+    def meet_others(self, timeout_s: float, value: str = "") -> str | None:
+        """Worker/0's value at a barrier, None if the job ends. Nobody needs to wait for this worker's pushes there."""
         self.place.rest()
-        passed = self.barrier.meet(self._now.link, self.trainer.step, by_step=self._now.assigned, timeout_s=timeout_s)
-        if passed and not self.place.wake() and not self._stepper.iterating:
-            # Within steps() the next step does this.
-            return self.runner.find_again()
-        return passed
+        found = self.barrier.meet(
+            self._now.link, self.trainer.step, by_step=self._now.assigned, timeout_s=timeout_s, value=value
+        )
+        # Within steps() the next step finds the step again.
+        again = found is not None and not self.place.wake() and not self._stepper.iterating
+        return None if again and not self.runner.find_again() else found

@@ -7,11 +7,11 @@ from shardline.rpc.v1 import chief_pb2
 
 
 def barrier_place_from_proto(message: chief_pb2.BarrierPlace) -> BarrierPlace:
-    return BarrierPlace(message.step, message.begun, message.number)
+    return BarrierPlace(message.step, message.begun, message.number, message.value)
 
 
 def barrier_place_to_proto(value: BarrierPlace) -> chief_pb2.BarrierPlace:
-    return chief_pb2.BarrierPlace(step=value.step, begun=value.begun, number=value.number)
+    return chief_pb2.BarrierPlace(step=value.step, begun=value.begun, number=value.number, value=value.value)
 
 
 def barrier_state_from_proto(message: chief_pb2.BarrierState) -> BarrierState:

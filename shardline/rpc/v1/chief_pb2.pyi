@@ -157,22 +157,26 @@ class BarrierPlace(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step that the worker is in; 0 in asynchronous mode."""
     begun: _builtins.bool
     """The worker has begun a step since its process was started."""
     number: _builtins.int
     """Barriers it has passed in this step; in asynchronous mode, since its process was started."""
+    value: _builtins.str
+    """JSON that worker/0 hands to all workers: its own report has it, and the answer to everyone. Empty = none, or no longer known."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         begun: _builtins.bool = ...,
         number: _builtins.int = ...,
+        value: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "number", b"number", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "number", b"number", "step", b"step", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

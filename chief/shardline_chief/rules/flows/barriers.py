@@ -5,8 +5,13 @@ Workers report their barrier with each heartbeat, so a restarted chief needs no 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardline.core.orders import BarrierPlace, BarrierState
 from shardline_chief.rules.state.state import State
+
+VALUES = 16
+"""Values of worker/0 that are kept: for workers that were restarted, and pass the barriers before their loop again."""
 
 
 class Barriers:
@@ -18,11 +23,17 @@ class Barriers:
         """Last reported barrier, by task."""
         self._reached: dict[str, BarrierPlace] = {}
         """Furthest barrier that any life of a task has reached, by task."""
+        self._values: dict[BarrierPlace, str] = {}
+        """What worker/0 has handed to all, by barrier; the newest."""
 
     def told(self, task: str, place: BarrierPlace) -> None:
         """Note that a worker is at a barrier, or last was."""
         self._at[task] = place
         self._reached[task] = max(place, self._reached.get(task, place))
+        if place.value and task == "worker/0":
+            self._values[place] = place.value
+            for old in list(self._values)[:-VALUES]:
+                del self._values[old]
 
     def states(self) -> dict[str, BarrierState]:
         """State of the barrier that each worker last reported, by worker, without those that reported none."""
@@ -33,7 +44,10 @@ class Barriers:
         missing = () if self._met_before(place) else self._missing(place)
         ended = tuple(task for task in missing if task in self.state.tasks.finished)
         return BarrierState(
-            place=place, passed=not missing, hopeless=bool(ended), waits_for=ended if ended else missing
+            place=replace(place, value=self._values.get(place, "")),
+            passed=not missing,
+            hopeless=bool(ended),
+            waits_for=ended if ended else missing,
         )
 
     def _missing(self, place: BarrierPlace) -> tuple[str, ...]:
