@@ -135,7 +135,8 @@ class Job(JobSettings):
         shared = self.tensor_parallel
         _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
         if isinstance(self.dataset, DataLoader):
-            self._unpack(self.dataset)
+            for name, value in _unpacked(self.dataset, self).items():
+                object.__setattr__(self, name, value)
         _check_dataset(self.dataset)
         division.of(self).check_choices()
         if self.epochs and not self.steps:
@@ -154,27 +155,6 @@ class Job(JobSettings):
             _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
             if self.param_groups is None:
                 GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
-
-    def _unpack(self, loader: DataLoader[Any]) -> None:
-        """Take data set, batch size and collate function from a DataLoader. Raises JobError for an order of its own."""
-        batches = loader.batch_sampler
-        own = loader.sampler if batches is None or type(batches) is BatchSampler else batches
-        shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == len(own.data_source)
-        if not (shuffles or type(own) is SequentialSampler or isinstance(loader.dataset, IterableDataset)):
-            raise JobError(
-                f"Job.dataset is a DataLoader with a {type(own).__name__}, but the job has an order of its own, which "
-                "follows from its seed; give a data set in the order that you want, or an iterable one"
-            )
-        if loader.batch_size is None:
-            raise JobError("Job.dataset is a DataLoader without a batch_size; give its data set and Job.batch_size")
-        if self.batch_size not in (0, loader.batch_size):
-            raise JobError(
-                f"Job.batch_size is {self.batch_size}, and that of the DataLoader {loader.batch_size}; leave one out"
-            )
-        collate = self.collate or loader.collate_fn
-        taken = {"batch_size": loader.batch_size, "collate": collate, "loaders": self.loaders or loader.num_workers}
-        for name, value in {**taken, "dataset": loader.dataset}.items():
-            object.__setattr__(self, name, value)
 
     def _steps_of_epochs(self) -> int:
         """Whole steps in `epochs` passes over the data. Raises JobError for data without a length."""
@@ -378,6 +358,30 @@ class Job(JobSettings):
 def lowest_is_best(metric: str) -> bool:
     """Whether a metric of this name is better when lower."""
     return any(word in metric.lower() for word in _LOW_WORDS)
+
+
+def _unpacked(loader: DataLoader[Any], job: Job) -> dict[str, Any]:
+    """Fields of a job from a DataLoader. Raises JobError for one with an order of its own."""
+    batches = loader.batch_sampler
+    own = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == len(own.data_source)
+    if not (shuffles or type(own) is SequentialSampler or isinstance(loader.dataset, IterableDataset)):
+        raise JobError(
+            f"Job.dataset is a DataLoader with a {type(own).__name__}, but the job has an order of its own, which "
+            "follows from its seed; give a data set in the order that you want, or an iterable one"
+        )
+    if loader.batch_size is None:
+        raise JobError("Job.dataset is a DataLoader without a batch_size; give its data set and Job.batch_size")
+    if job.batch_size not in (0, loader.batch_size):
+        raise JobError(
+            f"Job.batch_size is {job.batch_size}, and that of the DataLoader {loader.batch_size}; leave one out"
+        )
+    return {
+        "dataset": loader.dataset,
+        "batch_size": loader.batch_size,
+        "collate": job.collate or loader.collate_fn,
+        "loaders": job.loaders or loader.num_workers,
+    }
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
