@@ -11,7 +11,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-processes test-long test-models test-launchers test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions wheel test-wheel test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
+.PHONY: install proto proto-check docs docs-check site test-lessons fmt fmt-check lint type test test-processes test-long test-models test-launchers test-native native-sanitize native-try native-fuzz test-monitoring test-scripts test-versions wheel test-wheel test-all chaos chaos-quick chaos-e2e chaos-figures fuzz load e2e demo clean bench bench-quick bench-peers reproduce golden house way test-gpu bench-gpu
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -51,6 +51,12 @@ docs-check: $(STAMP)
 	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
 		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }
 
+# The pages as a site, in site/; fails at a link or an anchor that leads nowhere.
+site: $(STAMP)
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 fmt: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -67,7 +73,7 @@ type: $(STAMP)
 # Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
 test test-processes test-long test-models test-all test-native test-launchers chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
 
-SHORT := not chaos and not bench and not long and not processes and not models and not wheel
+SHORT := not chaos and not bench and not long and not processes and not models and not wheel and not lessons
 # Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
 # whole clusters come after all others. With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
@@ -109,6 +115,10 @@ test-long: $(STAMP)
 # Every model, batch and optimizer of the table in docs/jobs.md beside plain PyTorch, in all ways; make test tries a few.
 test-models: $(STAMP)
 	$(BIN)/pytest -q -n 4 tests/models $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# The commands of docs/learn, in three minutes.
+test-lessons: $(STAMP)
+	$(BIN)/pytest -q -n 2 --dist worksteal --durations 6 tests/lessons $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own. Without libstdc++ beside it,
 # ASan ends the process at torch's first C++ exception.

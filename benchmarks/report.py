@@ -43,7 +43,7 @@ def page(found: Mapping[str, Found]) -> str:
         "",
         "This page is made of `benchmarks/results/*.json`: `make docs`. What is compared, and how, is in",
         "[benchmarks](benchmarks.md). Figures are medians; a ratio is that of medians of one run, against the fastest",
-        "of the rivals beside it. In the pictures ours is blue, or red where its bar is missed.",
+        "rival, which is the one named; the files have all. In pictures ours is blue, or red where its bar is missed.",
         "",
         f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{':' if missed else '.'}",
         "",
@@ -93,10 +93,11 @@ def recovery(one: Found) -> Iterable[str]:
     )
     yield from textwrap.wrap(text, 118)
     yield from ("", *deaths(cases), "")
-    for case in cases:
-        machine = case["machine"]
-        where = f"{machine['cores']} cores of an {machine['cpu']}, commit {commit(machine)}"
-        yield f"- {case['case']}: {where}, load {machine['load_before'][0]:.1f} before"
+    machines = [case["machine"] for case in cases]
+    where = " and ".join(sorted({f"{machine['cores']} cores of an {machine['cpu']}" for machine in machines}))
+    commits = ", ".join(dict.fromkeys(commit(machine) for machine in machines))
+    load_before = max(machine["load_before"][0] for machine in machines)
+    yield f"({where}; commits {commits}; load at most {load_before:.1f} before.)"
     for case in cases:
         yield from (f"- Broken: {case['case']}: {sentence}" for sentence in case["broken"])
 
@@ -134,6 +135,8 @@ def section(one: Found) -> Iterable[str]:
     yield "| work | reached | beside | ratio | bar | |"
     yield "|---|---|---|---|---|---|"
     for row in one["rows"]:
+        if row["work"].endswith("rivals with one call a step"):
+            continue
         work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
         cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), bar(row), WORDS[row["met"]])
         yield f"| {' | '.join(cells)} |".replace("  ", " ")
@@ -141,7 +144,7 @@ def section(one: Found) -> Iterable[str]:
     if one["not_run"]:
         yield ""
         yield from (f"- Not run: {what}: {why}" for what, why in one["not_run"].items())
-    yield from ("", f"![{one['about']}](../benchmarks/results/{one['set']}.png)")
+    yield from ("", f"![{one['set']}](../benchmarks/results/{one['set']}.png)")
 
 
 def amount(value: float | None, unit: str) -> str:
@@ -150,8 +153,12 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def beside(row: Mapping[str, Any]) -> str:
-    """The rivals and what they reached."""
-    return ", ".join(f"{rival} {value:.4g}" for rival, value in row["against"].items())
+    """The rival that the ratio is beside, and what it reached."""
+    found, ratio, value = row["against"], row["ratio"], row["value"]
+    if not found or ratio is None or value is None:
+        return ", ".join(f"{rival} {reached:.4g}" for rival, reached in found.items())
+    rival = min(found, key=lambda name: abs(value - ratio * found[name]))
+    return f"{rival} {found[rival]:.4g}"
 
 
 def ratio(row: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ LAYERS = (
     ("core", "host", "data"),
     ("plugins",),
     ("roles",),
-    ("schedule", "scheduler", "cluster", "tls", "waist", "loading"),
+    ("schedule", "cluster", "tls", "waist", "loading"),
     ("seams", "security"),
     ("codecs",),
     ("update",),
