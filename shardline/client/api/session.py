@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class Session(JobMember):
         job: JobSpec | None = None,
         overlap: bool = False,
         zero_copy: bool = False,
+        clip_norm: float | None = None,
     ) -> ShardlineOptimizer:
         """Join the cluster with this model; returns when it contains the job's parameters.
 
@@ -118,11 +120,14 @@ class Session(JobMember):
         pass waits per layer.
         zero_copy: on lane shm, compute gradients in memory that the servers read, so that a step copies nothing. Those
         that can't be shared (tensors cut over several shards, other lanes) stay private. See docs/lanes.md.
+        clip_norm: in place of connect()'s, for a library that asks for it later.
 
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
         if self._attached:
             raise UsageError("this session is already attached; a session trains one model")
+        if clip_norm is not None:
+            self._script = replace(self._script, consistency=replace(self._script.consistency, clip_norm=clip_norm))
         spec = job or script_spec(self._script, self._workers, model, optimizer)
         self._loop.place.furnish(model, optimizer, spec, overlap=overlap, zero_copy=zero_copy)
         self.partners = self._loop.place.partners
