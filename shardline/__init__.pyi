@@ -48,6 +48,9 @@ from .division import WholeModel as WholeModel
 from .errors import JobStopped as JobStopped
 from .errors import RolledBackError as RolledBackError
 from .errors import ShardlineError as ShardlineError
+from .integrations.distributed import DistributedModel as DistributedModel
+from .integrations.distributed import DistributedOptimizer as DistributedOptimizer
+from .integrations.distributed import init_process_group as init_process_group
 from .job import Job as Job
 from .topology.flat import Flat as Flat
 from .update.dana import DANA as DANA

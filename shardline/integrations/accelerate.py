@@ -40,7 +40,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, clip_norm: float = 0.0, **named: Any) -> None:
         check_no_process_group("Accelerator")
-        self._clip_norm, self._attached = clip_norm, False
+        self._clip_norm = clip_norm
         mixed = named.get("mixed_precision")
         self.session = shardline.connect(clip_norm=clip_norm, nan_policy="skip" if mixed == "fp16" else "stop")
         super().__init__(*args, **named)
@@ -61,7 +61,6 @@ class Accelerator(accelerate.Accelerator):
                     "and the one model that it trains in one call"
                 )
             found = self.session.attach(models[0], item)
-            self._attached = True
             check_frozen(self.session, models[0])
             return found
 
@@ -80,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
 
     def wait_for_everyone(self) -> None:
         """Wait at a barrier for all workers, once the optimizer is prepared."""
-        if self._attached:
+        if self.session.attached:
             self.session.barrier()
 
     def gather(self, tensor: Any) -> Any:

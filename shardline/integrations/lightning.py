@@ -72,7 +72,6 @@ class ShardlineStrategy(ParallelStrategy):
                 "trains one model: give it to one Trainer, and train the next model in a script of its own"
             )
         self.session = ShardlineStrategy._held = shardline.connect(**settings)
-        self._attached = False
         super().__init__(cluster_environment=ShardlineEnvironment(self.session))
 
     # Places
@@ -102,7 +101,7 @@ class ShardlineStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the module's optimizer and attach it."""
-        if self._attached:
+        if self.session.attached:
             raise JobError(
                 f"this ShardlineStrategy has already trained a model as {self.session.config.task}, and a job trains "
                 "one: train the next model in a script of its own"
@@ -120,7 +119,6 @@ class ShardlineStrategy(ParallelStrategy):
                 'gradient: use "norm"'
             )
         attached = self.session.attach(self.lightning_module, made[0], clip_norm=trainer.gradient_clip_val)
-        self._attached = True
         # Clipping a replica's own gradient, too, would give another result.
         trainer.gradient_clip_val = None
         self.optimizers: Any = [attached]
@@ -141,7 +139,7 @@ class ShardlineStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all workers, from the time on when the optimizer is attached."""
-        if self._attached and not self.session.owner.ended:
+        if self.session.attached and not self.session.owner.ended:
             self.session.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -149,7 +147,7 @@ class ShardlineStrategy(ParallelStrategy):
         if src != 0:
             raise JobError(f"broadcast() can send a value of replica 0 only; it was asked for one of replica {src}")
         obj = os.fspath(obj) if isinstance(obj, os.PathLike) else obj
-        return self.session.broadcast(obj) if self._attached and not self.session.owner.ended else obj
+        return self.session.broadcast(obj) if self.session.attached and not self.session.owner.ended else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return replica 0's decision, which is that of all if it follows from the validation."""

@@ -180,7 +180,7 @@ class ShardlineMixin(Base):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **named: Any) -> Any:
         """Evaluate in replica 0, on the whole data set; all replicas, which must all call this, return its metrics."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(data, dict) or not self._in_training():
+        if isinstance(data, dict) or not self.session.attached:
             return super().evaluate(eval_dataset, *args, **named)
         found: Any = {}
         if self.session.replica == 0:
@@ -190,9 +190,6 @@ class ShardlineMixin(Base):
             self.log(dict(found))
             self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
-
-    def _in_training(self) -> bool:
-        return isinstance(getattr(self.optimizer, "optimizer", self.optimizer), ShardlineOptimizer)
 
     def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
         """The whole data set, which one replica evaluates."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ from torch import nn
 import shardline
 from shardline.client.api.session import Session
 from shardline.errors import ClusterSpecError, JobError
-from tests.support.services import PATIENCE_S, Services, backward, make_model
+from tests.support.services import Services, backward, make_model
 
 STEPS = 6
 SAID = "no cluster is given: training in this process alone"
@@ -97,32 +94,3 @@ def test_one_of_several_processes_does_not_train_alone(
 def test_a_task_without_a_cluster_is_still_a_mistake(start: Callable[..., Services]) -> None:
     with pytest.raises(ClusterSpecError, match="no cluster given"):
         shardline.connect(task="worker/0")
-
-
-SCRIPT = """
-import torch, shardline
-session = shardline.connect()
-model = torch.nn.Linear(2, 1)
-optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for step in session.steps(3):
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-print("made", session.step)
-"""
-
-
-@pytest.mark.processes
-def test_a_script_runs_with_python_alone_and_says_so_once(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SHARDLINE_", "TF_"))}
-    environment["TMPDIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "made 3\n"), done.stderr
-    assert (
-        done.stderr == f"shardline: {SAID}; start the script with `shardline train --script train.py` for a cluster\n"
-    )
-    assert [*tmp_path.iterdir()] == [script]

@@ -44,7 +44,8 @@ class JobMember:
         self._loop = StepLoop(config, self.metrics, termination)
         self.owner = self._loop.owner
         self._link: ChiefLink | None = None
-        self._attached = False
+        self.attached = False
+        """Whether the worker has joined with a model."""
         self.beside = contextlib.ExitStack()
         """What ends with the session: the servers of a script that trains alone."""
 
@@ -142,7 +143,7 @@ class JobMember:
             return
         self._loop.closed = True
         try:
-            if self._link is not None and self._attached and not self._link.orders.fenced:
+            if self._link is not None and self.attached and not self._link.orders.fenced:
                 self._loop.trainer.check_stepped()
                 self._loop.runner.settle()
                 self._loop.runner.finish_part()

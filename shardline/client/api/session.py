@@ -124,7 +124,7 @@ class Session(JobMember):
 
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
-        if self._attached:
+        if self.attached:
             raise UsageError("this session is already attached; a session trains one model")
         if clip_norm is not None:
             self._script = replace(self._script, consistency=replace(self._script.consistency, clip_norm=clip_norm))
@@ -142,7 +142,7 @@ class Session(JobMember):
             mine = {name: value for name, value in self._loop.place.values.items() if id(value) in owned}
             lent = SharedGradients(mine, lambda name: self.trainer.gradient_view(name))  # noqa: PLW0108  trainers change
         self._loop.hyper, self._loop.runner.lent = attached.hyper, lent
-        self._attached = True
+        self.attached = True
         return attached
 
     # Steps
