@@ -459,8 +459,8 @@ def replica_gradients(
         # After reading the batch, which uses the same generators.
         seed_everything(derive(job.seed, step, replica, microbatch))
         with calling(f"loss(model, batch), in step {step} of replica {replica},"), watch.forward():
-            loss = job.loss(model, batch)
-        check_loss(loss)
+            found = job.loss(model, batch)
+        loss = checked_loss(found)
         if microbatch == job.accumulate - 1:
             watch.backward(functools.partial(_mean, total, loss, job.accumulate), samples)
         with calling(f"backward(), in step {step} of replica {replica},"):
@@ -473,8 +473,12 @@ def _mean(total: float, last: torch.Tensor, count: int) -> float:
     return (total + float(last.detach())) / count
 
 
-def check_loss(loss: object) -> None:
-    """Raise JobError unless this is a real scalar tensor that depends on the parameters."""
+def checked_loss(found: Any) -> torch.Tensor:
+    """The loss in what loss(model, batch) returned: that itself, or the "loss" of a mapping or an output of a model.
+
+    Raises JobError unless it is a real scalar tensor that depends on the parameters.
+    """
+    loss = found.get("loss", found) if isinstance(found, Mapping) else getattr(found, "loss", found)
     if not isinstance(loss, torch.Tensor):
         raise JobError(f"loss(model, batch) returned {type(loss).__name__}; it must return a scalar tensor")
     if loss.numel() != 1:
@@ -491,3 +495,4 @@ def check_loss(loss: object) -> None:
             "loss(model, batch) doesn't depend on the model's parameters (no gradient flows); compute it from "
             "model(...), outside of torch.no_grad()"
         )
+    return loss

@@ -11,7 +11,7 @@
         optimizer_args={"lr": 0.1, "momentum": 0.9},
         batch_size=32,
         replicas=2,
-        steps=600,
+        epochs=10,                           # or steps=600
     )
 
 Every process of a cluster that computes reads this file; the parameter servers never see it.
@@ -23,14 +23,14 @@ import ast
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from shardline import division, methods
 from shardline.codecs import assigned, keep_whole
@@ -47,6 +47,7 @@ from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import check_extra_state, model_tensors
 from shardline.schedule import complete, constant
+from shardline.scheduler import GroupSettings, MakeScheduler
 from shardline.seams import Resident
 from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
 
@@ -69,9 +70,10 @@ class Job(JobSettings):
     model: Callable[[], nn.Module]
     """Returns the model, in training mode. The generators are seeded first, so that all processes start equal."""
     loss: Callable[[nn.Module, Batch], torch.Tensor]
-    """Mean loss of a batch: a scalar tensor."""
+    """Mean loss of a batch: a scalar tensor, or a mapping or an output of transformers with one as "loss"."""
     dataset: Any
-    """Samples: an object with len() and [index], an iterable, or a function without arguments that returns one."""
+    """Samples: an object with len() and [index], an iterable, or a function without arguments that returns one. A
+    DataLoader stands for its data set, batch size, collate function and processes; the job has an order of its own."""
     optimizer: str | type[torch.optim.Optimizer]
     """A class of torch.optim, or its name."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -82,6 +84,9 @@ class Job(JobSettings):
     """Parameter groups as in torch: [{"params": [...], "lr": 0.01}, ...]; a parameter in no group is not trained."""
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
+    scheduler: MakeScheduler | None = None
+    """Makes a torch scheduler for an optimizer, instead of `schedule`; stepped with each step (batch in asynchronous
+    mode): lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=500)."""
     consistency: str | Resident = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
     rule: str | Resident = "torch"
@@ -109,6 +114,8 @@ class Job(JobSettings):
     """Makes a batch from a list of samples; None = torch's default_collate."""
     workers: int = 0
     """Workers of the cluster, where stages or cuts are "auto"; 0 = unknown. Set where a job file is run."""
+    made: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """What `dataset` has returned, by seed; a job made of another by dataclasses.replace() needn't call it again."""
 
     def __post_init__(self) -> None:
         # A module is callable too, but needs an input.
@@ -116,7 +123,7 @@ class Job(JobSettings):
         _require(not ready_made, "model", self.model, "give a function that returns it, such as lambda: Net()")
         for name in ("model", "loss"):
             _require(callable(getattr(self, name)), name, getattr(self, name), "give a function")
-        for name in ("evaluate", "param_groups", "collate"):
+        for name in ("evaluate", "param_groups", "collate", "scheduler"):
             value = getattr(self, name)
             _require(value is None or callable(value), name, value, "give a function, or None")
         for name in methods.FIELDS:
@@ -127,16 +134,33 @@ class Job(JobSettings):
         object.__setattr__(self, "codec_tensors", chosen)
         shared = self.tensor_parallel
         _require(isinstance(shared, Mapping), "tensor_parallel", shared, "give a dict of patterns and styles")
+        if isinstance(self.dataset, DataLoader):
+            for name, value in _unpacked(self.dataset, self).items():
+                object.__setattr__(self, name, value)
+        _check_dataset(self.dataset)
         division.of(self).check_choices()
+        if self.epochs and not self.steps:
+            object.__setattr__(self, "steps", self._steps_of_epochs())
         check_settings(self)
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
         remedy = "use shardline.schedule.constant, step, linear or cosine"
         _require(isinstance(self.schedule, ScheduleSpec), "schedule", self.schedule, remedy)
         complete(self.schedule, self.steps)
         consistency_of(self.consistency_spec()).needed(self.replicas)
-        _check_dataset(self.dataset)
         # Reports a wrong class or argument at the job file's line, before any process starts.
         check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
+
+        if self.scheduler is not None:
+            constant_rate = self.schedule == constant()
+            _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
+            if self.param_groups is None:
+                GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
+
+    def _steps_of_epochs(self) -> int:
+        """Whole steps in `epochs` passes over the data. Raises JobError for data without a length."""
+        if not self.samples:
+            raise JobError(f"Job.epochs is {self.epochs}, but the data set has no len(); give steps instead")
+        return self.epochs * self.data_order().steps_per_epoch
 
     @property
     def shares_layers(self) -> bool:
@@ -156,6 +180,9 @@ class Job(JobSettings):
         """
         if not _is_factory(self.dataset):
             return self.dataset
+        maker, made = self.made.get(self.seed, (None, None))
+        if maker is self.dataset:
+            return made
         seed_everything(self.seed)
         with calling("dataset()"):
             made = self.dataset()
@@ -164,6 +191,7 @@ class Job(JobSettings):
                 f"dataset() returned {short(made)}, which is not a data set: it needs len() and [index], or iter()"
             )
         _check_dataset(made, "dataset()", one_shot=True)
+        self.made[self.seed] = (self.dataset, made)
         return made
 
     @property
@@ -211,18 +239,8 @@ class Job(JobSettings):
             raise JobError(f"model() returned {short(model)}; it must return a torch.nn.Module")
         return model
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The plain torch.optim object over the model's own parameters.
-
-        Raises JobError if nothing is trainable, or torch refuses the arguments or the parameter groups.
-        """
+    def _optimizer_of(self, groups: list[Any]) -> torch.optim.Optimizer:
         cls = getattr(torch.optim, self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
-        groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not groups:
-            raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
-        if self.param_groups is not None:
-            with calling("param_groups(model)"):
-                groups = [dict(group) for group in self.param_groups(model)]
         try:
             optimizer: torch.optim.Optimizer = cls(groups, **self.optimizer_args)
         except (TypeError, ValueError) as error:
@@ -230,6 +248,33 @@ class Job(JobSettings):
                 f"torch.optim.{cls.__name__} does not accept optimizer_args or param_groups: {error}"
             ) from error
         return optimizer
+
+    def group_settings(self, optimizer: torch.optim.Optimizer) -> GroupSettings | None:
+        """What `scheduler` gives the groups of an optimizer with the job's settings; None if the job has none."""
+        if self.scheduler is None:
+            return None
+        return GroupSettings(self.scheduler, self._optimizer_of, optimizer.param_groups)
+
+    def scheduled(self, steps: Iterable[int], optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        """Yield the steps of a training loop, each once the optimizer's groups have their settings for it."""
+        settings = self.group_settings(optimizer)
+        for step in steps:
+            if settings is not None:
+                settings.set(optimizer, step)
+            yield step
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The plain torch.optim object over the model's own parameters.
+
+        Raises JobError if nothing is trainable, or torch refuses the arguments or the parameter groups.
+        """
+        groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not groups:
+            raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
+        if self.param_groups is not None:
+            with calling("param_groups(model)"):
+                groups = [dict(group) for group in self.param_groups(model)]
+        return self._optimizer_of(groups)
 
     def consistency_spec(self) -> ConsistencySpec:
         """Mode, clipping and NaN policy."""
@@ -242,6 +287,7 @@ class Job(JobSettings):
         Raises JobError for a model or a data set that can't be trained on.
         """
         optimizer = self.build_optimizer(model)
+        self.group_settings(optimizer)
         check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
         tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
@@ -314,6 +360,30 @@ def lowest_is_best(metric: str) -> bool:
     return any(word in metric.lower() for word in _LOW_WORDS)
 
 
+def _unpacked(loader: DataLoader[Any], job: Job) -> dict[str, Any]:
+    """Fields of a job from a DataLoader. Raises JobError for one with an order of its own."""
+    batches = loader.batch_sampler
+    own = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == len(own.data_source)
+    if not (shuffles or type(own) is SequentialSampler or isinstance(loader.dataset, IterableDataset)):
+        raise JobError(
+            f"Job.dataset is a DataLoader with a {type(own).__name__}, but the job has an order of its own, which "
+            "follows from its seed; give a data set in the order that you want, or an iterable one"
+        )
+    if loader.batch_size is None:
+        raise JobError("Job.dataset is a DataLoader without a batch_size; give its data set and Job.batch_size")
+    if job.batch_size not in (0, loader.batch_size):
+        raise JobError(
+            f"Job.batch_size is {job.batch_size}, and that of the DataLoader {loader.batch_size}; leave one out"
+        )
+    return {
+        "dataset": loader.dataset,
+        "batch_size": loader.batch_size,
+        "collate": job.collate or loader.collate_fn,
+        "loaders": job.loaders or loader.num_workers,
+    }
+
+
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise JobError(f"Job.{name} is {short(value)}; {remedy}")
@@ -338,8 +408,8 @@ def _is_one_shot(data: object) -> bool:
 def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = False) -> None:
     if isinstance(data, DataLoader):
         raise JobError(
-            f"Job.{where} is a DataLoader; give its data set, and its batch_size and collate_fn as the job's "
-            "batch_size and collate (the job fixes the order of the data)"
+            f"Job.{where} returned a DataLoader; return its data set, and give its batch_size and collate_fn as the "
+            "job's batch_size and collate"
         )
     if _is_factory(data) or _is_map_style(data):
         return
@@ -381,6 +451,9 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
         changes.update([methods.override(name, text)])
+    if "epochs" in changes or (job.epochs and job.steps == job._steps_of_epochs()):
+        # Counted again: the batch may be another.
+        changes.setdefault("steps", 0)
     return dataclasses.replace(job, **changes)
 
 

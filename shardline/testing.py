@@ -202,6 +202,7 @@ class _Stepper:
     def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
         self.optimizer = job.build_optimizer(model)
         self.schedule = complete(job.schedule, job.steps)
+        self.settings = job.group_settings(self.optimizer)
         self.trained = trained
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -210,6 +211,8 @@ class _Stepper:
         rate_factor = factor(self.schedule, clock)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rate_factor
+        if self.settings is not None:
+            self.settings.set(self.optimizer, clock)
         for name, value in self.trained.items():
             value.grad = gradients[name]
         # Where a server's rounding depends on the number of threads, it is that of one.

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import psutil
 from click.core import ParameterSource
 
 from shardline.cli import options, train
+from shardline.cli.launcher import LIFE_FD
 from shardline.cli.roles import reads, role_command, role_options
 from shardline.cluster import TaskPlace, locate, own_address, parse_address, parse_task, wants_place
 from shardline.errors import UsageError, as_error
@@ -28,12 +29,18 @@ from shardline.host.run_lock import ever_begun
 from shardline.observability import log
 from shardline.roles import ROLES
 from shardline.rpc.names import is_literal, unknown_name
-from shardline_launchers.places import LAUNCHERS, Asked, ProcessPlace, find
+from shardline_launchers.places import LAUNCHERS, PORT, Asked, ProcessPlace, find
+from shardline_launchers.ssh import STARTED, RemoteTasks, host_name, obey_input, spread
 
 EXPAND_S = 20.0
 FINAL_CODES = (0, 2, 5, 6, 7)
 """Exit codes after which the same process would end the same way: done, a bad setting, NaN, a bad checkpoint, a task
 that another has replaced."""
+LOCAL = (
+    *("file", "job", "hosts", "port", "python", "by", "ps", "workers", "evaluators", "task", "cluster", "restart_code"),
+    *("obey_input", "address"),
+)
+"""Flags that --hosts does not pass on."""
 NOT_FOR_SCRIPTS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG"),
@@ -57,11 +64,17 @@ log_ = logging.getLogger("shardline.launchers")
 @options.option(
     "--by", type=click.Choice(tuple(LAUNCHERS)), help="Launcher to follow, if several have set their variables."
 )
+@options.option("--hosts", metavar="HOST,HOST,...", help="Start every task by ssh on these hosts, from here.")
+@options.option(
+    "--port", type=click.IntRange(1, 65_535), default=PORT, help="Port of the chief on the first of --hosts."
+)
+@options.option("--python", metavar="PATH", help="Python on --hosts. Default: this one's path.")
 @options.option(
     "--restart-code",
     type=click.IntRange(1, 255),
     help="Exit code in place of those after which a restart may help, for launchers that tell them apart.",
 )
+@click.option("--obey-input", is_flag=True, hidden=True)
 @role_options
 def run(**flags: Any) -> int:
     """Run one process of a cluster that a launcher starts: the same command for every task.
@@ -92,9 +105,16 @@ def _told(code: int, flags: Mapping[str, Any]) -> int:
 
 
 def _run(flags: dict[str, Any]) -> int:
+    if flags["obey_input"]:
+        # Before anything that may fail: from here on it is not ssh that did.
+        print(STARTED, flush=True)
+        if not flags["script"] or not (flags["task"] or "").startswith("worker/"):
+            obey_input()
     if wants_place(flags["task"]):
         # The chief decides on the index, once the task asks it for one.
         return _run_task(flags["task"], None, flags)
+    if flags["hosts"] is not None:
+        return _by_ssh(flags)
     place = _place(flags)
     log.setup(place.task)
     log_.info("place from %s", place.source)
@@ -131,6 +151,40 @@ def _place(flags: Mapping[str, Any]) -> ProcessPlace:
     if place.restarts and not flags["resume"]:
         place = replace(place, source=f"{place.source}, restarted {place.restarts} times")
     return place
+
+
+def _by_ssh(flags: Mapping[str, Any]) -> int:
+    """Start every task on --hosts, and follow them to the end."""
+    asked = Asked(**options.same_names(Asked, flags))
+    named = "--task or --cluster" if flags["task"] or flags["cluster"] else ""
+    place = None if named else find(os.environ, asked, expand=_host_names, by=flags["by"])
+    if named := named or (place.source if place is not None else ""):
+        raise UsageError(
+            f"--hosts starts processes by ssh, but the place of this one is known from {named}; use only one"
+        )
+    if flags["job"] is None:
+        raise UsageError("no job file is given; use: shardline run JOB.py --hosts HOST,HOST")
+    targets = [target.strip() for target in flags["hosts"].split(",") if target.strip()]
+    if not targets or len(set(targets)) < len(targets) or any(target.startswith("-") for target in targets):
+        raise UsageError(f"--hosts is {flags['hosts']!r}; give names of hosts, each once, such as a,b,user@c")
+    spec, on = spread(targets, asked, flags["port"], host_name)
+    given = {name: value for name, value in flags.items() if name not in LOCAL and _on_command_line(name)}
+    shared = [*_arguments(run.params, given), str(flags["job"]), "--obey-input"]
+    local = {options.variable(f"--{name.replace('_', '-')}") for name in LOCAL}
+    variables = [
+        f"{name}={os.environ[name]}"
+        for name in sorted(os.environ)
+        if name.startswith("SHARDLINE_") and name not in local
+    ]
+    cluster = json.dumps(spec.tasks)
+
+    def command(task: str) -> str:
+        python = [flags["python"] or sys.executable, "-P", "-m", "shardline", "run"]
+        line = shlex.join(["env", *variables, *python, *shared, "--task", task, "--cluster", cluster])
+        return f"cd {shlex.quote(os.getcwd())} && exec {line}"
+
+    grace_s = 2 * options.timeouts(flags).total_s
+    return RemoteTasks(on, command, script=flags["script"], asked=asked, grace_s=grace_s).run()
 
 
 def _host_names(short: str) -> Sequence[str]:
@@ -193,23 +247,25 @@ def _run_task(task: str, place: ProcessPlace | None, flags: Mapping[str, Any]) -
         if not ROLES[role].leads:
             return _become_script(role, given)
         given["job"] = None
-    code = role_command(role).main(list(_arguments(role, given)), prog_name="shardline run", standalone_mode=False)
+    known = [option for option in role_command(role).params if reads(role, str(option.name))]
+    code = role_command(role).main(list(_arguments(known, given)), prog_name="shardline run", standalone_mode=False)
     return code if isinstance(code, int) else 0
 
 
-def _arguments(role: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """The command line of a role with the flags that it reads, of those that are not at their default."""
-    for option in role_command(role).params:
+def _arguments(known: Iterable[click.Parameter], given: Mapping[str, Any]) -> Iterator[str]:
+    """A command line with the options that are given. Their variables are read by whoever gets it, too."""
+    for option in known:
         name = str(option.name)
-        if not isinstance(option, click.Option) or name not in given or not reads(role, name):
+        if not isinstance(option, click.Option) or name not in given:
             continue
-        values = given[name] if option.multiple else (given[name],)
-        for value in values:
-            if option.is_flag:
-                # Variables of these are in the environment for the role, too.
-                if value != option.default or _on_command_line(name):
-                    yield option.opts[0] if value else (option.secondary_opts or option.opts)[0]
-            elif value is not None and (value != option.default or _on_command_line(name)):
+        said = _on_command_line(name)
+        if option.is_flag:
+            # One that is off can't be said, if it has no opposite.
+            if given[name] != (option.default is True) or (said and option.secondary_opts):
+                yield option.opts[0] if given[name] else option.secondary_opts[0]
+            continue
+        for value in given[name] if option.multiple else (given[name],):
+            if value is not None and (value != option.default or said):
                 yield from (option.opts[0], "=".join(value) if isinstance(value, tuple) else str(value))
 
 
@@ -231,6 +287,8 @@ def _become_script(role: str, given: Mapping[str, Any]) -> int:
         value = {**given, "device": device}.get(str(option.name))
         if isinstance(option, click.Option) and isinstance(option.envvar, str) and value not in (None, option.default):
             environment[option.envvar] = str(int(value)) if isinstance(value, bool) else str(value)
+    if given["obey_input"]:
+        environment[LIFE_FD] = "0"
     # That of the launcher, which the script is not.
     environment.pop("SHARDLINE_SCRIPT", None)
     sys.stdout.flush()

@@ -17,7 +17,7 @@ import shardline_pipeline as pipeline
 from shardline import consistency
 from shardline.core.parcel import ParcelKey, flat, memory_order, unflat
 from shardline.core.spec import JobSpec
-from shardline.data import BatchSource, DataSource, check_loss, derive, replica_gradients, seed_everything
+from shardline.data import BatchSource, DataSource, checked_loss, derive, replica_gradients, seed_everything
 from shardline.division.base import Gradients
 from shardline.errors import JobError, calling
 from shardline.testing import copies
@@ -176,7 +176,7 @@ class Delayed:
             seed_everything(derive(self._job.seed, step, replica, microbatch))
             with calling(f"loss(model, batch), in step {step} of replica {replica},"):
                 loss = self._job.loss(self._staged, batch)  # type: ignore[arg-type]
-            check_loss(loss)
+            loss = checked_loss(loss)
             after = copies(buffers)
             self._enter(back=True)
             # What is repeated finds the buffers as they were, and changes nothing in them.

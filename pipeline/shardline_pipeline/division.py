@@ -40,6 +40,11 @@ class DividedReplicas:
     # A job file
 
     def check_choices(self) -> None:
+        if self.job.scheduler is not None and self.schedule.staged and self.schedule.gap_aware:
+            raise JobError(
+                f"pipeline {self.job.pipeline} measures steps by the learning rate, which a scheduler doesn't tell it; "
+                "use schedule=shardline.schedule.constant, step, linear or cosine"
+            )
         tensor_parallel.check_choices({str(pattern): str(style) for pattern, style in self.job.tensor_parallel.items()})
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:

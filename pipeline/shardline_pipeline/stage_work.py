@@ -21,7 +21,7 @@ from shardline.data import (
     Batch,
     BatchSource,
     DataSource,
-    check_loss,
+    checked_loss,
     derive,
     seed_everything,
     to_device,
@@ -367,8 +367,7 @@ class StageWork:
                 return made[0]
         if not made:
             raise JobError(f"loss(model, batch) does not call the model, {at} so nothing can be trained")
-        check_loss(loss)
-        return loss
+        return checked_loss(loss)
 
     def backward(self, at: At) -> None:
         start_s, holds = time.monotonic(), self._holds(at)

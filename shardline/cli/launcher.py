@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from shardline import methods
+from shardline.cli import prints
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
 from shardline.cli.roles import COMMANDS
@@ -62,6 +63,8 @@ SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
 TAIL_BYTES = 8192
 TAIL_LINES = 200
+PRINTS_S = 2.0
+"""How long the last prints of an ended task are waited for: a process that left its group may hold the pipe."""
 LIFE_FD = "SHARDLINE_LIFE_FD"
 """Environment variable with a script's pipe that closes with the launcher; other tasks get --life-fd."""
 
@@ -109,6 +112,8 @@ class LaunchOptions:
     run_dir: Path | None = None
     page: str | None = None
     """Address of the chief's page; None = no page."""
+    prints: str = prints.NONE
+    """Tasks whose prints LocalCluster hands on: the first worker (first), all tasks (all), or none (none)."""
 
     def __post_init__(self) -> None:
         check_out(self.out)
@@ -249,6 +254,7 @@ def _write(path: Path, text: str) -> None:
 @dataclass
 class _Child:
     process: subprocess.Popen[bytes] | ForkedProcess
+    printed: prints.Printed
     watcher: threading.Thread | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     code: int | None = None
@@ -279,6 +285,8 @@ class LocalCluster:
         self.options = options
         self.say: Callable[[str], None] = lambda sentence: None
         """Called with a message for the user on what the start waits for."""
+        self.printed: Callable[[str, str], None] = lambda task, line: None
+        """Called with a task that options.prints chooses, and each line that it prints, on threads of their own."""
         self.lock: RunLock | None = None
         """Lock of --out, held from before the first byte is written there until every process has ended."""
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -388,7 +396,9 @@ class LocalCluster:
                 return
             environment = task_environment(self.options, task, life_fd=life_fd, base=os.environ)
             kept = [fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None]
-            child = _Child(self._starter.start(command, environment, log, kept))
+            shown = task in prints.shown(self.options.prints, self.tasks())
+            with prints.Printed(log.fileno(), (lambda line: self.printed(task, line)) if shown else None) as printed:
+                child = _Child(self._starter.start(command, environment, (printed.fd, log.fileno()), kept), printed)
             self._children[task] = child
             child.watcher = threading.Thread(target=self._watch, args=(task, child), name=f"watch-{task}", daemon=True)
             child.watcher.start()
@@ -423,9 +433,10 @@ class LocalCluster:
         pid = child.process.pid
         # The process stays a zombie until it is reaped under the lock, so we can't signal another process with its pid.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # Also end what the task itself started and left behind.
+        _signal_group(pid, signal.SIGKILL)
+        child.printed.join(PRINTS_S)
         with self._lock:
-            # Also end what the task itself started and left behind.
-            _signal_group(pid, signal.SIGKILL)
             code = child.process.wait()
             reap_group(pid)
             child.code = code

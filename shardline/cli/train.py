@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline import plugins
-from shardline.cli import options
+from shardline.cli import options, prints
 from shardline.cli.launcher import TAIL_LINES, LaunchError, LaunchOptions, LocalCluster
 from shardline.cli.process_exits import SCRIPT_RAISED, Ended, says_more
 from shardline.core.timeouts import Timeouts
@@ -111,6 +111,12 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.replay
 @options.lanes
 @options.page
+@options.option(
+    "--prints",
+    type=click.Choice(prints.CHOICES),
+    default=prints.FIRST,
+    help="Whose prints to show here: the first worker's, all tasks', with their names, or none. Logs have all of them.",
+)
 @options.secured
 @options.admin
 @options.insecure_bind
@@ -306,6 +312,8 @@ def run(
     console = PlainConsole(stderr=True)
     cluster = kind(launch)
     cluster.say = console.say
+    named = launch.prints == prints.ALL
+    cluster.printed = lambda task, line: prints.show(console, f"{task}: {line}" if named else line)
     try:
         with _signals(cluster), cluster:
             return LaunchedRun(cluster, console).to_the_end(summary)

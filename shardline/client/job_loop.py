@@ -12,7 +12,7 @@ from torch import nn
 
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
-from shardline.data import BatchSource, replica_gradients
+from shardline.data import BatchSource, checked_loss, replica_gradients
 from shardline.job import Job
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -27,12 +27,13 @@ class FirstLoss:
         self._loss = loss
         self._seen = False
 
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the job's loss of a batch, a scalar."""
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the job's loss returns for a batch."""
         found = self._loss(model, batch)
-        if not self._seen and isinstance(found, torch.Tensor):
+        if not self._seen:
             self._seen = True
-            foreign = [*foreign_parameters(found, {id(parameter) for parameter in model.parameters()})]
+            loss = checked_loss(found)
+            foreign = [*foreign_parameters(loss, {id(parameter) for parameter in model.parameters()})]
             if foreign:
                 shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:3])
                 log.warning(
@@ -68,7 +69,7 @@ def run_replicas(
 ) -> None:
     """Train an attached model until the job ends."""
     watched = dataclasses.replace(job, loss=FirstLoss(job.loss))
-    for step in session.steps():
+    for step in job.scheduled(session.steps(), optimizer):
         with session.attempt():
             for replica in session.replicas:
                 session.begin_replica(replica)

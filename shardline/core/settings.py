@@ -91,8 +91,9 @@ class Settings:
 class JobSettings(Settings):
     """Settings of a job file, with those that other tasks get in another form or not at all."""
 
-    batch_size: int = setting(lowest=1, doc="Samples per microbatch of a replica.")
-    steps: int = setting(lowest=1, doc="Steps to train; in asynchronous mode, batches of all workers together.")
+    batch_size: int = setting(0, lowest=1, doc="Samples per microbatch of a replica.")
+    epochs: int = setting(0, lowest=0, doc="Passes over the data to train, instead of `steps`; of whole steps each.")
+    steps: int = setting(0, lowest=1, doc="Steps to train; in asynchronous mode, batches of all workers together.")
     clip_norm: float = setting(
         0.0, lowest=0, doc="Global gradient norm above which gradients are scaled down; 0 = off."
     )

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import setproctitle
 
@@ -101,10 +101,12 @@ class ForkServer:
             start_new_session=True,
         )
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int, kept: Sequence[int]) -> int:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], output: tuple[int, int], kept: Sequence[int]
+    ) -> int:
         """Fork a task; returns its process id.
 
-        command: COMMAND and the task's arguments. output: the descriptor of its standard output and error. kept:
+        command: COMMAND and the task's arguments. output: descriptors of its standard output and error. kept:
         descriptors that it inherits under the same numbers. Raises OSError where that can't be done.
         """
         request = {"command": list(command), "environment": dict(environment), "kept": list(kept)}
@@ -114,7 +116,7 @@ class ForkServer:
                 if not self._ready and not self._await_ready(START_S):
                     raise TimeoutError(f"imports took longer than {START_S:.0f} s")
                 self._socket.settimeout(ANSWER_S)
-                socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [output, *kept])
+                socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [*output, *kept])
                 self._socket.sendall(data)
                 pid = int(_read_line(self._socket))
             except BaseException:
@@ -180,19 +182,19 @@ class TaskStarter:
         self.close()
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, kept: Sequence[int]
+        self, command: Sequence[str], environment: Mapping[str, str], output: tuple[int, int], kept: Sequence[int]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         """A new process in a session of its own; see ForkServer.start(). Raises OSError."""
         if self.server is not None and can_fork(command):
             try:
-                return ForkedProcess(self.server.start(command, environment, output.fileno(), kept))
+                return ForkedProcess(self.server.start(command, environment, output, kept))
             except OSError as error:
                 self.give_up(error)
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=output[0],
+            stderr=output[1],
             env=environment,
             pass_fds=kept,
             start_new_session=True,
@@ -316,11 +318,11 @@ def _fork(request: Mapping[str, Any], fds: Sequence[int], connection: socket.soc
 
 def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
     """Be the task for the rest of this process's life; returns its exit code."""
-    command, output, kept = request["command"], fds[0], request["kept"]
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    _place(dict(zip(fds[1:], kept, strict=True)))
+    command, kept = request["command"], request["kept"]
+    for number, fd in enumerate(fds[:2], 1):
+        os.dup2(fd, number)
+        os.close(fd)
+    _place(dict(zip(fds[2:], kept, strict=True)))
     # Before the environment changes: the new title takes the memory of the one that the process began with.
     # Show the task's own command line and name in lists of processes.
     setproctitle.setproctitle(" ".join(command).encode(errors="backslashreplace").decode())

@@ -59,11 +59,12 @@ def loss(model, batch):
 job = shardline.Job(
     model=model, loss=loss, dataset=data, optimizer="Adam", optimizer_args={{"lr": 0.01}}, batch_size=4,
     accumulate={accumulate}, steps={steps}, replicas={replicas}, checkpoint_every=10, pipeline="{pipeline}",
-    apply="{apply}", consistency="{consistency}", codec_parcels="{codec}", evaluate=evaluate,
+    apply="{apply}", consistency="{consistency}", codec_parcels="{codec}", evaluate=evaluate, scheduler={scheduler},
 )
 """
 
 
+CYCLE = "lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=24)"
 LAYERS = "shardline.Pipeline(layers, stages={stages}, workers={workers})"
 SPLIT = "shardline.Pipeline.split(nn.Sequential(*layers), torch.zeros(4, 16), cuts={stages}, workers={workers})"
 
@@ -80,12 +81,14 @@ def write_job(
     consistency: str = "sync",
     codec: str = "",
     width: int = 32,
+    scheduler: str = "None",
     model: str = LAYERS,
 ) -> Path:
     path = folder / "job.py"
     made = model.format(stages=stages, workers=workers)
     fields = {"pipeline": pipeline, "model": made, "steps": steps, "replicas": replicas}
-    text = JOB.format(**fields, accumulate=4, apply=apply, consistency=consistency, codec=codec, width=width)
+    fields |= {"apply": apply, "consistency": consistency, "codec": codec, "width": width, "scheduler": scheduler}
+    text = JOB.format(**fields, accumulate=4)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -133,14 +136,14 @@ def assert_counted(out: Path, pipeline: str, layout: StageLayout) -> None:
 @pytest.mark.part(of=2)
 @pytest.mark.parametrize("pipeline", ["gpipe:recompute=true", "flush"])
 def test_stages_on_three_workers_end_in_the_bits_of_one_process(tmp_path: Path, pipeline: str) -> None:
-    job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
+    job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2, scheduler=CYCLE), tmp_path / "run"
     finished = train(job, out, "--ps", "2", "--workers", "3")
     assert finished.code == 0, finished
     assert any("3 workers, 2 replicas in 3 stages" in told for told in events(out, "running"))
     assert same_bits(out, job)
     assert_seen(out, pipeline, stages=3, replicas=2)
     # Other cuts, and none, go on from there.
-    job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
+    job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2", scheduler=CYCLE)
     assert train(job, out, "--ps", "1", "--workers", "2", "--resume").code == 0
     assert same_bits(out, job)
     finished = train(job, out, "--workers", "2", "--resume", "--set", "pipeline=whole-model", "--steps", "24")
@@ -292,7 +295,9 @@ def test_a_stage_that_fits_nowhere_else_waits_for_its_worker(tmp_path: Path, ret
 @pytest.mark.part(of=4)
 @pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "ftpipe", "no-stash"])
 def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
-    job, out = write_job(tmp_path, pipeline=pipeline, steps=12, replicas=2), tmp_path / "run"
+    # What divides gradients by gaps measures with the job's own schedule.
+    made = {"pipeline": pipeline, "replicas": 2, "scheduler": "None" if pipeline == "ftpipe" else CYCLE}
+    job, out = write_job(tmp_path, steps=12, **made), tmp_path / "run"
     assert train(job, out, "--ps", "2", "--workers", "4").code == 0
     assert same_bits(out, job)
     warned = [
@@ -302,7 +307,7 @@ def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(t
     assert_counted(out, pipeline, StageLayout(workers=(2, 2, 2), replicas=2, microbatches=4))
     # Going on begins with an empty pipeline, with other cuts too.
     first = reference(load_job(job))
-    job = write_job(tmp_path, pipeline=pipeline, steps=18, replicas=2, stages="2")
+    job = write_job(tmp_path, steps=18, stages="2", **made)
     assert train(job, out, "--ps", "1", "--workers", "3", "--resume").code == 0
     assert summary_of(out)["sha256"] == reference(load_job(job), start=first).sha256
 

@@ -25,6 +25,8 @@ def test_the_digits_script_learns_on_two_servers_with_two_workers(tmp_path: Path
     out = tmp_path / "run"
     finished = train(SCRIPT, out, "--script", "--ps", "2", "--workers", "2")
     assert finished.code == 0, finished
+    # What the first worker prints, and no other's.
+    assert re.findall(r"replica \d of 2: test accuracy", finished.out) == ["replica 0 of 2: test accuracy"]
     found = summary_of(out)
     assert (found["steps"], found["versions"], found["replicas"], found["job"]) == (500, [500, 500], 2, "train")
     assert [line["step"] for line in json_lines(out / "logs" / "steps.jsonl")] == list(range(500))

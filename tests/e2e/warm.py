@@ -114,7 +114,7 @@ class WarmForkServer(forkserver.ForkServer):
         return forkserver.ForkedProcess(pid)
 
     def _serve(self, theirs: socket.socket, environment: Mapping[str, str]) -> int:
-        _begin(os.open(os.devnull, os.O_WRONLY), environment, [theirs.fileno()])
+        _begin((os.open(os.devnull, os.O_WRONLY),) * 2, environment, [theirs.fileno()])
         task = forkserver.serve(socket.socket(fileno=theirs.detach()))
         return 0 if task is None else task()
 
@@ -123,13 +123,20 @@ class ForkedTask:
     """What a launcher gets where it asks for subprocess.Popen, for a script: a child like any, but for the exec."""
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], stdout: Any, pass_fds: Sequence[int], **_: object
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int],
+        **_: object,
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_task(command, env, stdout.fileno(), pass_fds)
+            _become_task(command, env, (stdout, stderr), pass_fds)
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -142,7 +149,9 @@ def start_task(command: Sequence[str], **fields: Any) -> Any:
     return subprocess.Popen(command, **fields)
 
 
-def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, kept: Sequence[int]) -> NoReturn:
+def _become_task(
+    command: Sequence[str], env: Mapping[str, str], output: tuple[int, int], kept: Sequence[int]
+) -> NoReturn:
     def run() -> int:
         _begin(output, env, kept)
         return _script(command[1:])
@@ -150,14 +159,14 @@ def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, ke
     forkserver.end_as_fork(run)
 
 
-def _begin(output: int, env: Mapping[str, str], kept: Sequence[int]) -> None:
+def _begin(output: tuple[int, int], env: Mapping[str, str], kept: Sequence[int]) -> None:
     """What an exec would do: a session, standard streams and an environment of its own, and no other descriptors."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(output[0], 1)
+    os.dup2(output[1], 2)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in kept:
             with contextlib.suppress(OSError):

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from shardline import schedule
 from shardline.cli.main import main
 from shardline.config import RoleConfig
 from shardline.errors import NonFiniteError, UsageError
 from shardline.job import Job
+from shardline.testing import reference
 from shardline_chief import service as chief
 from shardline_lab.comparison import Difference, InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline_ps import service as ps
@@ -32,7 +35,28 @@ def compare(job: Job, out: Path, **settings: Any) -> list[Difference]:
     )
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=4, base_momentum=0.6, max_momentum=0.9)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), ExponentialLR(optimizer, 0.5)], [2])
+
+
+def by_group(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1.0 + step])
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}]
+
+
 JOBS: dict[str, dict[str, Any]] = {
+    "a scheduler that cycles momentum": {"scheduler": one_cycle},
+    "a scheduler that cycles betas": {"scheduler": one_cycle, "optimizer": "adamw", "apply": "worker"},
+    "schedulers in sequence": {"scheduler": warmed_up, "optimizer": "adam", "model": Rich},
+    "a scheduler with a curve per group": {"scheduler": by_group, "param_groups": two_groups},
     "all that a model may have": {"model": Rich, "accumulate": 2, "batch_size": 2},
     "clipping and a schedule": {"optimizer": "adamw", "clip_norm": 0.05, "schedule": schedule.cosine(warmup_steps=2)},
     "one replica": {"replicas": 1, "model": Rich},
@@ -45,6 +69,12 @@ def test_a_job_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None:
     settings = dict(JOBS[case])
     job = checked_job(make_job(settings.pop("optimizer", "momentum"), **settings), 3).job
     assert not compare(job, tmp_path)
+
+
+def test_a_scheduler_counts_the_batches_of_an_asynchronous_job(tmp_path: Path) -> None:
+    job = make_job("sgd", consistency="async", steps=6, scheduler=warmed_up)
+    cluster = InProcessCluster(role=ROLES.__getitem__, out=tmp_path, timeouts=TIMEOUTS)
+    assert not differences({6: reference(job).params}, {6: train_served(job, cluster)[6]})
 
 
 def test_what_plain_torch_has_no_equal_for_is_left_out_and_named() -> None:

@@ -61,7 +61,7 @@ class Forks:
     def start(self, *, kept: tuple[int, ...] = (), **environment: str) -> ForkedProcess:
         with (self.folder / "log").open("ab") as log:
             settings = {"FOLDER": str(self.folder), "PATH": os.environ["PATH"], **environment}
-            process = ForkedProcess(self.server.start(self.command(), settings, log.fileno(), kept))
+            process = ForkedProcess(self.server.start(self.command(), settings, (log.fileno(),) * 2, kept))
         self.started.append(process)
         return process
 
@@ -89,7 +89,7 @@ def light(fake_roles: Path) -> Light:
 def assert_execs(starter: TaskStarter, command: list[str], folder: Path) -> None:
     """It starts a task by exec; ends it."""
     with (folder / "log").open("ab") as output:
-        process = starter.start(command, {**os.environ, "FOLDER": str(folder)}, output, ())
+        process = starter.start(command, {**os.environ, "FOLDER": str(folder)}, (output.fileno(),) * 2, ())
     assert isinstance(process, subprocess.Popen)
     assert process.wait() == 0
     starter.close()
@@ -171,7 +171,7 @@ def test_signals_do_what_they_do_to_a_new_process(forks: Forks) -> None:
 def test_a_wrong_command_ends_with_its_exit_code_and_sentence(forks: Forks) -> None:
     with (forks.folder / "wrong").open("wb") as log:
         settings = {"PATH": os.environ["PATH"]}
-        pid = forks.server.start([*COMMAND, "ps", "--cluster", "nowhere.json"], settings, log.fileno(), ())
+        pid = forks.server.start([*COMMAND, "ps", "--cluster", "nowhere.json"], settings, (log.fileno(),) * 2, ())
     assert ForkedProcess(pid).wait() == 2
     assert "nowhere.json" in (forks.folder / "wrong").read_text()
 
@@ -198,7 +198,7 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path,
     kinds = []
     for _ in range(2):
         with (tmp_path / "log").open("ab") as output:
-            process = starter.start(command, settings, output, ())
+            process = starter.start(command, settings, (output.fileno(),) * 2, ())
         assert process.wait() == 0
         kinds.append(type(process))
         assert starter.server is None or not os.kill(starter.server.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_pa
     command = light("import sys\nassert 'colorsys' in sys.modules")
     server = ForkServer(dict(os.environ), ["colorsys", "no_such_module"])
     with (tmp_path / "log").open("ab") as log:
-        assert ForkedProcess(server.start(command, os.environ, log.fileno(), ())).wait() == 0
+        assert ForkedProcess(server.start(command, os.environ, (log.fileno(),) * 2, ())).wait() == 0
     server.close()
 
 
@@ -301,7 +301,7 @@ def test_a_task_computes_with_several_threads_though_an_import_has_computed_befo
     )
     with (tmp_path / "log").open("ab") as log:
         command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
-        process = ForkedProcess(server.start(command, os.environ, log.fileno(), ()))
+        process = ForkedProcess(server.start(command, os.environ, (log.fileno(),) * 2, ()))
     codes: list[int] = []
     waiter = threading.Thread(target=lambda: codes.append(process.wait()), daemon=True)
     waiter.start()

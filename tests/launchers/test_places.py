@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardline.cli.main import main
+from shardline.cli.roles import role_command
 from shardline.cluster import UNNAMED
 from shardline.errors import UsageError
+from shardline_launchers import command
 from shardline_launchers.places import SLURM_PORTS, Asked, ProcessPlace, find
+from tests.launchers.support import DIGITS
 
 TORCHRUN = {
     "LOCAL_RANK": "1",
@@ -319,3 +324,49 @@ def test_launchers_that_disagree_are_refused_until_one_is_chosen(other: dict[str
 def test_a_launcher_that_is_chosen_must_be_there() -> None:
     with pytest.raises(UsageError, match="was it started by slurm"):
         find(TORCHRUN, Asked(), expand=expand, by="slurm")
+
+
+# What the place becomes
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> dict[str, Any]:
+    """The flags with which `shardline run` runs a role."""
+    found: dict[str, Any] = {}
+
+    def run_role(role: str, flags: dict[str, Any]) -> int:
+        found.update(flags, role=role)
+        return 0
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "role_command", lambda role: role_command(role, run_role))
+    assert main(["run", *arguments]) == 0
+    return found
+
+
+def test_a_role_gets_the_flags_that_it_reads_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {**SLURM, **ONE_MACHINE}
+    run = (str(DIGITS), "--ps", "2", "--steps", "7", "--set", "batch_size=8", "--no-overlap", "--device", "cuda:1")
+    worker = started(monkeypatch, *run, **environ)
+    assert (worker["role"], worker["task"], worker["job"]) == ("worker", "worker/1", DIGITS)
+    assert (worker["steps"], worker["settings"], worker["overlap"]) == (7, (("batch_size", "8"),), False)
+    assert (worker["device"], worker["exit_with_job"], worker["chief_trains"]) == ("cuda:1", True, False)
+    server = started(monkeypatch, *run, SLURM_PROCID="2")
+    assert (server["task"], server["device"], server["exit_with_job"]) == ("ps/1", "cpu", True)
+    chief = started(monkeypatch, *run, SLURM_PROCID="0")
+    assert (chief["task"], chief["out"], chief["exit_with_job"]) == ("chief/0", Path("runs/job-slurm-4711"), False)
+    # Slurm has started the job again.
+    assert chief["resume"] and not chief["chief_trains"]
+    assert "worker" in json.loads(chief["cluster"])
+
+
+def test_no_launcher_is_told_what_to_do_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(DIGITS)]) == 2
+    assert "use: shardline train" in capsys.readouterr().err
+
+
+def test_two_job_files_and_a_code_for_a_script_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(DIGITS), "--job", "other.py"]) == 2
+    assert "two job files are given" in capsys.readouterr().err
+    assert main(["run", str(DIGITS), "--script", "--restart-code", "138"]) == 2
+    assert "the script's own" in capsys.readouterr().err

@@ -106,7 +106,7 @@ LAYERS = (
     ("core", "host", "data"),
     ("plugins",),
     ("roles",),
-    ("schedule", "cluster", "tls", "waist", "loading"),
+    ("schedule", "scheduler", "cluster", "tls", "waist", "loading"),
     ("seams", "security"),
     ("codecs",),
     ("update",),

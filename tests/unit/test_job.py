@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from shardline import consistency, methods, schedule
 from shardline.client.api.script_job import TensorHolder
 from shardline.consistency.intake import VOTED_TREE
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
+from shardline.data import checked_loss
 from shardline.errors import JobError
 from shardline.host.python_file import installed_imports
 from shardline.job import MAX_METRIC_NAME, MAX_METRICS, Job, load_job, model_tensors
@@ -56,6 +60,11 @@ def _leave_imports_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
 
 def make_job(**changes: Any) -> Job:
@@ -187,7 +196,29 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
         ({"optimizer_args": {"lr": -1.0}}, r"Invalid learning rate"),
         ({"dataset": 3}, r"Job\.dataset is 3; give an object with len\(\) and \[index\]"),
         ({"dataset": iter([1])}, r"can be read only once; give a function that returns it"),
-        ({"dataset": DataLoader([1, 2])}, r"Job\.dataset is a DataLoader; give its data set"),
+        ({"dataset": DataLoader([1, 2])}, r"Job\.batch_size is 2, and that of the DataLoader 1; leave one out"),
+        (
+            {"dataset": DataLoader([1, 2], sampler=WeightedRandomSampler([1.0, 2.0], 2)), "batch_size": 0},
+            r"Job\.dataset is a DataLoader with a WeightedRandomSampler, but the job has an order of its own",
+        ),
+        (
+            {"dataset": DataLoader([1, 2], sampler=RandomSampler([1, 2], replacement=True)), "batch_size": 0},
+            r"a DataLoader with a RandomSampler, but the job has an order of its own",
+        ),
+        (
+            {"dataset": DataLoader([1, 2], batch_size=None), "batch_size": 0},
+            r"Job\.dataset is a DataLoader without a batch_size",
+        ),
+        ({"batch_size": 0}, r"Job\.batch_size is 0; give a whole number >= 1"),
+        ({"steps": 0}, r"Job\.steps is 0; give a whole number >= 1"),
+        (
+            {"dataset": Endless, "epochs": 2, "steps": 0},
+            r"Job\.epochs is 2, but the data set has no len\(\); give steps instead",
+        ),
+        ({"scheduler": StepLR}, r"scheduler\(optimizer\) raised TypeError: .*step_size"),
+        ({"scheduler": ReduceLROnPlateau}, r"a ReduceLROnPlateau, which follows a metric"),
+        ({"scheduler": lambda optimizer: None}, r"scheduler\(optimizer\) returned None; it must return a scheduler"),
+        ({"scheduler": ConstantLR, "schedule": schedule.linear()}, r"leave it out where the job has a scheduler"),
         (
             {"codec_parcels": "bf8"},
             "codec_parcels 'bf8' does not exist; choose from raw, bf16, fp16, lossless, sparse, int8, fp8, qsgd, te",
@@ -204,6 +235,45 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
 def test_a_field_that_cannot_be_is_named_with_value_and_remedy(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(JobError, match=sentence):
         make_job(**changes)
+
+
+def test_a_data_loader_stands_for_its_data_set_batch_size_collate_function_and_processes() -> None:
+    data = TensorDataset(torch.zeros(8, 2))
+    loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=torch.stack, num_workers=2)
+    job = make_job(dataset=loader, batch_size=0)
+    assert (job.dataset, job.batch_size, job.collate, job.loaders) == (data, 2, torch.stack, 2)
+    assert make_job(dataset=DataLoader(Endless(), batch_size=4), batch_size=0).batch_size == 4
+
+
+def test_epochs_are_whole_steps_counted_with_the_batch_that_the_job_has_at_last(tmp_path: Path) -> None:
+    data = TensorDataset(torch.zeros(50, 2))
+    assert make_job(dataset=data, epochs=3, steps=0, replicas=2).steps == 3 * (50 // (2 * 2))
+    assert make_job(dataset=data, epochs=3, steps=7).steps == 7
+    text = JOB.replace("steps=10", "epochs=2")
+    samples = load_job(write(tmp_path / "job.py", text)).samples
+    for overrides, steps in (
+        ([], 2 * (samples // 2)),
+        ([("batch_size", "4")], 2 * (samples // 4)),
+        ([("steps", "5")], 5),
+        ([("epochs", "3"), ("batch_size", "1")], 3 * samples),
+    ):
+        assert load_job(tmp_path / "job.py", overrides).steps == steps, overrides
+    assert load_job(write(tmp_path / "other.py", JOB), [("epochs", "1")]).steps == samples // 2
+
+
+def test_a_loss_may_come_in_a_mapping_or_an_output_of_a_model() -> None:
+    loss = torch.zeros((), requires_grad=True)
+    assert all(checked_loss(found) is loss for found in (loss, {"loss": loss, "n": 3}, SimpleNamespace(loss=loss)))
+    for found in ({"los": loss}, SimpleNamespace(los=loss), None):
+        with pytest.raises(JobError, match=f"returned {type(found).__name__}; it must return a scalar tensor"):
+            checked_loss(found)
+
+
+def test_settings_of_groups_follow_from_the_step_alone() -> None:
+    job = make_job(scheduler=lambda optimizer: StepLR(optimizer, 2, 0.5), optimizer_args={"lr": 1.0})
+    settings = job.group_settings(job.build_optimizer(job.build_model()))
+    assert settings is not None
+    assert [settings.at(step)[0]["lr"] for step in (0, 5, 1, 2, 0)] == [1.0, 0.25, 1.0, 0.5, 1.0]
 
 
 def test_a_data_set_factory_is_called_once_and_seeded() -> None:

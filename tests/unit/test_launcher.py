@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shardline.certs import make_certificates
+from shardline.cli import prints
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.main import main
 from shardline.cli.process_exits import MAX_RESTARTS, exception_in, may_restart, says_more
@@ -274,6 +275,49 @@ def test_cluster_runs_until_the_chief_ends_and_leaves_nothing(tmp_path: Path, fa
         assert cluster.wait(timeout_s=10) == 4
         assert cluster.wait_all(timeout_s=10) == ()
     assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("chosen", "of"), [("first", {"worker/0"}), ("all", {"ps/0", "worker/0", "worker/1"})])
+def test_prints_of_the_chosen_tasks_are_handed_on_and_all_are_in_the_logs(
+    chosen: str, of: set[str], tmp_path: Path, fake_roles: Path
+) -> None:
+    found: list[tuple[str, str]] = []
+    starting = LocalCluster(launch(tmp_path, prints=chosen))
+    starting.printed = lambda *line: found.append(line)
+    with starting as cluster:
+        tell_chief(cluster, "exit 0")
+        assert cluster.wait_all(timeout_s=10) == ()
+        # Before their ends are known.
+        assert sorted(found) == [(task, f"{task} args ") for task in sorted(of)]
+        for task in ("ps/0", "worker/0", "worker/1"):
+            assert cluster.log_tail(task)[:1] == [f"{task} args "]
+
+
+def test_printed_lines_are_whole_and_as_a_terminal_leaves_them(tmp_path: Path) -> None:
+    found: list[str] = []
+    written = [b"one\ntw", b"o\n\n", b"10 %\r20 %\r\nb\xff\n" + b"x" * (2 * prints.LINE_BYTES), b"\nlast"]
+    with (tmp_path / "log").open("ab") as log, prints.Printed(log.fileno(), found.append) as printed:
+        for part in written:
+            os.write(printed.fd, part)
+    printed.join(10.0)
+    assert found[:5] == ["one", "two", "", "20 %", "b\ufffd"] and found[-1] == "last"
+    assert "".join(found[5:-1]) == "x" * (2 * prints.LINE_BYTES)
+    assert (tmp_path / "log").read_bytes() == b"".join(written)
+
+
+def test_prints_are_written_until_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with open(write, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        prints.show(PlainConsole(), "one")
+        assert os.read(read, 10) == b"one\n"
+        os.close(read)
+        for text in ("two", "three"):
+            prints.show(PlainConsole(), text)
+        assert sys.stdout is not stream
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ are computed one after another and averaged, and buffers are those of replica 0,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -33,9 +34,10 @@ class PlainTraining:
         self._model = job.build_model().to(device)
         self._optimizer = job.build_optimizer(self._model)
         factors = schedule.complete(job.schedule, job.steps)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: schedule.factor(factors, step)
+        make = job.scheduler or functools.partial(
+            torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: schedule.factor(factors, step)
         )
+        self._scheduler = make(self._optimizer)
         self._source = BatchSource(job)
         spec = job.spec(self._model)
         self._plan: Plan | None = make_plan(spec.tensors, 1) if job.clip_norm > 0.0 else None

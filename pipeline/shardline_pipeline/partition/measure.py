@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.core.parcel import memory_order, only_input
-from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything, to_device
+from shardline.data import BatchSource, DataSource, checked_loss, derive, seed_everything, to_device
 from shardline.errors import JobError, calling
 from shardline_pipeline.partition.profile import Handed, Layer, Profile
 from shardline_pipeline.split.model import Unit, Units
@@ -202,8 +202,7 @@ class _StandIn(nn.Module):
 def _entered(model: nn.Module, job: DataSource, batch: Any) -> Callable[[Any], torch.Tensor]:
     def loss(output: Any) -> torch.Tensor:
         found = job.loss(_StandIn(model, lambda _: output), batch)
-        check_loss(found)
-        return found
+        return checked_loss(found)
 
     return loss
 

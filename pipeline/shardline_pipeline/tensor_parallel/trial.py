@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.data import BatchSource, DataSource, check_loss, derive, seed_everything
+from shardline.data import BatchSource, DataSource, checked_loss, derive, seed_everything
 from shardline.errors import JobError, ShardlineError, calling
 from shardline_pipeline.tensor_parallel import SharedLayer
 
@@ -147,7 +147,7 @@ class _Trial:
         seed_everything(derive(self._job.seed, seed))
         with calling("loss(model, batch)"):
             loss = self._job.loss(self._model, batch)
-        check_loss(loss)
+        loss = checked_loss(loss)
         return loss.detach().clone()
 
     @contextmanager

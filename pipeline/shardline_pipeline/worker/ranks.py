@@ -74,7 +74,7 @@ class RankWorker:
         self._office.on_interrupt = self._team.interrupt
         tell_ready(session.config.ready_fd, session.link.task)
         try:
-            for step in session.steps():
+            for step in self._job.scheduled(session.steps(), self._optimizer):
                 with session.attempt():
                     self._gather(step)
                     if self._runner is None:

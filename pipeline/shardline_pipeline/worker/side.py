@@ -46,7 +46,7 @@ class PartsWorker:
         run = _Stream if goes_back(spec) else _Stages
         loop = run(session, job, model, source)
         memory = MemoryCheck(session, office_of(session), model)
-        for step in session.steps():
+        for step in job.scheduled(session.steps(), optimizer):
             with session.attempt():
                 memory.check()
                 # No name for what it returns: gradients go when they are applied.

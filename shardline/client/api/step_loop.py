@@ -603,7 +603,8 @@ class StepLoop:
                 self.runner.check_ordered()
             asked = ask_loss or self.trainer.job.consistency.nan_policy == "skip"
             found = loss() if asked else None
-            self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=found))
+            hyper = self.hyper or dict
+            self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=found, hyper=hyper))
 
         return StepWatch(self.place.gate, lambda: self.trainer.open.uses, expect)
 
@@ -684,6 +685,7 @@ class StepLoop:
     ) -> None:
         trainer = self.trainer
         mark = trainer.half.mark()
+        hyper = self.hyper() if hyper is None and self.hyper is not None else hyper
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         if not self._stepper.iterating and added:
             self._now.retained = RetainedContribution(mark, added)

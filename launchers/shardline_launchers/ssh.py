@@ -1,0 +1,274 @@
+"""shardline run --hosts a,b: every task by ssh, from one terminal.
+
+The system's ssh checks the hosts' keys and finds users, ports and jump hosts in its own files. A remote task ends when
+its standard input does, so nothing is left when this process or the connection dies; a byte there asks it to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from shardline.cli.process_exits import HOPELESS_CODES, describe_code, lacking, may_restart
+from shardline.cluster import UNNAMED, ClusterSpec, format_address, parse_task
+from shardline.errors import UsageError
+from shardline.host import lifeline
+from shardline.host.awake import awake_s
+from shardline.host.printable import printable
+from shardline.security import is_loopback
+from shardline_launchers.places import LOOPBACK, Asked
+
+REFUSED = 255
+"""Exit code of ssh itself."""
+SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+"""With BatchMode nothing is asked, so a host whose key is unknown is refused, unless the user's own files say else."""
+ASK_S, END_S = 20.0, 10.0
+
+
+def obey_input() -> None:
+    """End this process, as SIGTERM does, when a byte comes on its standard input, and for good when that closes."""
+
+    def wait() -> None:
+        if os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        lifeline.watch(0)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
+
+
+def host_name(target: str) -> str:
+    """Name or address behind a target of ssh, which may be an alias in the user's files. Raises UsageError."""
+    try:
+        said = subprocess.run(["ssh", "-G", "--", target], capture_output=True, text=True, timeout=ASK_S, check=False)
+    except FileNotFoundError:
+        raise UsageError("--hosts needs ssh, and there is none on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"`ssh -G {target}` did not answer within {ASK_S:.0f} s") from None
+    names = [line.split(maxsplit=1)[1] for line in said.stdout.splitlines() if line.startswith("hostname ")]
+    if said.returncode or not names:
+        raise UsageError(f"--hosts: ssh can't use {target!r}: {said.stderr.strip() or 'it names no host'}")
+    return names[0]
+
+
+def spread(
+    targets: Sequence[str], asked: Asked, port: int, name: Callable[[str], str]
+) -> tuple[ClusterSpec, dict[str, str]]:
+    """The cluster, and each task's target: the chief on the first, others in turn, a worker on each by default.
+
+    name: the host name of a target; one host that is named in several ways is several.
+    """
+    hosts = {target: name(target) for target in targets}
+    if all(is_loopback(host) for host in hosts.values()):
+        hosts = dict.fromkeys(targets, LOOPBACK)
+    workers = len(targets) if asked.workers is None else asked.workers
+    spec = asked.spec(format_address(hosts[targets[0]], port), workers, UNNAMED)
+    on: dict[str, str] = {}
+    for role in spec.tasks:
+        for task, target in zip(spec.task_names(role), itertools.cycle(targets), strict=False):
+            on[task] = target
+            spec = spec if role == "chief" else spec.with_address(task, format_address(hosts[target], 0))
+    return spec, on
+
+
+@dataclass(frozen=True)
+class _Line:
+    task: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _End:
+    task: str
+    code: int
+
+
+@dataclass
+class _Remote:
+    process: subprocess.Popen[bytes]
+    heard: bool = False
+    """The task itself has said something: what fails from now on is no longer ssh."""
+    last: str = ""
+    code: int | None = None
+    reader: threading.Thread | None = field(default=None, repr=False)
+
+
+class RemoteTasks:
+    """The tasks of one job on other machines.
+
+    on: the target of ssh by task. command(task): the line for the shell there. grace_s: how long the job may take to
+    end.
+    """
+
+    def __init__(
+        self, on: Mapping[str, str], command: Callable[[str], str], *, script: bool, asked: Asked, grace_s: float
+    ) -> None:
+        self._on = on
+        self._command = command
+        self._script = script
+        self._asked = asked
+        self._grace_s = grace_s
+        self._events: queue.SimpleQueue[_Line | _End | int] = queue.SimpleQueue()
+        self._tasks: dict[str, _Remote] = {}
+        self._restarts: dict[str, int] = {}
+        self._failed: int | None = None
+        """Exit code of a task without which the job can't go on."""
+
+    def run(self) -> int:
+        """Start all tasks and follow them to the end of the job; returns its exit code. Raises UsageError."""
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for task in self._on:
+                self._start(task)
+            return self._follow()
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        self._events.put(number)
+
+    def _start(self, task: str) -> None:
+        # Ctrl-C in the terminal is for this process only.
+        process = subprocess.Popen(
+            [*SSH, "--", self._on[task], self._command(task)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        remote = self._tasks[task] = _Remote(process)
+        remote.reader = threading.Thread(target=self._read, args=(task, process), name=f"read-{task}", daemon=True)
+        remote.reader.start()
+
+    def _read(self, task: str, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._events.put(_Line(task, line.decode(errors="replace").rstrip("\r\n")))
+        self._events.put(_End(task, process.wait()))
+
+    def _follow(self) -> int:
+        signalled: int | None = None
+        deadline_s = float("inf")
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, min(deadline_s - awake_s(), 3600.0)))
+            except queue.Empty:
+                if awake_s() < deadline_s:
+                    continue
+                _say(f"the chief did not end within {self._grace_s:.0f} s")
+                return self._failed or (128 + signalled if signalled is not None else 1)
+            if isinstance(event, _Line):
+                self._tasks[event.task].last = event.text
+                self._tasks[event.task].heard |= STARTED in event.text
+                if STARTED not in event.text:
+                    print(f"{event.task} | {printable(event.text)}", flush=True)
+            elif isinstance(event, _End):
+                self._tasks[event.task].code = event.code
+                if event.task == "chief/0" and not self._again(event):
+                    self._await_others()
+                    return self._failed or (128 + signalled if signalled is not None else _code(event.code))
+                if event.task != "chief/0" and event.code and deadline_s == float("inf") and not self._again(event):
+                    deadline_s = self._lost(event, deadline_s)
+            elif signalled is not None:
+                _say("ended immediately; the last checkpoint is kept")
+                return 128 + event
+            else:
+                signalled, deadline_s = event, awake_s() + self._grace_s
+                _say("ending with a checkpoint; press Ctrl-C again to end immediately")
+                self._ask_chief()
+
+    def _again(self, end: _End) -> bool:
+        """Whether the task is started again. Raises UsageError if ssh never reached its host."""
+        remote = self._tasks[end.task]
+        if end.code == REFUSED and not remote.heard:
+            raise UsageError(f"ssh {self._on[end.task]} failed for {end.task}: {remote.last or 'it gave no reason'}")
+        restarts = self._restarts.get(end.task, 0)
+        # A connection that broke says nothing of how the task ended.
+        code = -signal.SIGHUP if end.code == REFUSED else end.code
+        again, reason = may_restart(parse_task(end.task)[0], code, restarts, script=self._runs_script(end.task))
+        if end.code:
+            how = "was lost with its connection" if end.code == REFUSED else describe_code(end.code)
+            _say(f"{end.task} on {self._on[end.task]} {how}: {reason}")
+        if again:
+            self._restarts[end.task] = restarts + 1
+            self._start(end.task)
+        return again
+
+    def _runs_script(self, task: str) -> bool:
+        return self._script and task.startswith("worker/")
+
+    def _lost(self, end: _End, deadline_s: float) -> float:
+        """What the end of a task for good means; returns the time by which the job must have ended."""
+        gone = {task: remote.code for task, remote in self._tasks.items() if remote.code is not None}
+        why = lacking(
+            tuple(self._on), gone, chief_trains=self._asked.chief_trains, min_workers=1, script=self._script, begun=True
+        )
+        if not why and end.code not in HOPELESS_CODES:
+            return deadline_s
+        _say(f"{why or 'its setting is refused'}: ending the job")
+        self._failed = _code(end.code)
+        self._ask_chief()
+        return awake_s() + self._grace_s
+
+    def _ask_chief(self) -> None:
+        """Ask the chief to end the job with a checkpoint."""
+        stdin = self._tasks["chief/0"].process.stdin
+        try:
+            assert stdin is not None
+            stdin.write(b"\n")
+            stdin.flush()
+        except OSError:
+            # It has ended, which its reader reports.
+            return
+
+    def _await_others(self) -> None:
+        deadline_s = awake_s() + self._grace_s / 3
+        while any(remote.code is None for remote in self._tasks.values()):
+            try:
+                event = self._events.get(timeout=max(0.0, deadline_s - awake_s()))
+            except queue.Empty:
+                return
+            if isinstance(event, _End):
+                self._tasks[event.task].code = event.code
+            elif isinstance(event, _Line):
+                print(f"{event.task} | {printable(event.text)}", flush=True)
+            else:
+                return
+
+    def _end(self) -> None:
+        """End whatever still runs: the tasks by closing their inputs, then ssh itself."""
+        running = [remote.process for remote in self._tasks.values() if remote.process.poll() is None]
+        for remote in self._tasks.values():
+            if remote.process.stdin is not None:
+                # What was not sent is not wanted any more.
+                with contextlib.suppress(OSError):
+                    remote.process.stdin.close()
+        deadline_s = awake_s() + lifeline.GRACE_S + END_S
+        for process in running:
+            try:
+                process.wait(max(0.1, deadline_s - awake_s()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+STARTED = "shardline-task-started"
+"""Line by which a remote task says that ssh and the shell have done their part."""
+
+
+def _code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _say(sentence: str) -> None:
+    print(f"shardline: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""A torch learning-rate scheduler in a job: the settings that it gives the optimizer's parameter groups, by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shardline.core.settings import short
+from shardline.errors import JobError, calling
+
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+BuildOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class GroupSettings:
+    """Settings of an optimizer's groups by step.
+
+    The scheduler changes a stand-in: an optimizer of the same class whose groups hold one scalar each. It is stepped as
+    often as the training, and made anew to go back, so the settings follow from the step alone.
+    """
+
+    def __init__(self, make: MakeScheduler, build: BuildOptimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+        """build(groups) makes an optimizer like the one that trains with these groups.
+
+        Raises JobError if make(optimizer) raises, or returns no scheduler that follows the step alone.
+        """
+        self._make = make
+        self._build = build
+        self._given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._begin()
+
+    def _begin(self) -> None:
+        groups = [{**group, "params": [torch.nn.Parameter(torch.zeros(()))]} for group in self._given]
+        self._optimizer = self._build(groups)
+        self._step = 0
+        with calling("scheduler(optimizer)"):
+            self._scheduler = self._make(self._optimizer)
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise JobError(
+                "scheduler(optimizer) returned a ReduceLROnPlateau, which follows a metric; a job's scheduler follows "
+                "the step alone: return another scheduler, or train a script that steps it"
+            )
+        if not isinstance(self._scheduler, LRScheduler):
+            raise JobError(
+                f"scheduler(optimizer) returned {short(self._scheduler)}; it must return a scheduler of "
+                "torch.optim.lr_scheduler"
+            )
+
+    def at(self, step: int) -> Sequence[Mapping[str, Any]]:
+        """Settings of each group at a step, without "params". Raises JobError if the scheduler raises."""
+        if step < self._step:
+            self._begin()
+        with calling(f"scheduler.step(), for step {step},"):
+            while self._step < step:
+                # Without gradients it changes nothing; a scheduler warns if it is stepped first.
+                self._optimizer.step()
+                self._scheduler.step()
+                self._step += 1
+        return [
+            {key: value for key, value in group.items() if key in given}
+            for group, given in zip(self._optimizer.param_groups, self._given, strict=True)
+        ]
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give an optimizer with these groups the settings of a step."""
+        for group, settings in zip(optimizer.param_groups, self.at(step), strict=True):
+            group.update(settings)
