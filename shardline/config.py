@@ -13,6 +13,8 @@ from shardline.host.printable import unicode
 from shardline.roles import ROLES, Role
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
+TRACKERS = "shardline.trackers"
+"""Entry points of functions (TrackedRun) -> tracker, each with REQUIRES, the library it needs, in its module."""
 DEFAULT_OUT = Path("out")
 """The chief's default output folder."""
 
@@ -67,6 +69,8 @@ class RoleConfig:
     """Gradients leave while backward() is still running, and the next forward pass waits per layer."""
     page: str | None = None
     """Address of the chief's page, "host:port"; None = no page."""
+    trackers: tuple[str, ...] = ()
+    """Services that show the run's curves beside TensorBoard, for the chief: names in the entry points TRACKERS."""
     run_dir: Path | None = None
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
     standbys: int = 0

@@ -223,7 +223,7 @@ class ChiefProcess:
         self.metrics = Metrics("chief", config.task)
         self._page = page
         shown = (page.history, page.passes) if page is not None else (None, None)
-        self._reporter = Reporter(out / "logs", self.metrics, *shown)
+        self._reporter = Reporter(out / "logs", self.metrics, *shown, trackers=config.trackers)
         # With each save comes the job, and how many it keeps: a script's is not known yet.
         store = CheckpointStore(out / "checkpoints", KEEP_ALL)
         for step in store.list():

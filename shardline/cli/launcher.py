@@ -56,7 +56,7 @@ FOR_SCRIPTS = (
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
     *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "standbys", "inexact"),
-    *("insecure_bind", "lane", "overlap"),
+    *("insecure_bind", "lane", "overlap", "trackers"),
 )
 """Fields of LaunchOptions that are settings of the tasks, under the same names."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
@@ -112,6 +112,7 @@ class LaunchOptions:
     run_dir: Path | None = None
     page: str | None = None
     """Address of the chief's page; None = no page."""
+    trackers: tuple[str, ...] = ()
     prints: str = prints.NONE
     """Tasks whose prints LocalCluster hands on: the first worker (first), all tasks (all), or none (none)."""
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import os
 import re
@@ -27,7 +31,7 @@ from shardline.cluster import (
     read_spec,
     wants_place,
 )
-from shardline.config import RoleConfig
+from shardline.config import TRACKERS, RoleConfig
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
@@ -312,6 +316,32 @@ page = together(
         help="Address of the chief's page; port 0 = a free one. Beyond this machine it needs --token-file; off = none.",
     ),
     click.option("--no-page", is_flag=True, help="Don't serve a page."),
+)
+
+
+def check_trackers(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a tracker that no package has, or whose library is missing."""
+    for name in names:
+        known = sorted(entry.name for entry in importlib.metadata.entry_points(group=TRACKERS))
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}{hint}")
+        module = inspect.getmodule(plugins.installed(TRACKERS, name, f"the tracker {name!r}"))
+        needed = getattr(module, "REQUIRES", "")
+        if needed and importlib.util.find_spec(needed) is None:
+            raise click.BadParameter(f"{name!r} needs a package that is missing: pip install {needed}")
+    return names
+
+
+trackers = option(
+    "--tracker",
+    "trackers",
+    metavar="NAME",
+    multiple=True,
+    callback=check_trackers,
+    help="Show the run's curves in this experiment tracker, too: wandb or mlflow, set up by its own variables; may be "
+    "repeated.",
 )
 
 

@@ -31,6 +31,7 @@ CHIEFS = (
     "replay",
     "page",
     "no_page",
+    "trackers",
 )
 READERS: Mapping[str, Callable[[Role], bool]] = {
     **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
@@ -90,6 +91,7 @@ role_options = options.together(
     options.plugin,
     options.lanes,
     options.page,
+    options.trackers,
     options.secured,
     options.admin,
     options.insecure_bind,

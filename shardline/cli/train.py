@@ -111,6 +111,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.replay
 @options.lanes
 @options.page
+@options.trackers
 @options.option(
     "--prints",
     type=click.Choice(prints.CHOICES),

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
 from shardline.core.orders import StepReport
+from shardline.core.spec import JobSpec
 from shardline.core.status import MEASURED_RARELY, STEP_MEANS, CheckpointStatus, EventStatus
 from shardline.host import files
 from shardline.observability.metrics import Metrics
+from shardline_chief.io.trackers import Trackers
 from shardline_chief.page.history import History
 from shardline_chief.page.log_lines import to_line
 from shardline_chief.page.passes import Passes
@@ -177,9 +179,18 @@ class Reporter:
     """Files under out/logs, metrics, and the figures of `shardline status`. Used by the control thread."""
 
     def __init__(
-        self, folder: Path, metrics: Metrics, history: History | None = None, passes: Passes | None = None
+        self,
+        folder: Path,
+        metrics: Metrics,
+        history: History | None = None,
+        passes: Passes | None = None,
+        *,
+        trackers: Sequence[str] = (),
     ) -> None:
-        """history: curves to fill; they start with what the files in the folder contain of this run."""
+        """history: curves to fill; they start with what the files in the folder contain of this run.
+
+        trackers: services that show the run's curves, too; see shardline_chief.io.trackers.
+        """
         self._folder = folder
         self._metrics = metrics
         self._files: dict[str, TextIO] = {}
@@ -187,6 +198,7 @@ class Reporter:
         self.failure = ""
         """Why the logs can't be written now; empty if they can."""
         self._board: Any = None
+        self._trackers = Trackers(trackers)
         self.steps: StepBoard | None = None
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
         self._drawn = recall(history, folder) if history is not None else None
@@ -231,12 +243,12 @@ class Reporter:
     # Steps
 
     @for_people
-    def begin(self, *, replicas: int, joined: bool, timeline: int, first_step: int) -> None:
+    def begin(self, *, replicas: int, joined: bool, timeline: int, first_step: int, job: JobSpec | None = None) -> None:
         """A timeline begins to train at first_step: remove what TensorBoard and the curves have beyond it."""
         self.steps = StepBoard(replicas, joined=joined)
         if self._timeline:
             self._held.forget()
-        self._joined, self._written = joined, self._lines(timeline, joined=joined)
+        self._joined, self._written = joined, _lines(self._folder / "steps.jsonl", timeline, joined=joined)
         self._timeline = timeline
         if timeline != self._drawn:
             # A chief that took over a running cluster continues the timeline of the previous one, wherever it began.
@@ -255,24 +267,8 @@ class Reporter:
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
         except OSError as error:
             self._fail(error)
+        self._trackers.begin(self._folder.parent, job)
         self._take_in()
-
-    def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
-        """(step, task) of the newest lines of this timeline, if an earlier chief wrote some; task is "" if joined."""
-        try:
-            with files.open_binary(self._folder / "steps.jsonl") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = file.read().splitlines()
-        except OSError:
-            return set()
-        found = set()
-        for text in lines:
-            # The first line may be cut off at its start, and any line by a crash.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                line = json.loads(text)
-                if line["timeline"] == timeline:
-                    found.add((int(line["step"]), "" if joined else str(line["task"])))
-        return found
 
     @for_people
     def report(self, task: str, reports: Sequence[StepReport], reached: float | None = math.inf) -> None:
@@ -367,6 +363,7 @@ class Reporter:
             self._flush("rates")
         self._scalar("train/steps_per_second", self.step_rate.per_second, step)
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
+        self._tell_problems()
 
     @for_people
     def stages(self) -> None:
@@ -397,6 +394,7 @@ class Reporter:
     # Files
 
     def _scalar(self, name: str, value: float, step: int) -> None:
+        self._trackers.put(name, value, step)
         if self._board is None:
             return
         try:
@@ -437,6 +435,8 @@ class Reporter:
             self.event("steps_dropped", sentence, "warning", {"task": task})
         for step, group in self.steps.rest() if self.steps is not None else []:
             self._step(step, group, "")
+        self._trackers.close()
+        self._tell_problems()
         for name, file in self._files.items():
             self._flush(name)
             try:
@@ -452,6 +452,10 @@ class Reporter:
                 self._fail(error)
             self._board = None
 
+    def _tell_problems(self) -> None:
+        for name, problem in self._trackers.problems():
+            self.event("tracker_failed", problem, "warning", {"tracker": name})
+
     def _write_trace(self) -> None:
         """A pipeline's passes in the run's folder. A chief that took over and saw none leaves what is there."""
         found = self.passes.trace()
@@ -461,6 +465,24 @@ class Reporter:
             files.replace(self._folder.parent / TRACE, json.dumps(found, separators=(",", ":")).encode())
         except OSError as error:
             self._fail(error)
+
+
+def _lines(steps: Path, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
+    """(step, task) of the newest lines of this timeline, if an earlier chief wrote some; task is "" if joined."""
+    try:
+        with files.open_binary(steps) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return set()
+    found = set()
+    for text in lines:
+        # The first line may be cut off at its start, and any line by a crash.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            if line["timeline"] == timeline:
+                found.add((int(line["step"]), "" if joined else str(line["task"])))
+    return found
 
 
 def _append(path: Path) -> TextIO:

@@ -84,6 +84,7 @@ class Telemetry:
                 joined=state.mode.clock is Clock.STEP,
                 timeline=state.layout.timeline,
                 first_step=state.progress.step if taken_over else state.progress.base_step,
+                job=state.job,
             )
 
     def _count(self, state: State) -> None:
