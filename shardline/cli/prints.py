@@ -8,8 +8,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from shardline.cli.terminal import PlainConsole
+if TYPE_CHECKING:
+    from shardline.cli.terminal import PlainConsole
 
 NONE, FIRST, ALL = "none", "first", "all"
 CHOICES = (FIRST, ALL, NONE)
