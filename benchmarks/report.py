@@ -132,13 +132,14 @@ def commit(machine: Mapping[str, Any]) -> str:
 
 def section(one: Found) -> Iterable[str]:
     """Tables and picture of one set."""
-    yield "| work | reached | beside | ratio | bar | |"
-    yield "|---|---|---|---|---|---|"
+    yield "| work | reached | beside | ratio | bar |"
+    yield "|---|---|---|---|---|"
     for row in one["rows"]:
         if row["work"].endswith("rivals with one call a step"):
             continue
         work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
-        cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), bar(row), WORDS[row["met"]])
+        judged = ": ".join(part for part in (bar(row), WORDS[row["met"]]) if part)
+        cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), judged)
         yield f"| {' | '.join(cells)} |".replace("  ", " ")
     yield from ("", origin(one))
     if one["not_run"]:

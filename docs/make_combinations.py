@@ -69,13 +69,15 @@ def page() -> Iterator[str]:
     for down, across in (("rule", "consistency"), ("cadence", "consistency"), ("rule", "cadence")):
         yield f"| {down} | {' | '.join(f'`{name}`' for name in names(across))} |"
         yield "|---" * (1 + len(names(across))) + "|"
+        rows: dict[str, list[str]] = {}
         for name in names(down):
             cells = []
             for other in names(across):
                 pair = {down: name, across: other}
                 reason = generic(why_not_both(pair), pair)
                 cells.append(f"no ({reasons.setdefault(reason, len(reasons) + 1)})" if reason else "yes")
-            yield f"| `{name}` | {' | '.join(cells)} |"
+            rows.setdefault(" | ".join(cells), []).append(f"`{name}`")
+        yield from (f"| {', '.join(alike)} | {cells} |" for cells, alike in rows.items())
         yield ""
     check_triples()
     for reason, number in reasons.items():

@@ -402,9 +402,9 @@ def test_page_of_results_says_which_bars_are_missed_and_what_is_not_known() -> N
     }
     text = report.page({"links": found})
     assert "1 bars are met, 1 are missed:\n\n- `links`, a: 0.50, at least 1.8\n" in text
-    assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | at least 1.8 | **missed** |" in text
-    assert "| c | 9 MB | | | at most 200 | met |" in text
-    assert "| d | not measured | | | at least 1 | |" in text
+    assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | at least 1.8: **missed** |" in text
+    assert "| c | 9 MB | | | at most 200: met |" in text
+    assert "| d | not measured | | | at least 1 |" in text
     assert "commit abcdef1 with changes; load 0.5 before; 3 repeats, fewer than the 5 there should be" in text
     assert "- Not run: iperf3: there is none" in text
     assert "## overlap\n\n" in text and text.count("No figures are recorded") == len(ALL) - 1
