@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardline.errors import ClusterSpecError
+from shardline.errors import ClusterSpecError, nearest
 from shardline.host import files
 from shardline.roles import ROLES
 
@@ -97,8 +97,9 @@ def parse_task(text: str) -> tuple[str, int]:
     if index == ANY and role in ROLES:
         raise ClusterSpecError(f"{text!r} asks the chief for an index, which only a starting task can do")
     if not slash or role not in ROLES or not _is_number(index):
+        hint = "" if role in ROLES else nearest(role, ROLES)
         raise ClusterSpecError(
-            f'{_shown(text)} is not a task; use role/index, such as "ps/0", with role {_one_of(ROLES)}'
+            f'{_shown(text)} is not a task; use role/index, such as "ps/0", with role {_one_of(ROLES)}{hint}'
         )
     return role, int(index)
 
@@ -345,7 +346,9 @@ def _tf_task(task: object) -> tuple[str, int]:
 
 def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
     if role not in ROLES:
-        raise ClusterSpecError(f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}")
+        raise ClusterSpecError(
+            f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}{nearest(str(role), ROLES)}"
+        )
     if isinstance(entries, int) and not isinstance(entries, bool):
         if not 1 <= entries <= MAX_TASKS:
             raise ClusterSpecError(
@@ -369,7 +372,9 @@ def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
 def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
     for role, addresses in tasks.items():
         if role not in ROLES:
-            raise ClusterSpecError(f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}")
+            raise ClusterSpecError(
+                f"{source} has a role {_shown(role)}; the roles are {_one_of(ROLES)}{nearest(str(role), ROLES)}"
+            )
         if not addresses:
             raise ClusterSpecError(f'{source}: "{role}" is an empty list; give its addresses or leave the role out')
     if "ps" not in tasks:

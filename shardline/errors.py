@@ -22,15 +22,25 @@ Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import signal
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from types import TracebackType
 from typing import ClassVar
+
+MAX_TYPED = 80
+"""Characters of a name that are compared with others."""
+
+
+def nearest(name: str, offered: Iterable[str]) -> str:
+    """The end of a refusal: "; did you mean 'sync'?"; empty where no offered name is like this one."""
+    close = difflib.get_close_matches(name[:MAX_TYPED], list(offered), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class ShardlineError(Exception):

@@ -41,7 +41,7 @@ from shardline.core.settings import JobSettings, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
-from shardline.errors import JobError, calling
+from shardline.errors import JobError, calling, nearest
 from shardline.fit import check_fit, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
@@ -346,7 +346,10 @@ class Job(JobSettings):
                 f"{short(longest)}; the limit is {MAX_METRIC_NAME}"
             )
         if self.best_metric and self.best_metric not in scores:
-            raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
+            raise JobError(
+                f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}"
+                f"{nearest(self.best_metric, scores)}"
+            )
         return scores
 
     def best(self, scores: Mapping[str, float]) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.core.settings import KINDS, Setting, check_field, read
-from shardline.errors import JobError
+from shardline.errors import JobError, nearest
 from shardline.seams import Resident, Table
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def override(name: str, text: str) -> tuple[str, Setting]:
     key = name.replace("-", "_")
     kind = OVERRIDES.get(key)
     if kind is None:
-        raise JobError(f"job field {name!r} can't be set from the command line; these can: {', '.join(OVERRIDES)}")
+        raise JobError(
+            f"job field {name!r} can't be set from the command line; these can: {', '.join(OVERRIDES)}"
+            f"{nearest(key, OVERRIDES)}"
+        )
     return key, read(key, text, kind)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline import plugins
-from shardline.errors import UsageError
+from shardline.errors import UsageError, nearest
 
 ENTRY_POINTS = "shardline.roles"
 """Entry points of the packages that run the roles declared here."""
@@ -96,7 +96,7 @@ class Roles:
     def __getitem__(self, name: str) -> Role:
         """The row of a role. Raises UsageError listing the existing ones."""
         if name not in self:
-            raise UsageError(f"role {name!r} is unknown; it must be one of {', '.join(self)}")
+            raise UsageError(f"role {name!r} is unknown; it must be one of {', '.join(self)}{nearest(name, self)}")
         return self._rows[name]
 
     def having(self, trait: Callable[[Role], bool]) -> tuple[str, ...]:

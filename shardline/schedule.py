@@ -22,7 +22,7 @@ import math
 import sys
 
 from shardline.core.spec import ScheduleSpec
-from shardline.errors import JobError
+from shardline.errors import JobError, nearest
 
 KINDS = ("constant", "step", "linear", "cosine")
 """Kinds of schedule, by ScheduleSpec.kind."""
@@ -63,7 +63,7 @@ def cosine(total_steps: int = 0, final_factor: float = 0.0, warmup_steps: int = 
 def check(spec: ScheduleSpec) -> ScheduleSpec:
     """The same spec. Raises JobError if a field is out of range. total_steps may still be 0."""
     if spec.kind not in KINDS:
-        raise JobError(f"schedule is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
+        raise JobError(f"schedule is {spec.kind!r}; it must be one of {', '.join(KINDS)}{nearest(spec.kind, KINDS)}")
     for name in ("warmup_steps", "total_steps", "step_size"):
         value = getattr(spec, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

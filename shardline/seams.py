@@ -22,7 +22,6 @@ package come from shardline.plugins.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import typing
@@ -30,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from shardline import plugins
-from shardline.errors import JobError, UsageError
+from shardline.errors import JobError, UsageError, nearest
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]*")
 _PLAIN = re.compile(r"[^,:=\s]*")
@@ -85,9 +84,7 @@ class Table(Generic[R]):
         if name in names:
             return self._classes[name]
         offered = fitting or names
-        close = difflib.get_close_matches(name, offered, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise JobError(f"{field} {name!r} does not exist; choose from {', '.join(offered)}{hint}")
+        raise JobError(f"{field} {name!r} does not exist; choose from {', '.join(offered)}{nearest(name, offered)}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,7 +128,7 @@ class Table(Generic[R]):
             if not equals or key not in types or key in given:
                 why = "is given twice" if key in given else f"has no setting {key!r}" if equals else "reads KEY=VALUE"
                 known = ", ".join(f"{known}={kind.__name__}" for known, kind in types.items()) or "none"
-                raise JobError(f"{what} {choice!r}: {name} {why}; its settings: {known}")
+                raise JobError(f"{what} {choice!r}: {name} {why}; its settings: {known}{nearest(key, types)}")
             given[key] = _value(what, choice, key, types[key], value)
         try:
             return resident(**given)

@@ -11,9 +11,9 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from shardline.errors import JobError
+from shardline.errors import JobError, nearest
 
 RESET, EXACT = "reset", "exact"
 """Values of Settings.error_memory."""
@@ -91,6 +91,14 @@ class Settings:
 class JobSettings(Settings):
     """Settings of a job file, with those that other tasks get in another form or not at all."""
 
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuse a field that doesn't exist with the nearest name. Raises JobError."""
+        fields = [item.name for item in dataclasses.fields(cls)] if given else []
+        for name in given:
+            if name not in fields:
+                raise JobError(f"Job has no field {name!r}; its fields are {', '.join(fields)}{nearest(name, fields)}")
+        return super().__new__(cls)
+
     batch_size: int = setting(0, lowest=1, doc="Samples per microbatch of a replica.")
     epochs: int = setting(0, lowest=0, doc="Passes over the data to train, instead of `steps`; of whole steps each.")
     steps: int = setting(0, lowest=1, doc="Steps to train; in asynchronous mode, batches of all workers together.")
@@ -152,7 +160,8 @@ def _check_value(item: dataclasses.Field[Any], value: Any, where: str) -> None:
     elif not isinstance(value, kind):
         raise JobError(f"{said}; give a {kind.__name__}")
     elif choices and value not in choices:
-        raise JobError(f"{said}; it must be {' or '.join(choice for choice in choices if choice)}")
+        named = " or ".join(choice for choice in choices if choice)
+        raise JobError(f"{said}; it must be {named}{nearest(str(value), choices)}")
 
 
 def read(name: str, text: str, kind: type) -> Setting:

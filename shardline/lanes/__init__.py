@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardline.errors import UsageError
+from shardline.errors import UsageError, nearest
 from shardline.lanes.cuda.lane import Cuda
 from shardline.lanes.grpc.lane import Grpc
 from shardline.lanes.kind import LaneKind
@@ -32,7 +32,7 @@ def choices() -> tuple[str, ...]:
 def check_choice(name: str) -> str:
     """The value of --lane. Raises UsageError if there is no such lane."""
     if name not in CHOICES and name not in choices():
-        raise UsageError(f"--lane is {name!r}; it must be one of {', '.join(choices())}")
+        raise UsageError(f"--lane is {name!r}; it must be one of {', '.join(choices())}{nearest(name, choices())}")
     return name
 
 

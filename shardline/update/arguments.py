@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from shardline.core.spec import Argument, RuleSpec
-from shardline.errors import JobError, ProtocolError
+from shardline.errors import JobError, ProtocolError, nearest
 
 ALLOWED: Mapping[str, bool] = {
     "SGD": True,
@@ -68,7 +68,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name in REFUSED:
         raise JobError(f"optimizer {name} can't run on parameter servers: {REFUSED[name]}")
     if name not in ALLOWED:
-        raise JobError(f"optimizer {name!r} is not a torch.optim class that Shardline supports; use one of {_works()}")
+        raise JobError(
+            f"optimizer {name!r} is not a torch.optim class that Shardline supports; use one of {_works()}"
+            f"{nearest(name, ALLOWED)}"
+        )
     cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return cls
 
@@ -225,7 +228,7 @@ def _group(name: str, number: int, group: Mapping[str, Any]) -> Mapping[str, Arg
             if value is not False:
                 raise JobError(f"{where}: {key} must be False, since parameter servers record no graph")
         elif key not in table:
-            raise JobError(f"{where}: unknown argument {key!r}; {name} takes {', '.join(table)}")
+            raise JobError(f"{where}: unknown argument {key!r}; {name} takes {', '.join(table)}{nearest(key, table)}")
     arguments: dict[str, Argument] = {}
     for key, parameter in table.items():
         value = _value(f"{where}: {key}", parameter, group.get(key, parameter.default))
