@@ -105,8 +105,8 @@ test-processes: $(STAMP)
 		[ $$? = 5 -a -n "$(ARGS)" ]
 
 # Launchers themselves: torchrun, Slurm, mpirun, sshd, Ray. What is not installed is left out, and named.
-test-launchers: $(STAMP)
-	$(BIN)/pytest -q -rs tests/launchers $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+test-launchers: tests/launchers/.venv/.installed
+	tests/launchers/.venv/bin/pytest -q -rs tests/launchers $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.
 test-long: $(STAMP)
@@ -165,9 +165,9 @@ test-versions: $(STAMP)
 test-scripts: tests/scripts/.venv/.installed
 	tests/scripts/.venv/bin/pytest -q tests/scripts $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
-tests/scripts/.venv/.installed: tests/scripts/requirements.txt pyproject.toml constraints.txt
-	@test -x tests/scripts/.venv/bin/pip || $(PYTHON) -m venv tests/scripts/.venv
-	tests/scripts/.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r $<
+tests/%/.venv/.installed: tests/%/requirements.txt pyproject.toml constraints.txt
+	@test -x tests/$*/.venv/bin/pip || $(PYTHON) -m venv tests/$*/.venv
+	tests/$*/.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r $<
 	@touch $@
 
 # In dist/: wheels for glibc 2.17 on x86-64 and aarch64, compiled by ziglang, and one without the C library for all others.
@@ -256,5 +256,5 @@ benchmarks/.venvs/%/.installed: benchmarks/peers/requirements-%.txt
 	@touch $@
 
 clean:
-	rm -rf .venv tests/scripts/.venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv tests/*/.venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
