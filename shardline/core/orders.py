@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardline.core.fixed import fixed
@@ -123,6 +123,8 @@ class StepReport:
     measured."""
     data_s: float = 0.0
     """Seconds of waiting for batches, which compute_s doesn't contain; in a script not known, and part of that."""
+    logged: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Figures for curves, by name: the learning rate, sometimes the gradient's norm, and those that a script logs."""
 
 
 @fixed(kw_only=True)

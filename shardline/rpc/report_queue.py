@@ -11,6 +11,10 @@ MAX_REPORTS = 4096
 """Most finished steps waiting to be sent; beyond that the oldest are dropped."""
 BEAT_REPORTS = 1024
 """Most steps in one heartbeat."""
+MAX_LOGGED, MAX_LOGGED_NAME = 32, 64
+"""Most logged figures of a step, and most bytes of a name."""
+BEAT_FIGURES = 6000
+"""Logged figures after which a heartbeat takes no further step: half a megabyte with the longest names."""
 MAX_PASSES = 2048
 """Most passes of a pipeline in one heartbeat, and most that wait for it: 80 kB. Beyond that the oldest are dropped."""
 
@@ -36,7 +40,11 @@ class ReportQueue:
         with self._lock:
             if ended.is_set():
                 return []
-            taken = [self._waiting.popleft() for _ in range(min(BEAT_REPORTS, len(self._waiting)))]
+            taken: list[StepReport] = []
+            figures = 0
+            while self._waiting and len(taken) < BEAT_REPORTS and figures < BEAT_FIGURES:
+                taken.append(self._waiting.popleft())
+                figures += len(taken[-1].logged)
             self._sent.append(taken)
             return taken
 

@@ -6,6 +6,7 @@ All roles run as threads of this process; the sockets between them are real.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 import warnings
@@ -52,6 +53,39 @@ def test_a_loss_that_is_logged_may_be_the_tensor_itself(start: Callable[..., Ser
             loss.backward()
             session.log_loss(loss)
             optimizer.step()
+
+
+def test_logged_figures_and_the_learning_rate_are_in_the_log_of_steps(
+    start: Callable[..., Services], tmp_path: Path
+) -> None:
+    model, services = make_model(), start(ps=1, workers=1)
+    session = services.connect()
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    norms = []
+    for step in session.steps(12):
+        optimizer.zero_grad()
+        backward(model, step)
+        norms.append(float(torch.stack([one.grad.norm() for one in model.parameters()]).norm()))
+        session.log({"accuracy": 0.1})
+        session.log({"accuracy": torch.tensor([step / 10]), "entropy": 2})
+        if step == 6:
+            optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.step()
+    with pytest.raises(UsageError, match=r"the limit is 32"):
+        session.log({f"figure{number}": 1.0 for number in range(33)})
+    with pytest.raises(UsageError, match=r"accuracy is 'high'; give a number or a tensor of one element"):
+        session.log({"accuracy": "high"})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match=r"give a text of 1 to 64 bytes"):
+        session.log({"x" * 65: 1.0})
+    session.close()
+    services.end()
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "steps.jsonl").read_text().splitlines()]
+    found = [line["logged"] for line in lines]
+    assert [one["accuracy"] for one in found] == pytest.approx([step / 10 for step in range(12)])
+    assert [one["entropy"] for one in found] == [2.0] * 12
+    assert [one["learning_rate"] for one in found] == [0.5] * 6 + [0.25] * 6
+    assert [step for step, one in enumerate(found) if "gradient_norm" in one] == [0, 10]
+    assert found[10]["gradient_norm"] == pytest.approx(norms[10])
 
 
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["private", "shared"])

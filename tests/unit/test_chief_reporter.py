@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
 
 from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
+from shardline.rpc.limits import DEFAULT_BYTES
+from shardline.rpc.messages.fields import to_message
+from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, ReportQueue
+from shardline.rpc.v1 import chief_pb2
 from shardline_chief.io.reporter import Rate, Reporter
-from shardline_chief.page.past import Tail
+from shardline_chief.page.history import History
+from shardline_chief.page.past import Past, Tail
 from shardline_chief.page.steps import OPEN_STEPS, StepBoard
 from shardline_chief.rules.standstill import STILL_S
 
@@ -141,3 +148,31 @@ def test_steps_that_an_earlier_chief_wrote_are_not_written_again(tmp_path: Path,
         reporter.begin(replicas=1, joined=sync, timeline=7, first_step=0)
         reporter.close()
     assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_logged_figures_are_averaged_over_replicas_and_drawn(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+    reporter.begin(replicas=2, joined=True, timeline=1, first_step=0)
+    for replica, logged in enumerate(({"accuracy": 0.5, "own": 1.0}, {"accuracy": 1.0})):
+        reporter.report(f"worker/{replica}", [dataclasses.replace(report(0, replica), logged=logged)])
+    reporter.close()
+    assert lines(tmp_path / "steps.jsonl")[0]["logged"] == {"accuracy": 0.75, "own": 1.0}
+    curves = reporter.history.since()["curves"]
+    assert curves["logged/accuracy"]["points"] == [[0, 0.0, 0.75]]
+    again = History()
+    Past(again, tmp_path).read()
+    assert again.since()["curves"]["logged/accuracy"]["points"] == [[0, 0.0, 0.75]]
+
+
+def test_a_heartbeat_takes_no_more_figures_than_its_message_may_have() -> None:
+    queue, never = ReportQueue(), threading.Event()
+    names = ["x" * (MAX_LOGGED_NAME - 2) + f"{number:02}" for number in range(MAX_LOGGED)]
+    for step in range(1024):
+        queue.add(dataclasses.replace(report(step), logged=dict.fromkeys(names, 1 / 3)))
+    taken = []
+    while queue:
+        beat = queue.take(never)
+        message = chief_pb2.Beat(steps=[to_message(chief_pb2.StepReport, one) for one in beat])
+        assert 0 < message.ByteSize() < DEFAULT_BYTES * 3 // 4
+        taken += [one.step for one in beat]
+    assert taken == list(range(1024))

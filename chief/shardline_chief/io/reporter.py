@@ -325,7 +325,14 @@ class Reporter:
         line |= {name: value for name, value in rare.items() if value}
         if len(group) == 1:
             line["task"] = task
+        names = dict.fromkeys(name for report in group for name in report.logged)
+        logged = {name: mean([report.logged[name] for report in group if name in report.logged]) for name in names}
+        if logged:
+            line["logged"] = logged
         self._write("steps", line)
+        for name, value in logged.items():
+            self.history.add(f"logged/{name}", step, value)
+            self._scalar(f"train/{name}", value, step)
         self.history.add("loss", step, self.loss)
         self.history.add("staleness", step, staleness)
         self._scalar("train/loss", self.loss, step)

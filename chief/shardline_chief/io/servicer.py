@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 import grpc
@@ -40,7 +40,7 @@ from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
 from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto
-from shardline.rpc.report_queue import MAX_PASSES
+from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.io.targets import own_metrics, tell_left_out
@@ -368,6 +368,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             blocked_s=_seconds(item.blocked_s),
             drift=_seconds(item.drift),
             gap=_seconds(item.gap),
+            logged=_logged(item.logged, f"{where}: step {item.step}"),
         )
         for item in message.steps
     )
@@ -394,6 +395,11 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
 def _life(message: Any, where: str) -> None:
     """Raise ProtocolError if the name of the task is too long."""
     short(message.task, f"{where}: name of the task", MAX_NAME)
+
+
+def _logged(message: Mapping[str, float], where: str) -> dict[str, float]:
+    at_most(len(message), MAX_LOGGED, f"{where}: logged figures")
+    return {short(name, f"{where}: name of a logged figure", MAX_LOGGED_NAME): message[name] for name in message}
 
 
 def _seconds(value: float) -> float:

@@ -82,17 +82,26 @@ class Past:
             try:
                 step, loss, staleness = int(line["step"]), float(line["loss"]), float(line["staleness"])
                 time_s, timeline = float(line["time"]), int(line["timeline"])
-            except (KeyError, TypeError, ValueError, OverflowError):
+                logged = {str(name): float(value) for name, value in line.get("logged", {}).items()}
+            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
                 continue
             back = self.timeline not in (None, timeline)
             self.timeline = timeline
 
-            def tell(step: int = step, loss: float = loss, staleness: float = staleness, back: bool = back) -> None:
+            def tell(
+                step: int = step,
+                loss: float = loss,
+                staleness: float = staleness,
+                back: bool = back,
+                logged: Mapping[str, float] = logged,
+            ) -> None:
                 if back:
                     # The run was rolled back to this step, or continued from it.
                     self._history.forget(step)
                 self._history.add("loss", step, loss)
                 self._history.add("staleness", step, staleness)
+                for name, value in logged.items():
+                    self._history.add(f"logged/{name}", step, value)
                 self.loss = loss
                 self.staleness.append(staleness)
 

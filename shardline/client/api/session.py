@@ -30,10 +30,12 @@ from shardline.client.partners import Partners
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
+from shardline.core.settings import short
 from shardline.core.spec import JobSpec
 from shardline.data import Watch
 from shardline.errors import TaskLostError, TensorError, UsageError
 from shardline.host.process import Termination
+from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME
 
 log = logging.getLogger("shardline.client")
 
@@ -242,6 +244,17 @@ class Session(JobMember):
         """Record the open step's loss for logs and the dashboard of a script's job. A tensor must have one element."""
         self._loop.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
+    def log(self, figures: Mapping[str, float | torch.Tensor]) -> None:
+        """Record figures of the open step, by name, as curves of the page and of TensorBoard and in steps.jsonl.
+
+        A tensor must have one element. A name that is logged again in the step replaces what it had; replicas' figures
+        are averaged. Raises UsageError for more than 32 names, a name of more than 64 bytes, and for what is no number.
+        """
+        found = {**self._loop.logged, **{name: as_figure(name, value) for name, value in figures.items()}}
+        if len(found) > MAX_LOGGED:
+            raise UsageError(f"log() has {len(found)} figures in step {self.step}; the limit is {MAX_LOGGED}")
+        self._loop.logged = found
+
     # Named tensors, for a hand-written loop
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -277,3 +290,13 @@ class Session(JobMember):
         """push() and pull() in one exchange."""
         self.push(gradients)
         return self.pull(list(gradients))
+
+
+def as_figure(name: str, value: float | torch.Tensor) -> float:
+    """A logged figure as a number. Raises UsageError for a name that is too long, and for what is no number."""
+    if not isinstance(name, str) or not 1 <= len(name.encode()) <= MAX_LOGGED_NAME:
+        raise UsageError(f"log(): a figure's name is {short(name)}; give a text of 1 to {MAX_LOGGED_NAME} bytes")
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"log(): {name} is {short(value)}; give a number or a tensor of one element") from error

@@ -23,6 +23,7 @@ from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import RetainedContribution, Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
+from shardline.core.spec import JobSpec
 from shardline.data import UNWATCHED, Watch
 from shardline.errors import JobError, RolledBackError, UnreachableError
 from shardline.host.awake import awake_s
@@ -30,8 +31,13 @@ from shardline.host.process import OwnProcess, Termination
 from shardline.observability.metrics import Metrics
 from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
+from shardline.schedule import factor
 
 log = logging.getLogger("shardline.client")
+
+
+NORM_EVERY = 10
+"""Steps from one measurement of the gradients' norm to the next."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class StepReports:
             samples=report.samples + (before.samples if before is not None else 0),
             compute_s=compute_s + (before.compute_s if before is not None else 0.0),
             data_s=self._data_s + (before.data_s if before is not None else 0.0),
+            logged={**(before.logged if before is not None else {}), **report.logged},
         )
         self._data_s = 0.0
         self.contributed = True
@@ -121,6 +128,18 @@ class StepReports:
                     gap=figures.gap or 0.0,
                 )
             )
+
+
+def figures_of(job: JobSpec, step: int, gradients: Mapping[str, torch.Tensor], hyper: Hyper) -> dict[str, float]:
+    """The learning rate of the first parameter group and, where there are gradients, their norm: a pass over memory."""
+    found = {}
+    rate = hyper.get(0, {}).get("lr", job.rule.groups[0].get("lr"))
+    if isinstance(rate, int | float):
+        found["learning_rate"] = rate * factor(job.schedule, step)
+    dense = [one.detach() for one in gradients.values() if one.is_floating_point() or one.is_complex()]
+    if dense:
+        found["gradient_norm"] = float(torch.stack([norm.float() for norm in torch._foreach_norm(dense)]).norm())
+    return found
 
 
 def meter_step(
@@ -516,6 +535,8 @@ class StepLoop:
         """The optimizer's numbers that differ from the job's, once it is attached."""
         self.loss: float | None = None
         """The open step's, for logs."""
+        self.logged: dict[str, float] = {}
+        """The open step's other figures, for curves."""
 
     @property
     def trainer(self) -> Trainer:
@@ -689,13 +710,17 @@ class StepLoop:
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         if not self._stepper.iterating and added:
             self._now.retained = RetainedContribution(mark, added)
+        # Where workers push for themselves, curves are drawn over their own numbers, else over the job's steps.
+        step = trainer.half.job_step if self._now.assigned else self._now.number
+        # Of a model that is cut into parts no worker has all gradients.
+        measured = gradients if step % NORM_EVERY == 0 and self.place.partners is None else {}
         report = StepReport(
-            # Where workers push for themselves, curves are drawn over their own numbers, else over the job's steps.
-            step=trainer.half.job_step if self._now.assigned else self._now.number,
+            step=step,
             replica=replica,
             loss=float("nan") if loss is None else loss,
             samples=samples,
             drift=added[replica].drift if added else 0.0,
+            logged={**figures_of(trainer.job, step, measured, hyper or {}), **self.logged},
         )
         self._reports.add(report, waited_s=self.place.waits.seconds)
 
@@ -725,6 +750,7 @@ class StepLoop:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(self.gradients(), loss=loss or self.loss, hyper=hyper)
         self.loss = None
+        self.logged = {}
         if not ticks.last:
             ticks.advance()
             self._reports.next_tick()

@@ -380,6 +380,26 @@ class StepReport(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LoggedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -391,6 +411,7 @@ class StepReport(_message.Message):
     DRIFT_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
     DATA_S_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     replica: _builtins.int
     loss: _builtins.float
@@ -406,6 +427,10 @@ class StepReport(_message.Message):
     """RMS distance between the parameters before and after the push, where workers push for themselves; 0: not measured."""
     data_s: _builtins.float
     """Seconds of waiting for batches, not part of compute_s."""
+    @_builtins.property
+    def logged(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Figures for curves, by name: the learning rate, and those that a script logs."""
+
     def __init__(
         self,
         *,
@@ -420,10 +445,11 @@ class StepReport(_message.Message):
         drift: _builtins.float = ...,
         gap: _builtins.float = ...,
         data_s: _builtins.float = ...,
+        logged: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "logged", b"logged", "loss", b"loss", "replica", b"replica", "samples", b"samples", "staleness", b"staleness", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

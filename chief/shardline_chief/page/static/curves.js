@@ -51,6 +51,7 @@ export class Curves {
   }
 
   specs() {
+    const logged = [...this.points.keys()].filter((name) => name.startsWith("logged/")).sort();
     const scores = [...this.points.keys()].filter((name) => name.startsWith("evaluation/")).sort();
     return [
       { title: "Training loss", names: ["loss"], labels: ["loss"], text: figure },
@@ -61,6 +62,11 @@ export class Curves {
         text: figure,
         dots: true,
       })),
+      ...logged.map((name) => {
+        const label = name.slice("logged/".length);
+        const words = label.replaceAll("_", " ");
+        return { title: words[0].toUpperCase() + words.slice(1), names: [name], labels: [label], text: figure };
+      }),
       { title: "Bytes/s", names: ["push", "pull"], labels: ["push", "pull"], text: (v) => `${bytes(v)}/s`, zero: true },
       { title: "Steps/s", names: ["steps"], labels: ["steps/s"], text: (v) => figure(v, 3), zero: true },
       { title: "Staleness", names: ["staleness"], labels: ["versions"], text: (v) => figure(v, 3), zero: true, least: 1 },
