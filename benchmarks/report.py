@@ -38,16 +38,20 @@ def page(found: Mapping[str, Found]) -> str:
     sets = {name: one for name, one in found.items() if name in ALL}
     judged = [(name, row) for name, one in sets.items() for row in one["rows"] if row["met"] is not None]
     missed = [(name, row) for name, row in judged if not row["met"]]
+
+    def of_set(chosen: str) -> str:
+        return "; ".join(f"{row['work']} {row['ratio']:.2f}" for name, row in missed if name == chosen)
+
     lines = [
         "# Measured",
         "",
         "This page is made of `benchmarks/results/*.json`: `make docs`. What is compared, and how, is in",
         "[benchmarks](benchmarks.md). Figures are medians; a ratio is that of medians of one run, against the fastest",
-        "rival, which is the one named; the files have all. In pictures ours is blue, or red where its bar is missed.",
+        "rival, which is the one named; the files have more. In pictures ours is blue, or red where its bar is missed.",
         "",
         f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{':' if missed else '.'}",
         "",
-        *(f"- `{name}`, {row['work']}: {row['ratio']:.2f}, {bar(row)}" for name, row in missed),
+        *(f"- `{name}`: {of_set(name)}" for name in dict.fromkeys(name for name, _ in missed)),
     ]
     for name, chosen in ALL.items():
         lines += ["", f"## {name}", "", f"{chosen.ABOUT[0].upper()}{chosen.ABOUT[1:]}.", ""]
@@ -135,7 +139,7 @@ def section(one: Found) -> Iterable[str]:
     yield "| work | reached | beside | ratio | bar |"
     yield "|---|---|---|---|---|"
     for row in one["rows"]:
-        if row["work"].endswith("rivals with one call a step"):
+        if row["bar"] is None and (not row["against"] or row["work"].endswith("rivals with one call a step")):
             continue
         work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
         judged = ": ".join(part for part in (bar(row), WORDS[row["met"]]) if part)

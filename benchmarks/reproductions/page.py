@@ -16,12 +16,12 @@ TOP = """# Reproductions
 What papers claim about Shardline's methods, tried small. Generated from `benchmarks/results/reproductions`; `make
 reproduce` runs them again. The modes, rules, cadences and codecs are those of the servers and workers; only time is
 virtual ([simulator](simulator.md)), so every run gives the same figures. Data sets of the papers can't be shipped:
-where another one is used, the setting says so, and what counts is the shape of the claim, not its numbers. In
-brackets are the ranges of seeds.
+where another one is used, the setting says so, and what counts is the shape of the claim, not its numbers.
+Figures are means over seeds; the files have their ranges.
 """
 
-RANGE = re.compile(r"(?<=\d) to (?=[\d.]+\))")
-"""Between the ends of a range of seeds, in brackets."""
+RANGE = re.compile(r" \([\d.]+ to [\d.]+\)")
+"""A range of seeds."""
 
 
 def page(all_of: Sequence[Reproduction]) -> Iterator[str]:
@@ -52,7 +52,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for row in rows:
-        yield f"| {' | '.join(RANGE.sub('-', str(row.get(name, ''))) for name in columns)} |"
+        yield f"| {' | '.join(RANGE.sub('', str(row.get(name, ''))) for name in columns)} |"
 
 
 def draw(one: Reproduction, found: Found) -> Path | None:

@@ -232,10 +232,7 @@ ALL = (
         setting="A residual perceptron of two blocks per stage on the digits, plain SGD with a cosine schedule, "
         f"{STEPS} steps of 32 samples; with 2BW in 4 microbatches. Then a transformer on Python's own sources, a byte "
         "at a time: that of examples/charlm, its output layer not tied to the embedding, AdamW, a cosine schedule from "
-        f"{TEXT_RATE:g} after a warm-up of {TEXT_WARMUP} of {TEXT_STEPS} steps of 16 x 64 bytes, one seed. Runs in one "
-        "process, whose bits are those of a cluster; with a flush they are those of serial training. Without "
-        "stashing forward passes have the versions of weight stashing, and backward passes the newest; with prediction "
-        "both have what their version will be when the gradient is applied.",
+        f"{TEXT_RATE:g} after a warm-up of {TEXT_WARMUP} of {TEXT_STEPS} steps of 16 x 64 bytes, one seed.",
         run=pipelines,
     ),
 )

@@ -57,7 +57,7 @@ def bars(files: list[Path]) -> None:
     other = plt.twinx()
     other.plot(names, [one["staleness"]["mean"] for one in figures], "ko")
     other.set_ylabel("mean staleness (dots)")
-    other.set_ylim(bottom=-0.1)
+    other.set_ylim(-0.1, max(1.0, 1.1 * max(one["staleness"]["mean"] for one in figures)))
 
 
 def passes(run: Path) -> None:

@@ -488,13 +488,13 @@ def table_markdown() -> str:
         "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
         "This page is generated from the table in `shardline/observability/metrics.py` by `make docs`.",
         "",
-        "| name | kind | unit | labels | tasks | what |",
-        "|---|---|---|---|---|---|",
+        "| name | kind, unit | labels | tasks | what |",
+        "|---|---|---|---|---|",
     ]
     for spec in TABLE:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         roles = "all" if not spec.roles else ", ".join(spec.roles)
-        lines.append(f"| `{spec.name}` | {spec.kind} | {spec.unit} | {labels} | {roles} | {spec.help} |")
+        lines.append(f"| `{spec.name}` | {spec.kind}, {spec.unit} | {labels} | {roles} | {spec.help} |")
     return "\n".join(lines) + "\n"
 
 

@@ -401,7 +401,7 @@ def test_page_of_results_says_which_bars_are_missed_and_what_is_not_known() -> N
         "network": {"links": "loopback", "namespace": True},
     }
     text = report.page({"links": found})
-    assert "1 bars are met, 1 are missed:\n\n- `links`, a: 0.50, at least 1.8\n" in text
+    assert "1 bars are met, 1 are missed:\n\n- `links`: a 0.50\n" in text
     assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | at least 1.8: **missed** |" in text
     assert "| c | 9 MB | | | at most 200: met |" in text
     assert "| d | not measured | | | at least 1 |" in text
