@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,8 @@ class Template:
 
     source: str
     """The file below EXAMPLES."""
-    needs: str
-    """A module that it imports and Shardline doesn't; "" = none."""
+    needs: tuple[str, ...] = ()
+    """Modules that it imports and Shardline doesn't."""
     flags: str = f"{CLUSTER} --evaluators 1"
     script: bool = False
     """It is a training script, not a job file."""
@@ -39,12 +40,13 @@ class Template:
 
 
 TEMPLATES = {
-    "digits": Template("digits/job.py", "sklearn"),
-    "charlm": Template("charlm/job.py", ""),
-    "pipeline": Template("pipeline/job.py", "sklearn", flags="--ps 2 --workers 4 --evaluators 1"),
-    "script": Template("digits/train.py", "sklearn", flags=CLUSTER, script=True),
+    "digits": Template("digits/job.py", ("sklearn",)),
+    "charlm": Template("charlm/job.py"),
+    "pipeline": Template("pipeline/job.py", ("sklearn",), flags="--ps 2 --workers 4 --evaluators 1"),
+    "script": Template("digits/train.py", ("sklearn",), flags=CLUSTER, script=True),
+    "hf": Template("transformers/train.py", ("sklearn", "transformers"), flags=CLUSTER, script=True),
 }
-PACKAGES = {"sklearn": "scikit-learn"}
+PACKAGES = {"sklearn": "scikit-learn", "transformers": "transformers[torch]"}
 """What pip calls a module."""
 
 
@@ -52,7 +54,7 @@ PACKAGES = {"sklearn": "scikit-learn"}
 @click.argument("template", type=click.Choice(list(TEMPLATES)), default="digits")
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), required=False)
 def init(template: str, folder: Path | None) -> None:
-    """Write a job (digits, charlm, pipeline) or a training script, and a compose file, into DIR.
+    """Write a job (digits, charlm, pipeline) or a script (script, hf: with transformers), and a compose file, into DIR.
 
     The default of DIR is the template's name. A file that exists is never overwritten.
     """
@@ -70,8 +72,8 @@ def init(template: str, folder: Path | None) -> None:
     for name, text in texts.items():
         write_file(folder / name, text)
         click.echo(f"wrote {folder / name}")
-    if chosen.needs and importlib.util.find_spec(chosen.needs) is None:
-        click.echo(f"it needs {PACKAGES[chosen.needs]}: pip install {PACKAGES[chosen.needs]}")
+    if missing := [PACKAGES[module] for module in chosen.needs if importlib.util.find_spec(module) is None]:
+        click.echo(f"it needs more: pip install {shlex.join(missing)}")
     click.echo(f"train: {'' if folder == Path() else f'cd {folder} && '}{chosen.command}")
 
 
@@ -149,7 +151,7 @@ def compose_file(template: Template) -> str:
     fields = {
         "file": file,
         "name": Path(template.source).parent.name,
-        "package": PACKAGES.get(template.needs, ""),
+        "package": shlex.join(PACKAGES[module] for module in template.needs),
         "workers": template.flags.split("--workers ")[1].split()[0],
         "job": "" if template.script else f"  SHARDLINE_JOB: /job/{file}\n",
         "trains": f"entrypoint: [python, /job/{file}]" if template.script else "command: [worker]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ from shardline_lab.init import EXAMPLES, TEMPLATES
 def services(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     return found
+
+
+def test_what_a_script_needs_is_named_and_installed_in_its_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["init", "hf", str(tmp_path)]) == 0
+    needed = "scikit-learn 'transformers[torch]'"
+    assert f"it needs more: pip install {needed}\n" in capsys.readouterr().out
+    assert f"/tmp/shardline-*.whl {needed}\n" in services(tmp_path)["chief"]["build"]["dockerfile_inline"]
+    assert "ShardlineTrainer as Trainer" in (tmp_path / "train.py").read_text()
 
 
 @pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if not template.script])
