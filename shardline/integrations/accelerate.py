@@ -13,7 +13,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import check_frozen, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group, follow
 
 
 def take_place(session: Session) -> None:
@@ -52,19 +52,23 @@ class Accelerator(accelerate.Accelerator):
         """As in accelerate. Raises JobError for an optimizer without its model in the same call."""
         models = [item for item in args if isinstance(item, nn.Module)]
 
-        def attached(item: Any) -> Any:
-            if not isinstance(item, torch.optim.Optimizer) or isinstance(item, ShardlineOptimizer):
-                return item
+        def attached(inner: torch.optim.Optimizer) -> ShardlineOptimizer:
             if len(models) != 1:
                 raise JobError(
                     f"accelerator.prepare() was given an optimizer and {len(models)} models; give it the optimizer "
                     "and the one model that it trains in one call"
                 )
-            found = self.session.attach(models[0], item)
-            check_frozen(self.session, models[0])
+            found = attach(self.session, models[0], inner)
+            for item in args:
+                if isinstance(item, torch.optim.lr_scheduler.LRScheduler) and item.optimizer is inner:
+                    follow(item, found)
             return found
 
-        return super().prepare(*map(attached, args), **named)
+        def is_plain(item: Any) -> bool:
+            wrapped = (ShardlineOptimizer, accelerate.optimizer.AcceleratedOptimizer)
+            return isinstance(item, torch.optim.Optimizer) and not isinstance(item, wrapped)
+
+        return super().prepare(*(attached(item) if is_plain(item) else item for item in args), **named)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Return this replica's norm: the servers clip. Raises JobError for another norm than theirs."""

@@ -20,7 +20,7 @@ from shardline.client.api.connect import connect
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import check_frozen, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group
 
 BACKEND = "shardline"
 
@@ -122,6 +122,4 @@ def DistributedOptimizer(
         raise JobError(
             f"DistributedOptimizer() was given a {type(model).__name__} as model: give it the DistributedModel"
         )
-    attached = model.session.attach(model.module, optimizer, clip_norm=clip_norm)
-    check_frozen(model.session, model.module)
-    return attached
+    return attach(model.session, model.module, optimizer, clip_norm=clip_norm)

@@ -14,7 +14,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import check_frozen, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group, follow
 
 
 class ShardlineEnvironment(ClusterEnvironment):
@@ -118,13 +118,12 @@ class ShardlineStrategy(ParallelStrategy):
                 'gradient_clip_algorithm="value" can\'t be done by the servers, which clip the norm of the mean '
                 'gradient: use "norm"'
             )
-        attached = self.session.attach(self.lightning_module, made[0], clip_norm=trainer.gradient_clip_val)
+        attached = attach(self.session, self.lightning_module, made[0], clip_norm=trainer.gradient_clip_val)
         # Clipping a replica's own gradient, too, would give another result.
         trainer.gradient_clip_val = None
         self.optimizers: Any = [attached]
         for config in self.lr_scheduler_configs:
-            config.scheduler.optimizer = attached
-        check_frozen(self.session, self.lightning_module)
+            follow(config.scheduler, attached)
 
     def on_train_start(self) -> None:
         """Raise JobError if only one of the job and the Trainer resumes."""

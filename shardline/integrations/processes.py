@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
+from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
 from shardline.host.printable import printable
+
+DIGITS = 16
+AT_ONCE = 4000 * DIGITS
+"""Characters of digests in one broadcast."""
 
 
 def check_no_process_group(what: str) -> None:
@@ -23,28 +28,44 @@ def check_no_process_group(what: str) -> None:
         )
 
 
-def check_frozen(session: Session, model: nn.Module) -> None:
-    """Compare frozen parameters and buffers with worker/0's; call after attach(). Raises JobError naming the first.
+def attach(
+    session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None
+) -> ShardlineOptimizer:
+    """Session.attach() for a model whose frozen parameters and buffers must be equal in all workers.
 
-    The servers hold only what is trained, so nothing else would make the rest equal. A worker that comes back later is
-    not compared: its buffers may have moved on.
+    attach() alone would replace them by worker/0's without a word. A worker that comes back later is not compared: its
+    checkpoint may be an older one. Raises JobError naming the first tensor that differs, and what attach() raises.
     """
+    names = [*_not_trained(model)] if session.num_replicas > 1 else []
+    mine = "".join(_digest(model, name) for name in names)
+    found = session.attach(model, optimizer, clip_norm=clip_norm)
     if session.num_replicas == 1 or session.step != session.link.orders.first_step:
-        return
-    mine = dict(_frozen(model))
-    theirs: dict[str, str] = dict(zip(*session.broadcast([[*mine], [*mine.values()]]), strict=True))
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
-            missing = "worker/0 has none" if name not in theirs else "this worker has none" if name not in mine else ""
+        return found
+    theirs = "".join(session.broadcast(mine[at : at + AT_ONCE]) for at in range(0, len(mine), AT_ONCE))
+    for at, name in enumerate(names):
+        where = slice(at * DIGITS, (at + 1) * DIGITS)
+        if mine[where] != theirs[where]:
             raise JobError(
-                f"{session.config.task}: {printable(name)}, which is not trained, has other values than in worker/0"
-                f"{f' ({missing})' if missing else ''}: load the same base weights in all workers before attach()"
+                f"{session.config.task}: {printable(name)}, which is not trained, had other values than in worker/0 "
+                "before attach(): load the same base weights in all workers"
             )
+    return found
 
 
-def _frozen(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Name and digest of each tensor that is not trained."""
-    tensors = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
-    for name, value in [*tensors, *model.named_buffers()]:
-        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield name, xxhash.xxh3_64_hexdigest(octets.data)
+def _not_trained(model: nn.Module) -> list[str]:
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    return [*frozen, *(name for name, _ in model.named_buffers())]
+
+
+def _digest(model: nn.Module, name: str) -> str:
+    owner, _, last = name.rpartition(".")
+    value: torch.Tensor = getattr(model.get_submodule(owner), last)
+    octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(octets.data)
+
+
+def follow(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let an LR scheduler that was made on the inner optimizer, and those in it, change the attached one."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        follow(inner, optimizer)

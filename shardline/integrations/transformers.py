@@ -21,7 +21,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.errors import JobError, JobStopped, RolledBackError
 from shardline.integrations.accelerate import take_place
-from shardline.integrations.processes import check_frozen, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -70,8 +70,7 @@ class ShardlineMixin(Base):
         """Create the Trainer's optimizer and attach it."""
         optimizer = super().create_optimizer(model)
         if not isinstance(getattr(optimizer, "optimizer", optimizer), ShardlineOptimizer):
-            self.optimizer = self.session.attach(self.model, optimizer)
-            check_frozen(self.session, self.model)
+            self.optimizer = attach(self.session, self.model, optimizer)
         return self.optimizer
 
     def train(self, *args: Any, **named: Any) -> Any:

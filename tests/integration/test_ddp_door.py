@@ -11,7 +11,8 @@ from torch import nn
 
 import shardline
 from shardline.errors import JobError
-from tests.support.services import Services, make_model
+from shardline.integrations.processes import attach
+from tests.support.services import SEEDING, Services, make_model
 
 
 @pytest.fixture
@@ -56,3 +57,37 @@ def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
             shardline.init_process_group()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("differs", ["0.weight", "2.running_mean", None])
+def test_frozen_weights_and_buffers_are_compared_with_the_first_workers(
+    start: Callable[..., Services], differs: str | None
+) -> None:
+    services = start(ps=1, workers=2)
+
+    def worker(index: int) -> str:
+        session = services.connect(index)
+        with SEEDING:
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        if index == 1 and differs is not None:
+            model.state_dict()[differs][-1] += 1.0
+        trained = [one for one in model.parameters() if one.requires_grad]
+        try:
+            attach(session, model, torch.optim.SGD(trained, lr=0.1))
+        except JobError as error:
+            session.fail(error)
+            session.shutdown()
+            return str(error)
+        session.close()
+        return ""
+
+    first, second = services.workers(lambda: worker(0), lambda: worker(1))
+    assert first == ""
+    if differs is None:
+        assert second == ""
+        services.end()
+    else:
+        assert second.startswith(f"worker/1: {differs}, which is not trained, had other values than in worker/0")
+        services.end(code=2)

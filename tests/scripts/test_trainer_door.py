@@ -13,11 +13,12 @@ import torch
 
 import shardline
 from shardline.client.api.session import Session
+from shardline.core.spec import TensorKind
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from tests.e2e.support import PATIENCE_S, mortal_cluster, summary_of, wait_for_event, wait_for_step
 from tests.scripts.test_transformers import EVERY, assert_equal, make_model, samples
-from tests.support.services import Services
+from tests.support.services import SEEDING, Services
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed; make test-scripts does it"
@@ -156,6 +157,15 @@ def test_both_resume_from_the_same_step_or_are_told(
     assert_equal(work.model, expected.model)
 
 
+def test_a_trainer_of_its_own_process_group_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(JobError, match=r"ShardlineTrainer .* already rank 0 of 1 .* torchrun out, and start"):
+            door()(model=make_model(), args=transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
@@ -255,3 +265,82 @@ def test_a_rollback_of_the_job_is_one_of_the_trainers(tmp_path: Path) -> None:
         made = json.loads((runs[1] / f"made-{replica}.json").read_text())
         back = [now for before, now in itertools.pairwise(made) if now <= before]
         assert back == [recovery["from_step"]] and sorted({*made}) == [*range(2 * STEPS)]
+
+
+def adapted() -> Any:
+    """The model with adapters; its base weights are frozen."""
+    peft = pytest.importorskip("peft", reason="peft is not installed; make test-scripts does it")
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+    model = make_model()
+    with SEEDING:
+        torch.manual_seed(4)
+        return peft.get_peft_model(model, config)
+
+
+def test_adapters_train_alone_in_the_bits_of_one_process(joins: Callable[..., Services], tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path / "plain", adapted(), max_grad_norm=0.0)
+    services = joins()
+    work = train(door(), tmp_path / "ours", adapted(), max_grad_norm=0.0)
+    trained = {spec.name for spec in work.session.job.tensors if spec.kind is TensorKind.PARAM}
+    assert trained and all("lora_" in name for name in trained)
+    work.session.close()
+    assert services.end()["steps"] == STEPS
+    assert_equal(work.model, expected.model)
+    assert (tmp_path / "ours" / f"checkpoint-{STEPS}" / "adapter_model.safetensors").is_file()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(samples())
+
+
+SPLIT = """
+import torch
+from shardline.integrations.transformers import ShardlineTrainer
+from tests.scripts.test_trainer_door import Stream, adapted
+
+class Streaming(ShardlineTrainer):
+    def __init__(self, *args, train_dataset, **named):
+        super().__init__(*args, train_dataset=Stream(), **named)
+
+    def training_step(self, model, inputs, *args):
+        seen.append(inputs["input_ids"].tolist())
+        return super().training_step(model, inputs, *args)
+
+seen = []
+door = lambda: Streaming
+model = adapted()
+{spoilt}
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spoilt", [False, True], ids=["equal", "other base"])
+def test_adapters_and_a_stream_in_two_replicas_of_the_same_base_only(tmp_path: Path, spoilt: bool) -> None:
+    path = script(
+        tmp_path,
+        before=SPLIT.format(
+            spoilt="import os\nif os.environ['SHARDLINE_TASK'] == 'worker/1':\n"
+            "    next(model.parameters()).data[0] += 1.0"
+            if spoilt
+            else ""
+        ),
+        model="model",
+        after=f"(Path({str(tmp_path)!r}) / f'seen-{{work.session.replica}}.json').write_text(json.dumps(seen))",
+        per_device_train_batch_size=4,
+        max_steps=8,
+        eval_strategy="no",
+    )
+    code = 2 if spoilt else 0
+    with mortal_cluster(path, tmp_path / "run", script=True, timeouts=Timeouts(total_s=PATIENCE_S)) as cluster:
+        assert cluster.wait(timeout_s=2 * PATIENCE_S) == code, [cluster.log_tail(f"worker/{i}", 20) for i in (0, 1)]
+    found = summary_of(tmp_path / "run")
+    if spoilt:
+        assert "wte.weight, which is not trained, had other values than in worker/0" in found["reason"]
+        return
+    first, second = (json.loads((tmp_path / f"seen-{i}.json").read_text()) for i in (0, 1))
+    # Each batch of four rows goes to one of the two.
+    rows = [row.tolist() for row in (item["input_ids"] for item in samples())]
+    assert [row for pair in zip(first, second, strict=True) for batch in pair for row in batch] == rows
