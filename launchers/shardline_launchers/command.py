@@ -75,6 +75,7 @@ log_ = logging.getLogger("shardline.launchers")
     help="Exit code in place of those after which a restart may help, for launchers that tell them apart.",
 )
 @click.option("--obey-input", is_flag=True, hidden=True)
+@click.option("--tell", hidden=True)
 @role_options
 def run(**flags: Any) -> int:
     """Run one process of a cluster that a launcher starts: the same command for every task.
@@ -116,6 +117,11 @@ def _run(flags: dict[str, Any]) -> int:
     if flags["hosts"] is not None:
         return _by_ssh(flags)
     place = _place(flags)
+    if flags["tell"] is not None and place.meeting is not None:
+        from shardline_launchers.meeting import tell
+
+        tell(place.meeting, flags["tell"], flags["join_timeout"], flags["life_fd"])
+        return 0
     log.setup(place.task)
     log_.info("place from %s", place.source)
     if place.hosted:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
+import threading
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.cli.launcher import LaunchOptions, LocalCluster, common_environment
 from shardline.cluster import ClusterSpec, format_address, parse_address
+from shardline.host.forkserver import COMMAND, ForkedProcess
 from shardline.host.ports import CAN_HOLD, held_port
-from shardline_launchers.meeting import Teller
 from shardline_launchers.places import ProcessPlace
-
-log = logging.getLogger("shardline.launchers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +42,7 @@ class HostingCluster(LocalCluster):
     """Starts the hosted tasks, and tells the launcher's other processes where the chief is."""
 
     options: HostingOptions
-
-    def __init__(self, options: HostingOptions) -> None:
-        super().__init__(options)
-        meeting = options.place.meeting
-        self._teller = Teller(meeting, options.timeouts.join_s, _end) if meeting is not None else None
+    _told = False
 
     def tasks(self) -> tuple[str, ...]:
         return self.options.place.hosted
@@ -61,16 +56,25 @@ class HostingCluster(LocalCluster):
         if CAN_HOLD:
             self._chief_port = held_port(self.options.bind or self.options.host)
             address = format_address(self.options.host, self._chief_port.getsockname()[1])
-            # The others start meanwhile, and dial it until it listens.
-            self._tell(address)
         return address
 
+    def _spawn(self, task: str, *, ready_fd: int | None = None) -> None:
+        if self._chief_port is not None:
+            # Before the chief listens: the others start meanwhile, and dial it until it does.
+            self._tell(format_address(self.options.host, self._chief_port.getsockname()[1]))
+        super()._spawn(task, ready_fd=ready_fd)
+
     def _tell(self, address: str) -> None:
-        if self._teller is not None:
-            self._teller.tell(address)
+        """Leave the address in the launcher's store, once, from a fork that has imported torch for that already."""
+        if self._told or self.options.place.meeting is None:
+            return
+        self._told = True
+        command = [*COMMAND, "run", "--by", "torchrun", "--tell", address, "--life-fd", str(self._life_read)]
+        environment = common_environment(os.environ)
+        process = self._starter.start(command, environment, (1, 2), [self._life_read])
+        threading.Thread(target=self._await_told, args=(process,), name="told", daemon=True).start()
 
-
-def _end(reason: str) -> None:
-    """Say why, and end this process as its launcher would: with a checkpoint, if training has begun."""
-    log.error("%s", reason)
-    os.kill(os.getpid(), signal.SIGTERM)
+    def _await_told(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+        if process.wait() and not self._stopping:
+            # It has said why. The other ranks wait in vain.
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -64,30 +62,15 @@ def ask(meeting: Rendezvous, wait_s: float) -> str:
     )
 
 
-class Teller:
-    """Leaves the chief's address in the store, on a thread, since torch is imported for it while the tasks start.
+def tell(meeting: Rendezvous, address: str, wait_s: float, life_fd: int | None) -> None:
+    """Leave the chief's address in the store. Raises UnreachableError.
 
-    failed: called with the reason if that is not possible.
+    life_fd: a pipe that closes with the launcher; until then a store that this process serves is kept.
     """
-
-    def __init__(self, meeting: Rendezvous, wait_s: float, failed: Callable[[str], None]) -> None:
-        self._meeting = meeting
-        self._wait_s = wait_s
-        self._failed = failed
-        self._address: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._store: TCPStore | None = None
-        """Kept: a store that this process serves ends with it."""
-        threading.Thread(target=self._run, name="teller", daemon=True).start()
-
-    def tell(self, address: str) -> None:
-        self._address.put(address)
-
-    def _run(self) -> None:
-        try:
-            self._store = _open(self._meeting, self._wait_s)
-            self._store.set(self._meeting.key, self._address.get(timeout=self._wait_s))
-        except queue.Empty:
-            # The start has failed, which who started it reports.
-            return
-        except Exception as error:
-            self._failed(f"the other ranks can't be told where the chief is: {_line(error)}")
+    store = _open(meeting, wait_s)
+    try:
+        store.set(meeting.key, address)
+    except RuntimeError as error:
+        raise UnreachableError(f"the other ranks can't be told where the chief is: {_line(error)}") from None
+    while meeting.serves and life_fd is not None and os.read(life_fd, 1):
+        pass

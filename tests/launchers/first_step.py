@@ -135,7 +135,12 @@ def seconds(begin: Start) -> float:
         begun = time.perf_counter()
         processes = begin(job, out)
         steps = out / "logs" / "steps.jsonl"
-        wait_until(lambda: steps.exists() and steps.stat().st_size > 0, "the first step", limit_s=300)
+
+        def made() -> bool:
+            assert not any(process.poll() for process in processes), (Path(folder) / "log").read_text()
+            return steps.exists() and steps.stat().st_size > 0
+
+        wait_until(made, "the first step", limit_s=300)
         took = time.perf_counter() - begun
         for process in processes:
             assert process.wait(300) == 0, (Path(folder) / "log").read_text()
