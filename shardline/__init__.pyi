@@ -51,6 +51,7 @@ from .errors import ShardlineError as ShardlineError
 from .integrations.distributed import DistributedModel as DistributedModel
 from .integrations.distributed import DistributedOptimizer as DistributedOptimizer
 from .integrations.distributed import init_process_group as init_process_group
+from .integrations.notebook import launch as launch
 from .job import Job as Job
 from .topology.flat import Flat as Flat
 from .update.dana import DANA as DANA

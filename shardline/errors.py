@@ -166,21 +166,14 @@ class InternalError(ShardlineError):
 
 def exit_code_name(code: int) -> str:
     """Name of the error class that ends a process with this code, for messages."""
-    if code == 0:
-        return "done"
-    for cls in (
-        UsageError,
-        UnreachableError,
-        TaskLostError,
-        NonFiniteError,
-        CheckpointError,
-        FencedError,
-        RolledBackError,
-        ProtocolError,
-    ):
-        if cls.exit_code == code:
-            return cls.__name__
-    return {130: "interrupted", 143: "terminated"}.get(code, "InternalError")
+    return {0: "done", 130: "interrupted", 143: "terminated"}.get(code, error_for(code).__name__)
+
+
+def error_for(code: int) -> type[ShardlineError]:
+    """The class of errors that end a process with this code."""
+    classes: list[type[ShardlineError]] = [UsageError, UnreachableError, TaskLostError, NonFiniteError, CheckpointError]
+    classes += [FencedError, RolledBackError, ProtocolError]
+    return next((cls for cls in classes if cls.exit_code == code), InternalError)
 
 
 # Exceptions of the user's code

@@ -27,6 +27,7 @@ SIMULATED = ("shardline_lab", "shardline_pipeline")
 CONTAINERS = ("worker", "chief", "services", "evaluator", "pipeline", "lab", "launchers", "proto")
 STUBS = "shardline.rpc.v1"
 DOORS = "shardline.integrations"
+NOTEBOOK = "shardline/integrations/notebook.py"
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
 
@@ -185,8 +186,8 @@ def refusal(item: Import) -> str | None:
             return f"{mine} lies below {other}, or beside it"
     if within(item.module, DOORS) and mine is None:
         return "doors are for people's scripts"
-    if top in UNSAFE_MODULES and not under(item.path, "shardline/loading"):
-        return "nothing is pickled, but batches of a worker's own forks"
+    if top in UNSAFE_MODULES and not under(item.path, "shardline/loading") and item.path != NOTEBOOK:
+        return "nothing is pickled, but batches of a worker's own forks, and a notebook's function for its own workers"
     return None
 
 

@@ -116,7 +116,7 @@ def test_page_says_what_each_death_cost_and_which_jobs_are_broken() -> None:
         "| chief, sync | 20 | 0.5 (1.25) | 0.5 (1.25) | 0.5 (1.25, of 19) | 0.5 (1.25) | 3 of 4: **broken** |" in lines
     )
     assert "- Broken: chief, sync: other bits" in lines
-    assert "- ps, sync: 2 cores of an X, commit abcdef1, load 0.5 before" in lines
+    assert "(2 cores of an X; commits abcdef1; load at most 0.5 before.)" in lines
     assert "0.3 s later, as a fork" in " ".join(lines)
 
 

@@ -63,11 +63,10 @@ class TrackerThread:
             self.problem = f"tracker {self.name} is slower than the job: values are missing there"
 
     def close(self) -> None:
-        """Hand over what is left; waits END_S at most."""
-        until_s = time.monotonic() + END_S
+        """Hand over what is left; waits END_S for room, and END_S for the last value, at most."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=END_S)
-        if not self._ended.wait(max(0.0, until_s - time.monotonic())):
+        if not self._ended.wait(END_S):
             self.problem = f"tracker {self.name} did not take the last values within {END_S:.0f} s: they are missing"
 
     def _run(self, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
