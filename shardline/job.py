@@ -20,6 +20,7 @@ Every process of a cluster that computes reads this file; the parameter servers 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import functools
@@ -33,11 +34,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from shardline import division, methods
+from shardline.cadence import CADENCES
 from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
-from shardline.core.settings import JobSettings, short
+from shardline.core.settings import JobSettings, check_field, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
@@ -85,8 +87,8 @@ class Job(JobSettings):
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
     scheduler: MakeScheduler | None = None
-    """Makes a torch scheduler for an optimizer, instead of `schedule`; stepped with each step (batch in asynchronous
-    mode): lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=500)."""
+    """Makes a torch scheduler for an optimizer, instead of `schedule`; stepped with each step (with a cadence, pass; in
+    asynchronous mode, batch): lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=500)."""
     consistency: str | Resident = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
     rule: str | Resident = "torch"
@@ -140,7 +142,7 @@ class Job(JobSettings):
         _check_dataset(self.dataset)
         division.of(self).check_choices()
         if self.epochs and not self.steps:
-            object.__setattr__(self, "steps", self._steps_of_epochs())
+            object.__setattr__(self, "steps", _steps_of_epochs(self))
         check_settings(self)
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
         remedy = "use shardline.schedule.constant, step, linear or cosine"
@@ -155,12 +157,6 @@ class Job(JobSettings):
             _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
             if self.param_groups is None:
                 GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
-
-    def _steps_of_epochs(self) -> int:
-        """Whole steps in `epochs` passes over the data. Raises JobError for data without a length."""
-        if not self.samples:
-            raise JobError(f"Job.epochs is {self.epochs}, but the data set has no len(); give steps instead")
-        return self.epochs * self.data_order().steps_per_epoch
 
     @property
     def shares_layers(self) -> bool:
@@ -242,7 +238,7 @@ class Job(JobSettings):
     def _optimizer_of(self, groups: list[Any]) -> torch.optim.Optimizer:
         cls = getattr(torch.optim, self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
         try:
-            optimizer: torch.optim.Optimizer = cls(groups, **self.optimizer_args)
+            optimizer: torch.optim.Optimizer = cls(groups, **copy.deepcopy(dict(self.optimizer_args)))
         except (TypeError, ValueError) as error:
             raise JobError(
                 f"torch.optim.{cls.__name__} does not accept optimizer_args or param_groups: {error}"
@@ -424,6 +420,21 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
         )
 
 
+def _steps_of_epochs(job: Job) -> int:
+    """Whole steps in `epochs` passes over the data; of rounds as many as it takes for all of it.
+
+    Raises JobError for data without a length.
+    """
+    for name in ("epochs", "batch_size"):
+        check_field(name, getattr(job, name))
+    if not job.samples:
+        raise JobError(f"Job.epochs is {job.epochs}, but the data set has no len(); give steps instead")
+    passes = job.epochs * job.data_order().steps_per_epoch
+    rounds = CADENCES.parse(str(job.cadence)).rounds
+    single = min(passes, rounds.start)
+    return single + -(-(passes - single) // rounds.ticks)
+
+
 def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0) -> Job:
     """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
 
@@ -454,7 +465,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
         changes.update([methods.override(name, text)])
-    if "epochs" in changes or (job.epochs and job.steps == job._steps_of_epochs()):
+    if "epochs" in changes or (job.epochs and job.steps == _steps_of_epochs(job)):
         # Counted again: the batch may be another.
         changes.setdefault("steps", 0)
     return dataclasses.replace(job, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ BuildOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class GroupSettings:
     """Settings of an optimizer's groups by step.
 
-    The scheduler changes a stand-in: an optimizer of the same class whose groups hold one scalar each. It is stepped as
-    often as the training, and made anew to go back, so the settings follow from the step alone.
+    The scheduler changes a stand-in: an optimizer of the same class whose groups hold one matrix of one element each
+    (Muon takes no scalars). It is stepped as often as the training, and made anew to go back, so the settings follow
+    from the step alone.
     """
 
     def __init__(self, make: MakeScheduler, build: BuildOptimizer, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -29,11 +31,12 @@ class GroupSettings:
         """
         self._make = make
         self._build = build
-        self._given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._given = [{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups]
         self._begin()
 
     def _begin(self) -> None:
-        groups = [{**group, "params": [torch.nn.Parameter(torch.zeros(()))]} for group in self._given]
+        # Copies: a scheduler changes a learning rate that is a tensor in place.
+        groups = [{**copy.deepcopy(group), "params": [torch.nn.Parameter(torch.zeros(1, 1))]} for group in self._given]
         self._optimizer = self._build(groups)
         self._step = 0
         with calling("scheduler(optimizer)"):
@@ -47,6 +50,16 @@ class GroupSettings:
             raise JobError(
                 f"scheduler(optimizer) returned {short(self._scheduler)}; it must return a scheduler of "
                 "torch.optim.lr_scheduler"
+            )
+        if getattr(self._scheduler, "optimizer", None) is not self._optimizer:
+            raise JobError(
+                f"scheduler(optimizer) returned a {type(self._scheduler).__name__} of another optimizer, which changes "
+                "nothing here; make one for the optimizer that it is given, in every call"
+            )
+        if len(self._optimizer.param_groups) != len(self._given):
+            raise JobError(
+                f"scheduler(optimizer) made {len(self._given)} parameter groups into "
+                f"{len(self._optimizer.param_groups)}; set groups in Job.param_groups"
             )
 
     def at(self, step: int) -> Sequence[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from shardline import consistency, methods, schedule
+from shardline.cadence import DiLoCo
 from shardline.client.api.script_job import TensorHolder
 from shardline.consistency.intake import VOTED_TREE
 from shardline.core.plan import make_plan
@@ -60,6 +61,14 @@ def _leave_imports_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+ELSEWHERE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def with_another_group(optimizer: torch.optim.Optimizer) -> StepLR:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    return StepLR(optimizer, 2)
 
 
 class Endless(IterableDataset[int]):
@@ -218,6 +227,14 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
         ({"scheduler": StepLR}, r"scheduler\(optimizer\) raised TypeError: .*step_size"),
         ({"scheduler": ReduceLROnPlateau}, r"a ReduceLROnPlateau, which follows a metric"),
         ({"scheduler": lambda optimizer: None}, r"scheduler\(optimizer\) returned None; it must return a scheduler"),
+        (
+            {"scheduler": lambda _: StepLR(ELSEWHERE, 2)},
+            r"returned a StepLR of another optimizer, which changes nothing",
+        ),
+        ({"scheduler": with_another_group}, r"scheduler\(optimizer\) made 1 parameter groups into 2"),
+        ({"epochs": -1, "steps": 0}, r"Job\.epochs is -1; give a whole number >= 0"),
+        ({"epochs": "3", "steps": 0}, r"Job\.epochs is '3'; give a whole number >= 0"),
+        ({"epochs": 3, "steps": 0, "batch_size": 0}, r"Job\.batch_size is 0; give a whole number >= 1"),
         ({"scheduler": ConstantLR, "schedule": schedule.linear()}, r"leave it out where the job has a scheduler"),
         (
             {"codec_parcels": "bf8"},
@@ -249,6 +266,9 @@ def test_epochs_are_whole_steps_counted_with_the_batch_that_the_job_has_at_last(
     data = TensorDataset(torch.zeros(50, 2))
     assert make_job(dataset=data, epochs=3, steps=0, replicas=2).steps == 3 * (50 // (2 * 2))
     assert make_job(dataset=data, epochs=3, steps=7).steps == 7
+    # Of rounds, as many as it takes: 24 passes, of 1 each until step 4.
+    for cadence, steps in (("local-sgd:every=4", 9), (DiLoCo(every=6), 6), ("post-local-sgd:start=4,every=8", 8)):
+        assert make_job(dataset=data, epochs=3, steps=0, replicas=2, cadence=cadence).steps == steps, cadence
     text = JOB.replace("steps=10", "epochs=2")
     samples = load_job(write(tmp_path / "job.py", text)).samples
     for overrides, steps in (
@@ -274,6 +294,20 @@ def test_settings_of_groups_follow_from_the_step_alone() -> None:
     settings = job.group_settings(job.build_optimizer(job.build_model()))
     assert settings is not None
     assert [settings.at(step)[0]["lr"] for step in (0, 5, 1, 2, 0)] == [1.0, 0.25, 1.0, 0.5, 1.0]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_jobs() -> None:
+    rate = torch.tensor(1.0)
+    job = make_job(optimizer="Adam", scheduler=lambda optimizer: StepLR(optimizer, 2, 0.5), optimizer_args={"lr": rate})
+    settings = job.group_settings(job.build_optimizer(job.build_model()))
+    assert settings is not None
+    assert [float(settings.at(step)[0]["lr"]) for step in (0, 5, 1, 2, 0)] == [1.0, 0.25, 1.0, 0.5, 1.0]
+    assert rate == 1.0
+
+
+def test_the_stand_in_of_a_scheduler_suits_an_optimizer_of_matrices() -> None:
+    job = make_job(optimizer="Muon", scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5), optimizer_args={"lr": 1.0})
+    assert job.steps
 
 
 def test_a_data_set_factory_is_called_once_and_seeded() -> None:
