@@ -232,7 +232,8 @@ def _host(place: ProcessPlace, flags: Mapping[str, Any]) -> int:
     resume = ever_begun(out) if place.restarts else flags["resume"]
     known = {**flags, "out": out, "resume": resume, "workers": place.spec.num("worker")}
     launch = train.launch_options(known)
-    hosting = HostingOptions(**{**vars(launch), "place": place, "bind": flags["bind"]})
+    variables = {name: os.environ.pop(name) for name in NOT_FOR_SCRIPTS if name in os.environ}
+    hosting = HostingOptions(**{**vars(launch), "place": place, "bind": flags["bind"], "variables": variables})
     return train.run(hosting, kind=HostingCluster)
 
 

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.cli.launcher import LaunchOptions, LocalCluster, common_environment
@@ -21,6 +22,8 @@ class HostingOptions(LaunchOptions):
     """Options of the tasks of a cluster that are hosted here; the others are started by the launcher."""
 
     place: ProcessPlace
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The launcher's, which the tasks don't see."""
     bind: str | None = None
     """Interface that the services of the hosted tasks bind to; None = that of their address."""
 
@@ -70,7 +73,7 @@ class HostingCluster(LocalCluster):
             return
         self._told = True
         command = [*COMMAND, "run", "--by", "torchrun", "--tell", address, "--life-fd", str(self._life_read)]
-        environment = common_environment(os.environ)
+        environment = {**common_environment(os.environ), **self.options.variables}
         process = self._starter.start(command, environment, (1, 2), [self._life_read])
         threading.Thread(target=self._await_told, args=(process,), name="told", daemon=True).start()
 

@@ -51,7 +51,7 @@ def test_a_script_is_a_worker_in_each_rank(tmp_path: Path) -> None:
     text = SCRIPT.read_text()
     assert text.count("STEPS = 500") == 1
     script, out = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(text.replace("STEPS = 500", "STEPS = 40"))
+    script.write_text(text.replace("STEPS = 500", "STEPS = 40\nimport os\nassert 'RANK' not in os.environ"))
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardline", "run", "--script", script]
     ended = Started([*command, "--out", out, *TIMEOUT], tmp_path / "log").end()
     assert ended.code == 0, ended.said
