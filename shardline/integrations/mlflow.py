@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 
 from shardline.core.points import Point, TrackedRun
@@ -15,6 +16,8 @@ from shardline.errors import UsageError
 REQUIRES = "mlflow"
 MAX_VALUE = 500
 """Characters of a parameter that MLflow takes."""
+REFUSED = r"[^\w.\-/ :]"
+"""Characters that MLflow refuses in a metric's name, with all other values of the call."""
 
 
 class MlflowTracker:
@@ -51,7 +54,10 @@ class MlflowTracker:
 
         self._client.log_batch(
             self._run,
-            metrics=[Metric(point.name, point.value, int(1e3 * point.time_s), point.step) for point in points],
+            metrics=[
+                Metric(re.sub(REFUSED, "_", point.name), point.value, int(1e3 * point.time_s), point.step)
+                for point in points
+            ],
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Sequence
 
@@ -33,7 +34,7 @@ class WandbTracker:
         if offline:
             log.warning("there is no key of Weights & Biases: the run stays in %s; send it with: wandb sync", folder)
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or run.job,
+            project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "-", run.job),
             name=run.out.name,
             id=name.read_text(),
             resume="allow",

@@ -10,7 +10,7 @@ import pytest
 from shardline.core.points import Point, TrackedRun
 
 SETTINGS: Mapping[str, object] = {"steps": 4, "codec": "raw"}
-FIRST = [Point("train/loss", 3.0, 0, 100.0), Point("evaluation/accuracy", 0.5, 1, 101.0)]
+FIRST = [Point("train/loss", 3.0, 0, 100.0), Point("evaluation/accuracy@1", 0.5, 1, 101.0)]
 AGAIN = [Point("train/loss", 2.0, 0, 102.0)]
 """After a rollback, from another chief."""
 
@@ -25,7 +25,7 @@ def test_wandb_keeps_a_run_offline_and_says_so(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "logs").mkdir()
-    run = TrackedRun(tmp_path, "digits", SETTINGS)
+    run = TrackedRun(tmp_path, "digits: 50%", SETTINGS)
     for points in (FIRST, AGAIN):
         tracker = WandbTracker(run)
         tracker.write(points)
@@ -34,7 +34,7 @@ def test_wandb_keeps_a_run_offline_and_says_so(
     files = sorted((tmp_path / "logs" / "wandb").glob("offline-run-*/run-*.wandb"))
     text = b"".join(file.read_bytes() for file in files)
     assert files and len({file.name for file in files}) == 1, "both chiefs continue one run"
-    for item in (b"train/loss", b"evaluation/accuracy", b"digits", b"codec"):
+    for item in (b"train/loss", b"evaluation/accuracy@1", b"digits- 50-", b"codec"):
         assert item in text
 
 
@@ -55,3 +55,4 @@ def test_mlflow_has_settings_and_all_values_in_one_run(tmp_path: Path, monkeypat
     assert found.data.params == {"steps": "4", "codec": "raw"} and found.info.status == "FINISHED"
     values = [(one.value, one.step) for one in client.get_metric_history(found.info.run_id, "train/loss")]
     assert sorted(values) == [(2.0, 0), (3.0, 0)]
+    assert found.data.metrics["evaluation/accuracy_1"] == 0.5
