@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,19 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 log = logging.getLogger("shardline.client")
 
 
-class FirstLoss:
-    """The job's loss. Warns, after its first call, of parameters that it uses and that are not the model's."""
+class WatchedLoss:
+    """The job's loss. Logs figures that come with it, and warns of parameters in it that are not the model's."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, log_figures: Callable[[Mapping[str, float | torch.Tensor]], None]) -> None:
         self._loss = loss
+        self._log = log_figures
         self._seen = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return what the job's loss returns for a batch."""
         found = self._loss(model, batch)
+        if isinstance(found, Mapping) and (beside := figures_in(found)):
+            self._log(beside)
         if not self._seen:
             self._seen = True
             loss = checked_loss(found)
@@ -45,6 +48,19 @@ class FirstLoss:
                     ", ..." if len(foreign) > 3 else "",
                 )
         return found
+
+
+def figures_in(found: Mapping[str, Any]) -> dict[str, float | torch.Tensor]:
+    """Numbers beside the loss, and tensors of one element that can be read without waiting for a device."""
+    return {
+        name: value
+        for name, value in found.items()
+        if name != "loss"
+        and (
+            (isinstance(value, int | float) and not isinstance(value, bool))
+            or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu")
+        )
+    }
 
 
 def foreign_parameters(loss: torch.Tensor, known: Collection[int]) -> Iterator[nn.Parameter]:
@@ -68,7 +84,7 @@ def run_replicas(
     session: Session, optimizer: ShardlineOptimizer, model: nn.Module, job: Job, source: BatchSource
 ) -> None:
     """Train an attached model until the job ends."""
-    watched = dataclasses.replace(job, loss=FirstLoss(job.loss))
+    watched = dataclasses.replace(job, loss=WatchedLoss(job.loss, session.log))
     for step in job.scheduled(session.steps(), optimizer):
         with session.attempt():
             for replica in session.replicas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from shardline.testing import reference
 from shardline_chief import service as chief
 from shardline_lab.comparison import Difference, InProcessCluster, PlainTraining, checked_job, differences, train_served
 from shardline_ps import service as ps
-from tests.support.jobs import Rich, make_job
+from tests.support.jobs import Rich, make_job, mse
 from tests.support.services import TIMEOUTS
 
 CPU = torch.device("cpu")
@@ -75,6 +76,20 @@ def test_a_scheduler_counts_the_batches_of_an_asynchronous_job(tmp_path: Path) -
     job = make_job("sgd", consistency="async", steps=6, scheduler=warmed_up)
     cluster = InProcessCluster(role=ROLES.__getitem__, out=tmp_path, timeouts=TIMEOUTS)
     assert not differences({6: reference(job).params}, {6: train_served(job, cluster)[6]})
+
+
+def test_figures_beside_a_loss_are_logged(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        found = mse(model, batch)
+        return {"loss": found, "root": found.detach().sqrt(), "two": 2, "logits": torch.zeros(3), "name": "x"}
+
+    job = make_job(loss=loss, steps=3)
+    assert not compare(job, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "steps.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["logged"]["two"] == 2.0 and 0.0 < line["logged"]["root"] < 10.0
+        assert not {"loss", "logits", "name"} & line["logged"].keys()
 
 
 def test_what_plain_torch_has_no_equal_for_is_left_out_and_named() -> None:

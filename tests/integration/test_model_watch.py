@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from shardline.client.job_loop import FirstLoss
+from shardline.client.job_loop import WatchedLoss
 from shardline.client.watch.model_watch import EVERY
 from shardline.errors import JobError
 from shardline.model import model_tensors, named_values
@@ -117,7 +117,7 @@ def test_parameters_that_the_loss_uses_and_the_model_has_not_are_told_once(caplo
         found: torch.Tensor = (model(batch) - other(batch)).square().mean()
         return found
 
-    first = FirstLoss(loss)
+    first = WatchedLoss(loss, dict)
     for _ in range(2):
         first(model, data)
     assert [text for text in caplog.messages if "2 parameters that are not in the model" in text and "(1, 2)" in text]
@@ -125,7 +125,7 @@ def test_parameters_that_the_loss_uses_and_the_model_has_not_are_told_once(caplo
     caplog.clear()
     # Inputs that need gradients, and frozen parameters, are nothing to speak of.
     other.requires_grad_(False)
-    FirstLoss(loss)(model, data.clone().requires_grad_())
+    WatchedLoss(loss, dict)(model, data.clone().requires_grad_())
     assert not caplog.messages
 
 
