@@ -478,7 +478,9 @@ def checked_loss(found: Any) -> torch.Tensor:
 
     Raises JobError unless it is a real scalar tensor that depends on the parameters.
     """
-    loss = found.get("loss", found) if isinstance(found, Mapping) else getattr(found, "loss", found)
+    if isinstance(found, Mapping) and "loss" not in found:
+        raise JobError(f'loss(model, batch) returned a mapping without "loss"; it has {", ".join(map(repr, found))}')
+    loss = found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)
     if not isinstance(loss, torch.Tensor):
         raise JobError(f"loss(model, batch) returned {type(loss).__name__}; it must return a scalar tensor")
     if loss.numel() != 1:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 
 from shardline.core.points import Point, TrackedRun
+from shardline.host import files
 
 REQUIRES = "wandb"
 log = logging.getLogger("shardline.integrations")
@@ -27,16 +28,16 @@ class WandbTracker:
         import wandb
 
         folder = run.out / "logs"
-        name = folder / "wandb-run"
-        if not name.exists():
-            name.write_text(uuid.uuid4().hex[:8])
+        file = folder / "wandb-run"
+        number = (file.read_text() if file.exists() else "") or uuid.uuid4().hex[:8]
+        files.replace(file, number.encode())
         offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
         if offline:
             log.warning("there is no key of Weights & Biases: the run stays in %s; send it with: wandb sync", folder)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "-", run.job),
             name=run.out.name,
-            id=name.read_text(),
+            id=number,
             resume="allow",
             dir=str(folder),
             config=dict(run.settings),

@@ -284,7 +284,9 @@ def test_epochs_are_whole_steps_counted_with_the_batch_that_the_job_has_at_last(
 def test_a_loss_may_come_in_a_mapping_or_an_output_of_a_model() -> None:
     loss = torch.zeros((), requires_grad=True)
     assert all(checked_loss(found) is loss for found in (loss, {"loss": loss, "n": 3}, SimpleNamespace(loss=loss)))
-    for found in ({"los": loss}, SimpleNamespace(los=loss), None):
+    with pytest.raises(JobError, match=r"returned a mapping without \"loss\"; it has 'los', 'n'"):
+        checked_loss({"los": loss, "n": 3})
+    for found in (SimpleNamespace(los=loss), None):
         with pytest.raises(JobError, match=f"returned {type(found).__name__}; it must return a scalar tensor"):
             checked_loss(found)
 

@@ -80,7 +80,7 @@ class TrackerThread:
                 goes_on = points[-1] is not None
                 tracker.write([point for point in points if point is not None])
             tracker.close()
-        except Exception as error:
+        except BaseException as error:
             self.problem = f"tracker {self.name} takes no more values ({type(error).__name__}: {error})"
         finally:
             self._ended.set()
