@@ -51,6 +51,12 @@ class Settings:
     steps: int = setting(0, lowest=0, doc="Steps to train; 0 = until the script ends.")
     checkpoint_every: int = setting(0, lowest=0, doc="Steps between checkpoints; 0 = only at the start and the end.")
     checkpoint_keep: int = setting(3, lowest=0, doc="Number of checkpoints to keep on disk; 0 = all.")
+    patience: int = setting(
+        0,
+        lowest=0,
+        highest=1000,
+        doc="Scores in a row that are no better than the best, after which the job ends; 0 = any.",
+    )
     threads: int = setting(1, lowest=1, doc="Intra-op threads per replica; the last bits of gradients depend on it.")
     codec: str = setting("raw", doc="How gradients and parameters are encoded on the wire.")
     codec_up: str = setting("", doc="The codec of gradients; empty = that of `codec`.")

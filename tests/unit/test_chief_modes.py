@@ -28,6 +28,21 @@ def test_best_is_the_highest_unless_the_name_says_less_is_better() -> None:
         assert cluster.bests == bests
 
 
+def test_a_job_ends_once_its_patience_with_the_scores_is_over() -> None:
+    cluster = running(patience=2)
+    cluster.join("evaluator", 0)
+    scores = [0.5, 0.4, 0.6, 0.6, None, 0.1]
+    for step, score in enumerate(scores, start=1):
+        assert cluster.program.state.phase is Phase.RUNNING
+        cluster.program.state.saves.committed(step, "")
+        metrics = {} if score is None else {"accuracy": score}
+        failure = "" if metrics else "out of memory"
+        cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], step, metrics, failure, cluster.now_s)
+        cluster.settle()
+    assert cluster.program.state.phase is Phase.STOPPING
+    assert "stopped: the 2 scores since step 3 are no better than its own" in cluster.text()
+
+
 @pytest.mark.parametrize(("codec", "said"), [("int8", True), ("raw", False), ("", False)])
 def test_a_codec_for_stages_in_a_job_without_any_is_said_to_change_nothing(codec: str, said: bool) -> None:
     assert ("codec_parcels is 'int8', which changes nothing" in running(codec_parcels=codec).text()) == said

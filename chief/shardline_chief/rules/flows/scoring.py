@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from shardline.core.orders import Phase
 from shardline.errors import FencedError
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, MarkBest
-from shardline_chief.rules.events import OrderAnswered, Progressed
+from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
@@ -61,7 +62,17 @@ class Scoring:
         figures.score(step, metrics)
         # A list of pairs, to keep the order: the first metric may decide which is best.
         state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
+        self._lose_patience()
         return best
+
+    def _lose_patience(self) -> None:
+        """End the job once as many scores as it says are no better than the best."""
+        job, best = self.state.job, self.state.figures.best
+        if job is None or not job.patience or best is None or self.state.phase is not Phase.RUNNING:
+            return
+        since = sum(bool(metrics) for step, metrics in self.state.figures.metrics.items() if step > best[0])
+        if since >= job.patience:
+            self.state.emit(EndAsked(f"stopped: the {since} scores since step {best[0]} are no better than its own"))
 
     # The last checkpoint
 
