@@ -97,12 +97,22 @@ def live(console: PlainConsole, found: Answers, address: str) -> None:
 
     # The frame says why the chief is silent.
     logging.getLogger("shardline").addHandler(logging.NullHandler())
-    # Leave like after Ctrl-C, so that the terminal is restored.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    left: list[BaseException] = []
+
+    def leave(number: int, _: object) -> None:
+        # Python drops what is raised while it runs a destructor or a library's callback, so the loop looks, too.
+        left.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise left[0]
+
+    # Both leave by an exception, so that the terminal is restored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
     view, silence = None, f"waiting for the chief at {address}"
     try:
         with Live(Frame(view=view, silence=silence), console=console, screen=True, auto_refresh=False) as screen:
             for status, silence in found:
+                if left:
+                    raise left[0]
                 view = None if status is None else cluster_view(status)
                 screen.update(Frame(view=view, silence=silence, height=console.height), refresh=True)
     finally:
