@@ -115,7 +115,7 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
         # It goes on by itself while training goes on.
         first = step(browser)
         browser.wait(f"Number(document.querySelector('#step').innerText.replaceAll(',', '')) > {first + 20}", "steps")
-        browser.wait("document.querySelectorAll('#curves canvas').length >= 4", "curves")
+        browser.wait("document.querySelectorAll('#curves canvas').length >= 6", "curves")
         browser.wait("document.querySelectorAll('#checkpoints tbody tr').length >= 2", "checkpoints")
         for task in ("ps/0", "worker/0", "worker/1"):
             browser.wait(f"{row(task)}?.includes('alive')", f"{task} alive")
@@ -124,7 +124,7 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
         titles = browser.ask(
             "[...document.querySelectorAll('#curves figcaption span:first-child')].map((e) => e.innerText)"
         )
-        assert titles == ["Training loss", "Bytes/s", "Steps/s", "Staleness"]
+        assert titles == ["Training loss", "Gradient norm", "Learning rate", "Bytes/s", "Steps/s", "Staleness"]
         # They are drawn in the browser's next frame, and the steps above may be newer.
         browser.wait("document.querySelector('#curves .plot').plot.data[1].length > 20", "points of a curve")
         looks_right_everywhere(browser)
@@ -170,7 +170,7 @@ def looks_right_everywhere(browser: Browser) -> None:
     light = browser.ask("getComputedStyle(document.body).backgroundColor")
     browser.prefer("dark")
     browser.wait(f"getComputedStyle(document.body).backgroundColor !== {json.dumps(light)}", "dark colours")
-    browser.wait("document.querySelectorAll('#curves canvas').length >= 4", "curves in dark colours")
+    browser.wait("document.querySelectorAll('#curves canvas').length >= 6", "curves in dark colours")
     browser.prefer("light")
     browser.resize(*PHONE, scale=2, phone=True)
     browser.wait("document.querySelector('#curves canvas').getBoundingClientRect().width < innerWidth", "narrow curves")
