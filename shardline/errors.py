@@ -164,16 +164,22 @@ class InternalError(ShardlineError):
     """A defect in Shardline."""
 
 
+CODED = (UsageError, UnreachableError, TaskLostError, NonFiniteError, CheckpointError, FencedError, ProtocolError)
+BY_CODE: dict[int, type[ShardlineError]] = {cls.exit_code: cls for cls in CODED}
+SIGNALLED = {130: "interrupted", 143: "terminated"}
+"""Exit codes after SIGINT and SIGTERM."""
+
+
 def exit_code_name(code: int) -> str:
     """Name of the error class that ends a process with this code, for messages."""
-    return {0: "done", 130: "interrupted", 143: "terminated"}.get(code, error_for(code).__name__)
+    known = {0: "done", RolledBackError.exit_code: RolledBackError.__name__, **SIGNALLED}
+    return known.get(code) or BY_CODE.get(code, InternalError).__name__
 
 
-def error_for(code: int) -> type[ShardlineError]:
-    """The class of errors that end a process with this code."""
-    classes: list[type[ShardlineError]] = [UsageError, UnreachableError, TaskLostError, NonFiniteError, CheckpointError]
-    classes += [FencedError, RolledBackError, ProtocolError]
-    return next((cls for cls in classes if cls.exit_code == code), InternalError)
+def ended_with(code: int, sentence: str) -> ShardlineError:
+    """The error of another process that ended with this code: lost, if a signal or a rollback ended it."""
+    lost = code < 0 or code in (RolledBackError.exit_code, *SIGNALLED)
+    return (TaskLostError if lost else BY_CODE.get(code, InternalError))(sentence)
 
 
 # Exceptions of the user's code

@@ -141,6 +141,7 @@ class Job(JobSettings):
                 object.__setattr__(self, name, value)
         _check_dataset(self.dataset)
         division.of(self).check_choices()
+        _require(bool(self.steps or self.epochs), "steps", self.steps, "give a whole number >= 1, or epochs")
         if self.epochs and not self.steps:
             object.__setattr__(self, "steps", _steps_of_epochs(self))
         check_settings(self)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from shardline.cli.process_exits import HOPELESS_CODES, describe_code, lacking, may_restart
-from shardline.cluster import UNNAMED, ClusterSpec, format_address, parse_task
+from shardline.cli.process_exits import TaskExits, describe_code
+from shardline.cluster import UNNAMED, ClusterSpec, format_address
 from shardline.errors import UsageError
 from shardline.host import lifeline
 from shardline.host.awake import awake_s
@@ -113,12 +113,10 @@ class RemoteTasks:
     ) -> None:
         self._on = on
         self._command = command
-        self._script = script
-        self._asked = asked
+        self._exits = TaskExits(tuple(on), script=script, chief_trains=asked.chief_trains)
         self._grace_s = grace_s
         self._events: queue.SimpleQueue[_Line | _End | int] = queue.SimpleQueue()
         self._tasks: dict[str, _Remote] = {}
-        self._restarts: dict[str, int] = {}
         self._failed: int | None = None
         """Exit code of a task without which the job can't go on."""
 
@@ -177,7 +175,7 @@ class RemoteTasks:
                 if event.task == "chief/0" and not self._again(event):
                     self._await_others()
                     return self._failed or (128 + signalled if signalled is not None else _code(event.code))
-                if event.task != "chief/0" and event.code and deadline_s == float("inf") and not self._again(event):
+                if event.task != "chief/0" and deadline_s == float("inf") and not self._again(event) and event.code:
                     deadline_s = self._lost(event, deadline_s)
             elif signalled is not None:
                 _say("ended immediately; the last checkpoint is kept")
@@ -192,30 +190,21 @@ class RemoteTasks:
         remote = self._tasks[end.task]
         if end.code == REFUSED and not remote.heard:
             raise UsageError(f"ssh {self._on[end.task]} failed for {end.task}: {remote.last or 'it gave no reason'}")
-        restarts = self._restarts.get(end.task, 0)
         # A connection that broke says nothing of how the task ended.
-        code = -signal.SIGHUP if end.code == REFUSED else end.code
-        again, reason = may_restart(parse_task(end.task)[0], code, restarts, script=self._runs_script(end.task))
+        again, reason = self._exits.ended(end.task, -signal.SIGHUP if end.code == REFUSED else end.code)
         if end.code:
             how = "was lost with its connection" if end.code == REFUSED else describe_code(end.code)
             _say(f"{end.task} on {self._on[end.task]} {how}: {reason}")
         if again:
-            self._restarts[end.task] = restarts + 1
             self._start(end.task)
         return again
 
-    def _runs_script(self, task: str) -> bool:
-        return self._script and task.startswith("worker/")
-
     def _lost(self, end: _End, deadline_s: float) -> float:
         """What the end of a task for good means; returns the time by which the job must have ended."""
-        gone = {task: remote.code for task, remote in self._tasks.items() if remote.code is not None}
-        why = lacking(
-            tuple(self._on), gone, chief_trains=self._asked.chief_trains, min_workers=1, script=self._script, begun=True
-        )
-        if not why and end.code not in HOPELESS_CODES:
+        why = self._exits.hopeless(end.code)
+        if not why:
             return deadline_s
-        _say(f"{why or 'its setting is refused'}: ending the job")
+        _say(f"{why}: ending the job")
         self._failed = _code(end.code)
         self._ask_chief()
         return awake_s() + self._grace_s

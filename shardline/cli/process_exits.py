@@ -84,6 +84,37 @@ def may_restart(role: str, code: int, restarts: int, *, script: bool = False) ->
     return True, f"restart {restarts + 1} of {MAX_RESTARTS}"
 
 
+class TaskExits:
+    """What the ends of a cluster's processes mean, one after another, once training has begun."""
+
+    def __init__(self, tasks: tuple[str, ...], *, script: bool, chief_trains: bool = False) -> None:
+        self._tasks = tasks
+        self._script = script
+        self._chief_trains = chief_trains
+        self._restarts: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
+
+    def ended(self, task: str, code: int) -> tuple[bool, str]:
+        """Take in how a task ended; returns whether to start it again, and why."""
+        restarts = self._restarts.get(task, 0)
+        again, reason = may_restart(parse_task(task)[0], code, restarts, script=self.runs_script(task))
+        if again:
+            self._restarts[task] = restarts + 1
+        else:
+            self._gone[task] = code
+        return again, reason
+
+    def runs_script(self, task: str) -> bool:
+        return self._script and task.startswith("worker/")
+
+    def hopeless(self, code: int) -> str:
+        """Why the job can't go on, after a task has ended for good with this code; empty if it can."""
+        if code in HOPELESS_CODES:
+            return "it would end the same way again"
+        kinds = {"chief_trains": self._chief_trains, "script": self._script}
+        return lacking(self._tasks, self._gone, min_workers=1, begun=True, **kinds)
+
+
 def lacking(
     tasks: tuple[str, ...],
     gone: Mapping[str, int],

@@ -54,8 +54,8 @@ class Settings:
     patience: int = setting(
         0,
         lowest=0,
-        highest=1000,
-        doc="Scores in a row that are no better than the best, after which the job ends; 0 = any.",
+        highest=99,
+        doc="Scores in a row that are no better than the best after which the job ends; 0 = it trains all steps.",
     )
     threads: int = setting(1, lowest=1, doc="Intra-op threads per replica; the last bits of gradients depend on it.")
     codec: str = setting("raw", doc="How gradients and parameters are encoded on the wire.")

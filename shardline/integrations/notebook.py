@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from shardline.checkpoint.store import newest_valid
-from shardline.errors import JobError, RolledBackError, UsageError, error_for
+from shardline.errors import UsageError, ended_with
 
 DRAWN_EVERY_S = 1.0
 STOP_S = 90.0
@@ -106,8 +106,7 @@ def launch(
             code = process.wait()
     if code:
         sentence = next((line for line in told if line.startswith("shardline: ")), f"exit code {code}")
-        cls = error_for(code)
-        raise (cls if cls is not RolledBackError else JobError)(sentence.removeprefix("shardline: "))
+        raise ended_with(code, sentence.removeprefix("shardline: "))
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return Launched(folder, summary, _losses(folder / "logs" / "steps.jsonl"))
 

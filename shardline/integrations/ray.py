@@ -28,10 +28,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shardline import errors
-from shardline.cli.process_exits import HOPELESS_CODES, describe_code, lacking, last_words, may_restart
+from shardline.cli.process_exits import TaskExits, describe_code, last_words
 from shardline.cluster import ClusterSpec, format_address, parse_address, parse_task
-from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.errors import ShardlineError, TaskLostError, UsageError, ended_with
 from shardline.host.ports import held_port
 from shardline.roles import ROLES
 
@@ -253,11 +252,9 @@ class _Run:
         self._command = command
         self._variables = variables
         self._out = out
-        self._script = script
-        self._restarts: dict[str, int] = {}
+        self._exits = TaskExits(tasks.spec.task_names(), script=script)
         self._running: dict[Any, str] = {}
         """Tasks by what Ray promises of their processes."""
-        self._gone: dict[str, int] = {}
         self._fatal: ShardlineError | None = None
         """Why the job can't go on, once a task has ended for good."""
 
@@ -274,7 +271,7 @@ class _Run:
         if self._fatal is not None and not code:
             raise self._fatal
         if code:
-            raise _error(code, words or f"the chief {describe_code(code)}")
+            raise ended_with(code, words or f"the chief {describe_code(code)}")
         summary = _get(chief.read.remote(f"{self._out}/summary.json"))
         self._await_others()
         return dict(json.loads(summary or "{}"))
@@ -296,22 +293,18 @@ class _Run:
             for one in ended:
                 task = self._running.pop(one)
                 code, words = self._result(task, one)
-                script = self._script and task.startswith("worker/")
-                restarts = self._restarts.get(task, 0)
-                again, reason = may_restart(parse_task(task)[0], code, restarts, script=script)
+                again, reason = self._exits.ended(task, code)
+                how = describe_code(code, script=self._exits.runs_script(task))
                 if code:
-                    log.warning("%s %s: %s", task, describe_code(code, script=script), reason)
+                    log.warning("%s %s: %s", task, how, reason)
                 if again:
-                    self._restarts[task] = restarts + 1
                     self._begin(task)
                 elif task == "chief/0":
                     return code, words
-                else:
-                    self._gone[task] = code
-                    if code and self._fatal is None and (why := self._lacking(code)):
-                        # The chief knows better why, if it ends by itself.
-                        self._fatal = _error(code, f"{task}: {words or describe_code(code, script=script)}; {why}")
-                        self._tasks.actors["chief/0"].end.remote()
+                elif code and self._fatal is None and (why := self._exits.hopeless(code)):
+                    # The chief knows better why, if it ends by itself.
+                    self._fatal = ended_with(code, f"{task}: {words or how}; {why}")
+                    self._tasks.actors["chief/0"].end.remote()
 
     def _result(self, task: str, ended: Any) -> tuple[int, str]:
         """Exit code and last message of a task; a task that was lost with its actor gets another one."""
@@ -326,22 +319,9 @@ class _Run:
             return -signal.SIGKILL, _line(error)
         return int(code), str(words)
 
-    def _lacking(self, code: int) -> str:
-        """Why the job can't go on, once a task has ended for good; the chief handles the loss of a server."""
-        if code in HOPELESS_CODES:
-            return "it would end the same way again"
-        tasks = self._tasks.spec.task_names()
-        return lacking(tasks, self._gone, chief_trains=False, min_workers=1, script=self._script, begun=True)
-
     def _await_others(self) -> None:
         """Let the other tasks end by themselves, which the chief has told them to do."""
         ray.wait(list(self._running), num_returns=len(self._running), timeout=END_S)
-
-
-def _error(code: int, words: str) -> ShardlineError:
-    """The error that ends a process with this exit code."""
-    kind = getattr(errors, exit_code_name(code), TaskLostError)
-    return TaskLostError(words) if kind is errors.RolledBackError else kind(words)
 
 
 def _line(error: Exception) -> str:

@@ -59,19 +59,6 @@ def door() -> Any:
     return Accelerator
 
 
-@pytest.fixture
-def joins(start: Callable[..., Services], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Services]:
-    """Start services that connect() without arguments finds."""
-
-    def joined(**settings: Any) -> Services:
-        services = start(workers=1, **{"ps": 2, **settings})
-        monkeypatch.setenv("SHARDLINE_CLUSTER", services.spec.to_json())
-        monkeypatch.setenv("SHARDLINE_TASK", "worker/0")
-        return services
-
-    return joined
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["data set", "stream"])
 def test_a_script_ends_in_the_bits_of_one_process(joins: Callable[..., Services], stream: bool) -> None:
     expected, _ = train(accelerate.Accelerator(cpu=True), batch=8, stream=stream)

@@ -19,7 +19,7 @@ from tests.support.services import Services
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed; make test-scripts does it")
 
 # After that: a module that skipped itself is there with nothing in it.
-from tests.scripts.test_lightning import STEPS, Module, assert_equal, lightning, samples
+from tests.scripts.test_lightning import STEPS, Module, assert_equal, samples, trainer
 
 SCHEDULED = 3
 
@@ -59,26 +59,15 @@ def fit(
     again: bool = False,
     **settings: Any,
 ) -> Any:
-    saving = lightning.callbacks.ModelCheckpoint(dirpath=out, filename="{step}", every_n_train_steps=STEPS)
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[saving],
-        default_root_dir=out,
-        val_check_interval=4,
-        **settings,
-    )
+    trains = trainer(out, steps=steps, val_check_interval=4, **settings)
     module = Scored()
     data = samples()
     # With more than one replica Lightning's sampler shuffles, with seed 0.
     order = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0) if shuffled else None
     loaders = [torch.utils.data.DataLoader(data, batch, sampler=order), torch.utils.data.DataLoader(data, 16)]
-    trainer.fit(module, *loaders, ckpt_path=resume)
+    trains.fit(module, *loaders, ckpt_path=resume)
     if again:
-        trainer.fit(Scored(), *loaders)
+        trains.fit(Scored(), *loaders)
     return module
 
 
@@ -86,19 +75,6 @@ def strategy(**settings: Any) -> Any:
     from shardline.integrations.lightning import ShardlineStrategy
 
     return ShardlineStrategy(**settings)
-
-
-@pytest.fixture
-def joins(start: Callable[..., Services], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Services]:
-    """Start services that connect() without arguments finds."""
-
-    def joined(**settings: Any) -> Services:
-        services = start(workers=1, **{"ps": 2, **settings})
-        monkeypatch.setenv("SHARDLINE_CLUSTER", services.spec.to_json())
-        monkeypatch.setenv("SHARDLINE_TASK", "worker/0")
-        return services
-
-    return joined
 
 
 def test_a_strategy_ends_in_the_bits_of_one_process_and_goes_on(joins: Callable[..., Services], tmp_path: Path) -> None:

@@ -75,19 +75,6 @@ def door() -> Any:
     return ShardlineTrainer
 
 
-@pytest.fixture
-def joins(start: Callable[..., Services], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Services]:
-    """Start services that connect() without arguments finds."""
-
-    def joined(**settings: Any) -> Services:
-        services = start(workers=1, **{"ps": 2, **settings})
-        monkeypatch.setenv("SHARDLINE_CLUSTER", services.spec.to_json())
-        monkeypatch.setenv("SHARDLINE_TASK", "worker/0")
-        return services
-
-    return joined
-
-
 def test_an_unmodified_trainer_ends_in_the_bits_of_one_without_shardline(
     joins: Callable[..., Services], tmp_path: Path
 ) -> None:

@@ -121,7 +121,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
                         for parameter in group["params"]:
                             if parameter.grad is not None:
                                 parameter.grad.mul_(inverse.to(parameter.grad.device))
-        self._loop.finish(None if loss is None else float(loss), self.hyper())
+        self._loop.finish(None if loss is None else float(loss))
         return loss
 
     @property

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.cadence.base import Hyper
 from shardline.client.api.barrier import to_json
 from shardline.client.api.joining import JobMember
 from shardline.client.api.optimizer import ShardlineOptimizer, check_unused
@@ -178,7 +177,6 @@ class Session(JobMember):
         *,
         loss: float | None = None,
         samples: int = 0,
-        hyper: Hyper | None = None,
         gradients: Mapping[str, torch.Tensor] | None = None,
         keep: bool = False,
     ) -> None:
@@ -187,9 +185,9 @@ class Session(JobMember):
         keep: the tensors are not written to until the step is closed, so they need not be copied.
         """
         gradients = self._loop.gradients() if gradients is None else gradients
-        self._loop.contribute(replica, gradients, loss=loss, samples=samples, hyper=hyper, keep=keep)
+        self._loop.contribute(replica, gradients, loss=loss, samples=samples, keep=keep)
 
-    def finish_step(self, loss: float | None = None, hyper: Hyper | None = None) -> bool:
+    def finish_step(self, loss: float | None = None) -> bool:
         """Send the open step and get the next parameters; False if the loop has to run the step again.
 
         Contributes .grad for this worker's own replica if nothing was contributed yet.
@@ -197,7 +195,7 @@ class Session(JobMember):
         Outside of steps(): True also after a standby has taken over, since the contribution is sent again. Raises
         RolledBackError if the job rolled back, JobStopped if it has ended. Raises UsageError after close().
         """
-        return self._loop.finish(loss, hyper)
+        return self._loop.finish(loss)
 
     def wait(self) -> None:
         """Wait until the model contains all parameters of `step`.

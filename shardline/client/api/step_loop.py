@@ -531,7 +531,7 @@ class StepLoop:
         self.owner = OwnProcess(config.task)
         self.closed = False
         """No step may be made any more."""
-        self.hyper: Callable[[], Hyper] | None = None
+        self.hyper: Callable[[], Hyper] = dict
         """The optimizer's numbers that differ from the job's, once it is attached."""
         self.loss: float | None = None
         """The open step's, for logs."""
@@ -624,8 +624,8 @@ class StepLoop:
                 self.runner.check_ordered()
             asked = ask_loss or self.trainer.job.consistency.nan_policy == "skip"
             found = loss() if asked else None
-            hyper = self.hyper or dict
-            self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=found, hyper=hyper))
+            expected = Expected(replica=replica, owned=owned, samples=samples, loss=found, hyper=self.hyper)
+            self.trainer.expect(expected)
 
         return StepWatch(self.place.gate, lambda: self.trainer.open.uses, expect)
 
@@ -690,7 +690,7 @@ class StepLoop:
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""
         view = self.place.view
-        if self.place.wishes.overlap and view is not None and view.job.script and self.hyper is not None:
+        if self.place.wishes.overlap and view is not None and view.job.script:
             replica = self._own_replica
             self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self.hyper))
 
@@ -701,12 +701,11 @@ class StepLoop:
         *,
         loss: float | None,
         samples: int,
-        hyper: Hyper | None,
         keep: bool,
     ) -> None:
         trainer = self.trainer
         mark = trainer.half.mark()
-        hyper = self.hyper() if hyper is None and self.hyper is not None else hyper
+        hyper = self.hyper()
         added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         if not self._stepper.iterating and added:
             self._now.retained = RetainedContribution(mark, added)
@@ -720,17 +719,15 @@ class StepLoop:
             loss=float("nan") if loss is None else loss,
             samples=samples,
             drift=added[replica].drift if added else 0.0,
-            logged={**figures_of(trainer.job, step, measured, hyper or {}), **self.logged},
+            logged={**figures_of(trainer.job, step, measured, hyper), **self.logged},
         )
         self._reports.add(report, waited_s=self.place.waits.seconds)
 
-    def contribute_own(
-        self, gradients: Mapping[str, torch.Tensor], *, loss: float | None = None, hyper: Hyper | None = None
-    ) -> None:
+    def contribute_own(self, gradients: Mapping[str, torch.Tensor], *, loss: float | None = None) -> None:
         """Contribute as a script's one replica. The tensors must not change until the step is closed."""
-        self.contribute(self._own_replica, gradients, loss=loss, samples=0, hyper=hyper, keep=True)
+        self.contribute(self._own_replica, gradients, loss=loss, samples=0, keep=True)
 
-    def finish(self, loss: float | None, hyper: Hyper | None) -> bool:
+    def finish(self, loss: float | None) -> bool:
         """See Session.finish_step."""
         self.owner.check()
         runner, ticks = self.runner, self.trainer.methods.ticks
@@ -748,7 +745,7 @@ class StepLoop:
         self.mistakes.about_to_step()
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
-            self.contribute_own(self.gradients(), loss=loss or self.loss, hyper=hyper)
+            self.contribute_own(self.gradients(), loss=loss or self.loss)
         self.loss = None
         self.logged = {}
         if not ticks.last:
