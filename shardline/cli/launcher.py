@@ -31,7 +31,7 @@ from typing import Any
 from shardline import methods
 from shardline.cli import prints
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
-from shardline.cli.process_exits import Ended, describe_code, lacking, last_words, may_restart
+from shardline.cli.process_exits import Ended, TaskExits, describe_code, lacking, last_words
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_address, parse_task
 from shardline.config import check_out, check_standbys
@@ -294,7 +294,7 @@ class LocalCluster:
         self.chief_address = ""
         self._lock = threading.RLock()
         self._children: dict[str, _Child] = {}
-        self._restarts: dict[str, int] = {}
+        self._exits = TaskExits(options.spec().task_names(), script=options.script)
         self._stopping = False
         self._held: set[str] = set()
         self.up = False
@@ -453,11 +453,9 @@ class LocalCluster:
             return False, "it is not restarted"
         if task == "chief/0" and not self.chief_address:
             return False, "it had not started"
-        script = self.options.runs_script(task)
-        restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0), script=script)
+        restart, reason = self._exits.ended(task, code)
         if not restart:
             return False, reason
-        self._restarts[task] = self._restarts.get(task, 0) + 1
         try:
             self._spawn(task)
         except OSError as error:
