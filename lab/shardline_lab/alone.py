@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from concurrent.futures import wait
 from pathlib import Path
@@ -12,6 +13,8 @@ from shardline.errors import UnreachableError
 from shardline.roles import ROLES
 from shardline.rpc.watch import ChiefWatch
 from shardline_lab.comparison.served import InProcessCluster, start_tasks
+
+log = logging.getLogger("shardline_lab")
 
 
 class Alone:
@@ -39,5 +42,6 @@ class Alone:
             with contextlib.closing(chief), contextlib.suppress(UnreachableError):
                 chief.stop("its script has ended")
         # The server has no files, and ends when the chief says so.
-        wait([ended], self._timeouts.total_s)
+        if wait([ended], self._timeouts.total_s).not_done:
+            log.warning("the chief did not end within %g s; its last files are lost", self._timeouts.total_s)
         self._folder.cleanup()

@@ -42,6 +42,8 @@ class Diagnosis:
     level: str
     found: str
     remedy: str = ""
+    listens: bool = False
+    """A task answers at the address that was checked."""
 
 
 def check_python() -> Diagnosis:
@@ -176,7 +178,7 @@ def check_task(address: str) -> Diagnosis:
         return Diagnosis(PROBLEM, f"{host} has no address: {error.strerror}", remedy)
     try:
         with socket.create_connection((host, port), timeout=DIAL_S):
-            return Diagnosis(OK, f"{address} accepts connections")
+            return Diagnosis(OK, f"{address} accepts connections", listens=True)
     except ConnectionRefusedError:
         return Diagnosis(OK, f"{address}: the machine answers, and nothing listens there yet")
     except OSError as error:
@@ -208,7 +210,7 @@ def check_cluster(spec: ClusterSpec, security: Security) -> Iterator[tuple[str, 
     with ThreadPoolExecutor(32) as dialling:
         found = list(dialling.map(lambda task: check_task(spec.address(task)), tasks))
     yield from zip(tasks, found, strict=True)
-    if "chief/0" in tasks and "accepts" in dict(zip(tasks, found, strict=True))["chief/0"].found:
+    if found[tasks.index("chief/0")].listens:
         yield "chief's clock", check_chief(spec.chief, security)
 
 
