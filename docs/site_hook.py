@@ -1,4 +1,4 @@
-"""What the site has besides the pages of docs/: a front page, reference pages made from the code, and linked files.
+"""Make what the site has besides the pages of docs/: a front page, a reference made from the code, and linked files.
 
 A hook of mkdocs, named in mkdocs.yml. Pages of docs/ link to files elsewhere in the repository, such as
 ../proto/shardline/rpc/v1/shard.proto; in the site such a link leads to a copy of the file.

@@ -117,7 +117,7 @@ class Job(JobSettings):
     workers: int = 0
     """Workers of the cluster, where stages or cuts are "auto"; 0 = unknown. Set where a job file is run."""
     made: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
-    """What `dataset` has returned, by seed; a job made of another by dataclasses.replace() needn't call it again."""
+    """Data sets that `dataset` has returned, by seed; a job made by dataclasses.replace() needn't call it again."""
 
     def __post_init__(self) -> None:
         # A module is callable too, but needs an input.
@@ -247,7 +247,7 @@ class Job(JobSettings):
         return optimizer
 
     def group_settings(self, optimizer: torch.optim.Optimizer) -> GroupSettings | None:
-        """What `scheduler` gives the groups of an optimizer with the job's settings; None if the job has none."""
+        """Settings that `scheduler` gives an optimizer's groups; None if the job has none."""
         if self.scheduler is None:
             return None
         return GroupSettings(self.scheduler, self._optimizer_of, optimizer.param_groups)

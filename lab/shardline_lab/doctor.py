@@ -37,7 +37,7 @@ WATCH_S = 0.2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a check found. `remedy`: what to do; empty where nothing is wrong."""
+    """The result of a check. `remedy`: what to do; empty where nothing is wrong."""
 
     level: str
     found: str
@@ -167,7 +167,7 @@ CHECKS: dict[str, Callable[[], Diagnosis]] = {
 
 
 def check_task(address: str) -> Diagnosis:
-    """Whether a task's address resolves and its machine answers; nothing needs to listen there yet."""
+    """Check that a task's address resolves and its machine answers; nothing needs to listen there yet."""
     host, port = parse_address(address)
     if port == 0:
         return Diagnosis(OK, f"{address}: it takes a free port")

@@ -20,7 +20,7 @@ CLUSTER = "--ps 2 --workers 2"
 
 @dataclass(frozen=True)
 class Template:
-    """What a project is made of: a file of the examples, and how it is trained."""
+    """A kind of project: a file of the examples, and how it is trained."""
 
     source: str
     """The file below EXAMPLES."""
@@ -47,7 +47,7 @@ TEMPLATES = {
     "hf": Template("transformers/train.py", ("sklearn", "transformers"), flags=CLUSTER, script=True),
 }
 PACKAGES = {"sklearn": "scikit-learn", "transformers": "transformers[torch]"}
-"""What pip calls a module."""
+"""Names of packages by module."""
 
 
 @click.command("init", short_help="Write a project that trains.")

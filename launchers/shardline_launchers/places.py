@@ -66,7 +66,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """What a process is to be in a cluster."""
+    """The place of a process in a cluster."""
 
     task: str
     spec: ClusterSpec
@@ -86,7 +86,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one launcher's variables say. rank, size: the number of this process, and of all; None = not said."""
+    """The variables of one launcher. rank, size: the number of this process, and of all; None = not said."""
 
     launcher: str
     rank: int | None
@@ -102,11 +102,11 @@ class Claim:
         return f"{self.launcher}, rank {self.rank}" + (f" of {self.size}" if self.size is not None else "")
 
     def within(self, outer: Claim) -> bool:
-        """Whether the other launcher started this one's agents: srun torchrun."""
+        """Return whether the other launcher started this one's agents: srun torchrun."""
         return self.nodes is not None and outer.nodes is None and outer.size in (None, self.nodes)
 
     def agrees(self, other: Claim) -> bool:
-        """Whether both number the processes alike."""
+        """Return whether both number the processes alike."""
         sizes = {self.size, other.size} - {None}
         return self.rank is not None and self.rank == other.rank and len(sizes) <= 1
 

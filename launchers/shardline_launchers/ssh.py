@@ -186,7 +186,7 @@ class RemoteTasks:
                 self._ask_chief()
 
     def _again(self, end: _End) -> bool:
-        """Whether the task is started again. Raises UsageError if ssh never reached its host."""
+        """Start the task again if that may help; returns whether it did. Raises UsageError if ssh never reached it."""
         remote = self._tasks[end.task]
         if end.code == REFUSED and not remote.heard:
             raise UsageError(f"ssh {self._on[end.task]} failed for {end.task}: {remote.last or 'it gave no reason'}")
@@ -200,7 +200,7 @@ class RemoteTasks:
         return again
 
     def _lost(self, end: _End, deadline_s: float) -> float:
-        """What the end of a task for good means; returns the time by which the job must have ended."""
+        """Take in that a task has ended for good; returns the time by which the job must have ended."""
         why = self._exits.hopeless(end.code)
         if not why:
             return deadline_s

@@ -1,4 +1,4 @@
-"""What tasks print, on its way to their logs and to the launcher's terminal."""
+"""Output of tasks, on its way to their logs and to the launcher's terminal."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def may_restart(role: str, code: int, restarts: int, *, script: bool = False) ->
 
 
 class TaskExits:
-    """What the ends of a cluster's processes mean, one after another, once training has begun."""
+    """Decides, for each end of a process of a cluster, on a restart, and whether the job can go on once it trains."""
 
     def __init__(self, tasks: tuple[str, ...], *, script: bool, chief_trains: bool = False) -> None:
         self._tasks = tasks

@@ -13,7 +13,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import attach, check_no_process_group, follow
+from shardline.integrations.processes import attach, check_no_process_group, follow, trains
 
 
 def take_place(session: Session) -> None:
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
 
     def wait_for_everyone(self) -> None:
         """Wait at a barrier for all workers, once the optimizer is prepared."""
-        if self.session.attached:
+        if trains(self.session):
             self.session.barrier()
 
     def gather(self, tensor: Any) -> Any:

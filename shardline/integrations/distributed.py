@@ -20,7 +20,7 @@ from shardline.client.api.connect import connect
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import attach, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group, trains
 
 BACKEND = "shardline"
 
@@ -43,7 +43,7 @@ class ServersGroup(dist.ProcessGroup):
         return BACKEND
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        if self.session.attached and not self.session.owner.ended:
+        if trains(self.session):
             self.session.barrier()
         return _Done()
 

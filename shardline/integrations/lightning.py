@@ -14,7 +14,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from shardline.integrations.processes import attach, check_no_process_group, follow
+from shardline.integrations.processes import attach, check_no_process_group, follow, other_step, trains
 
 
 class ShardlineEnvironment(ClusterEnvironment):
@@ -78,7 +78,7 @@ class ShardlineStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data are split now: for training only."""
+        """True while data are split: in training only."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         return self.world_size > 1 and (trainer is None or not (trainer.evaluating or trainer.predicting))
 
@@ -129,16 +129,13 @@ class ShardlineStrategy(ParallelStrategy):
         """Raise JobError if only one of the job and the Trainer resumes."""
         begins, step = self.lightning_module.trainer.global_step, self.session.step
         if begins != step == self.session.link.orders.first_step and self.session.trainer.half.shares_steps:
-            raise JobError(
-                f"the Trainer begins at step {begins}, but the job and the optimizer state on its servers are at step "
-                f"{step}: resume both from the same step, the job with --resume, the Trainer with ckpt_path="
-            )
+            raise other_step(self.session, begins, "ckpt_path")
 
     # Between replicas
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all workers, from the time on when the optimizer is attached."""
-        if self.session.attached and not self.session.owner.ended:
+        if trains(self.session):
             self.session.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -146,7 +143,7 @@ class ShardlineStrategy(ParallelStrategy):
         if src != 0:
             raise JobError(f"broadcast() can send a value of replica 0 only; it was asked for one of replica {src}")
         obj = os.fspath(obj) if isinstance(obj, os.PathLike) else obj
-        return self.session.broadcast(obj) if self.session.attached and not self.session.owner.ended else obj
+        return self.session.broadcast(obj) if trains(self.session) else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return replica 0's decision, which is that of all if it follows from the validation."""

@@ -1,4 +1,4 @@
-"""What all doors need: refuse a second way to train in several processes, and compare what the servers do not hold."""
+"""Common parts of all doors: refuse a second way to train in several processes, and compare what servers don't hold."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def check_no_process_group(what: str) -> None:
             f"of {torch.distributed.get_world_size()} in a process group of torch.distributed: leave "
             "DistributedDataParallel, FSDP and torchrun out, and start the script with `shardline train --script`"
         )
+
+
+def trains(session: Session) -> bool:
+    """Return whether workers can meet at a barrier: after attach(), until the job's end."""
+    return session.attached and not session.owner.ended
+
+
+def other_step(session: Session, begins: int, argument: str) -> JobError:
+    """The error of a Trainer that begins at another step than the job. argument: with which it resumes."""
+    return JobError(
+        f"the Trainer begins at step {begins}, but the job and the optimizer state on its servers are at step "
+        f"{session.step}: resume both from the same step, the job with --resume, the Trainer with {argument}="
+    )
 
 
 def attach(

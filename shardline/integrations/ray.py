@@ -171,7 +171,7 @@ def _placed(spec: ClusterSpec, cpus: float, gpus: float, strategy: str) -> Itera
 
 
 def _get(promised: Any) -> Any:
-    """What an actor returns. Raises TaskLostError."""
+    """Wait for what an actor returns. Raises TaskLostError."""
     try:
         return ray.get(promised, timeout=PLACE_S)
     except RayError as error:

@@ -21,7 +21,7 @@ import shardline
 from shardline.client.api.optimizer import ShardlineOptimizer
 from shardline.errors import JobError, JobStopped, RolledBackError
 from shardline.integrations.accelerate import take_place
-from shardline.integrations.processes import attach, check_no_process_group
+from shardline.integrations.processes import attach, check_no_process_group, other_step
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -99,7 +99,7 @@ class ShardlineMixin(Base):
                 resume = resume_from_checkpoint if error.step == begins and not kept.is_dir() else str(kept)
 
     def _in_step(self) -> bool:
-        """Whether all replicas make the same steps, so that the Trainer's step is the job's."""
+        """Return whether all replicas make the same steps, so that the Trainer's step is the job's."""
         return self.session.trainer.half.shares_steps
 
     def _position(self, resume: str | None) -> str | None:
@@ -113,10 +113,7 @@ class ShardlineMixin(Base):
             # This worker was restarted, while the others went on.
             newest = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
             return newest if newest and newest.endswith(f"-{step}") else str(self._folder(step))
-        raise JobError(
-            f"the Trainer begins at step {begins}, but the job and the optimizer state on its servers are at step "
-            f"{step}: resume both from the same step, the job with --resume, the Trainer with resume_from_checkpoint="
-        )
+        raise other_step(self.session, begins, "resume_from_checkpoint")
 
     def _init_training_state(
         self, max_steps: int, per_epoch: int, epochs: int, resume: str | None, trial: Any

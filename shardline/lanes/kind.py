@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSide:
-    """What the server's half of a lane is made of."""
+    """Arguments of a lane's server half."""
 
     config: RoleConfig
     device: torch.device

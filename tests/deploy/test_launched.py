@@ -122,7 +122,7 @@ def check(manifest: Manifest) -> None:
 
 
 def inner(manifest: Manifest) -> Iterator[Manifest]:
-    """What a controller makes of the manifest, in kinds of Kubernetes itself."""
+    """Make of the manifest what a controller does, in kinds of Kubernetes itself."""
     for group in manifest.get("spec", {}).get("replicatedJobs", ()):
         yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": group["name"]}, **group["template"]}
     for kind, replicas in manifest.get("spec", {}).get("tfReplicaSpecs", {}).items():

@@ -45,7 +45,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 
 def missing() -> str:
-    """What a test needs and this machine lacks; empty if nothing."""
+    """Name what a test needs and this machine lacks; empty if nothing."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=path()) is None]
     if absent:
         return f"no {', '.join(absent)}: apt-get install slurm-wlm munge"

@@ -87,7 +87,7 @@ def sparse(kind: str, index: int, **cluster: Any) -> dict[str, str]:
 
 
 def expand(short: str) -> Sequence[str]:
-    """What scontrol makes of the one list in these tests."""
+    """Expand the one list in these tests as scontrol does."""
     return ("node03", "node04") if short == "node[03-04]" else (short,)
 
 

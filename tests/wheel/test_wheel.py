@@ -1,4 +1,4 @@
-"""What `make wheel` put into dist/: tags, contents, and a job trained by an installed one, outside of the checkout.
+"""Wheels that `make wheel` put into dist/: tags, contents, and a job trained by an installed one outside the checkout.
 
 torch is not downloaded again: the environment sees that of the checkout's, by a .pth file, and nothing else of it.
 """

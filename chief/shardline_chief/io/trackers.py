@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 
 def tracker_named(name: str) -> Callable[[TrackedRun], Tracker]:
-    """What makes the tracker of this name. Raises UsageError if no installed package has it."""
+    """Find what makes the tracker of this name. Raises UsageError if no installed package has it."""
     make: Callable[[TrackedRun], Tracker] = plugins.installed(TRACKERS, name, f"the tracker {name!r}")
     return make
 

@@ -45,9 +45,9 @@ class JobMember:
         self.owner = self._loop.owner
         self._link: ChiefLink | None = None
         self.attached = False
-        """Whether the worker has joined with a model."""
+        """True once the worker has joined with a model."""
         self.beside = contextlib.ExitStack()
-        """What ends with the session: the servers of a script that trains alone."""
+        """Closed with the session: the servers of a script that trains alone."""
 
     @property
     def link(self) -> ChiefLink:

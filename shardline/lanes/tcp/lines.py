@@ -26,7 +26,7 @@ class Posted:
         self.intact = intact
         self.whole = len(memory) == 0
         self.matches: bool | None = None
-        """Whether what came has the digest; None if that is unknown."""
+        """True if what came has the digest; None if that is unknown."""
 
 
 class _EngineLine:

@@ -24,7 +24,7 @@ class Barriers:
         self._reached: dict[str, BarrierPlace] = {}
         """Furthest barrier that any life of a task has reached, by task."""
         self._values: dict[BarrierPlace, str] = {}
-        """What worker/0 has handed to all, by barrier; the newest."""
+        """Values that worker/0 has handed to all, by barrier; the newest."""
 
     def told(self, task: str, place: BarrierPlace) -> None:
         """Note that a worker is at a barrier, or last was."""
