@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_every_tracker_that_is_offered_says_what_it_needs() -> None:
     names = {entry.name for entry in importlib.metadata.entry_points(group="shardline.trackers")}
     assert names >= {"wandb", "mlflow"}
     for name in names:
-        assert tracker_named(name)
+        module = inspect.getmodule(tracker_named(name))
+        assert module is not None and module.REQUIRES, name
     with pytest.raises(UsageError, match="no installed package provides the tracker 'wand'"):
         tracker_named("wand")
