@@ -50,20 +50,21 @@ def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None)
     return 0
 
 
-@click.command(short_help="Serve the page of a run from its files.")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.command(short_help="Serve the page of runs from their files.")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--port", type=click.IntRange(0, 65_535), default=0, show_default=True, help="Port on 127.0.0.1; 0 = a free one."
 )
 @options.plugin
 @options.token
-def page(run: Path, port: int, token_file: Path | None) -> int:
-    """Serve the page of RUN, the --out of a run that has ended or goes on elsewhere, until Ctrl-C.
+def page(runs: tuple[Path, ...], port: int, token_file: Path | None) -> int:
+    """Serve the page of RUN, the --out of a run that has ended or goes on, until Ctrl-C.
 
-    It reads the files in RUN, and changes nothing. With a token, a browser has to give it.
+    The curves of further runs, up to 8 in all, are drawn beside its own. It reads their files, and changes nothing.
+    With a token, a browser has to give it.
     """
     security = Security(token_file=token_file)
-    code: int = plugins.installed(VIEWERS, "run", "the page of a run")(run, port, security)
+    code: int = plugins.installed(VIEWERS, "run", "the page of a run")(runs, port, security)
     return code
 
 

@@ -315,6 +315,53 @@ def test_what_fails_stands_on_the_page_for_as_long_as_it_does(browser: Browser) 
         server.close()
 
 
+# Curves of several runs
+
+
+def test_curves_of_several_runs_are_smoothed_and_drawn_by_their_logarithm(browser: Browser) -> None:
+    own, other = History(), History()
+    for number in range(100):
+        own.add("loss", number, 2.0 * 0.95**number + (number % 2) / 1000)
+        # A logarithm has no place for its end.
+        other.add("loss", 2 * number, 0.0 if number == 99 else 1.0 * 0.95**number)
+        for at, history in ((1000.0, own), (5000.0, other)):
+            history.add("push", at + number, 100.0 + number, axis="time")
+            history.add("pull", at + number, 50.0, axis="time")
+    server = PageServer("127.0.0.1:0", PLAIN, own, runs={"today": own, "yesterday": other})
+    try:
+        url = server.start()
+        server.show(ChiefStatus(phase="running", step=100))
+        browser.open(url)
+        browser.wait("document.querySelectorAll('#curves canvas').length === 2", "the curves")
+        assert browser.text("#runs").split() == ["today", "yesterday"]
+        plot = "document.querySelector('#curves .plot').plot"
+        assert browser.ask(f"{plot}.series.length") == 3
+        assert browser.ask(f"{plot}.data[0].at(-1)") == 198
+        assert browser.ask(f"{plot}.data[2].findLast((value) => value != null)") == 0
+        assert browser.ask(f"{plot}.scales.y.distr") == 1
+        # Both began at once.
+        assert browser.ask("document.querySelectorAll('#curves .plot')[1].plot.data[0].slice(0, 2)") == [0, 1]
+
+        browser.ask("document.querySelector('#log').click()")
+        assert browser.ask(f"{plot}.scales.y.distr") == 3
+        assert browser.ask(f"{plot}.data[2].findLast((value) => value != null)") == pytest.approx(0.95**98)
+        # What cannot be below 0 keeps its axis.
+        assert browser.ask("document.querySelectorAll('#curves .plot')[1].plot.scales.y.distr") == 1
+
+        browser.ask(
+            "Object.assign(document.querySelector('#smoothing'), {value: 0.5}).dispatchEvent(new Event('input'))"
+        )
+        assert browser.ask(f"{plot}.series.length") == 5
+        assert browser.ask(f"{plot}.data[1].slice(0, 2)") == pytest.approx([2.0, (2.0 * 0.25 + 1.901 * 0.5) / 0.75])
+        # What comes later is drawn so, too.
+        other.add("loss", 300, 0.5)
+        server.show(ChiefStatus(phase="running", step=101))
+        browser.wait(f"{plot}.data[0].at(-1) === 300", "the other run's next point")
+        assert browser.console == []
+    finally:
+        server.close()
+
+
 HELD = ShardStatus(shard=0, version=330, pushes=660, bytes=9 << 20, standby="synced", standby_task="ps/1")
 STILL = ChiefStatus(
     job="digits",

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,6 +250,11 @@ def test_the_command_refuses_an_unknown_folder_with_one_sentence(
     assert said.err == f"shardline: {tmp_path / 'nowhere'} is not a folder; give the folder of a run, its --out\n"
 
 
+def test_more_runs_than_colours_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["page", *(str(run.out / str(number)) for number in range(9))]) == 2
+    assert capsys.readouterr().err == "shardline: 9 runs are more than the 8 that a page shows; leave some out\n"
+
+
 class Printed(io.StringIO):
     """An output whose first line another thread can wait for."""
 
@@ -265,10 +271,12 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.end()
+    other = Run(tmp_path / "before" / "one")
+    other.train(40)
     (tmp_path / "token").write_text("correct-horse-battery")
-    command = ["page", str(run.out), "--token-file", str(tmp_path / "token")]
+    command = ["page", str(run.out), str(other.out), "--token-file", str(tmp_path / "token")]
     before = sorted((path, path.stat().st_mtime_ns) for path in run.out.rglob("*"))
-    printed, views, answers = Printed(), list[dict[str, object]](), list[int]()
+    printed, views, curves, answers = Printed(), list[dict[str, Any]](), list[dict[str, Any]](), list[int]()
 
     def look() -> None:
         if not printed.there.wait(PATIENCE_S):
@@ -282,6 +290,8 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
                 answer.read()
                 connection.request("GET", "/api/view", headers={"Authorization": "Bearer correct-horse-battery"})
                 views.append(json.load(connection.getresponse()))
+                connection.request("GET", "/api/history", headers={"Authorization": "Bearer correct-horse-battery"})
+                curves.append(json.load(connection.getresponse()))
             answers.append(main([*command, "--port", address.rpartition(":")[2]]))
         finally:
             os.kill(os.getpid(), signal.SIGINT)
@@ -298,6 +308,10 @@ def test_the_command_serves_the_page_until_ctrl_c_and_changes_nothing(
         signal.signal(signal.SIGINT, ignoring)
     reader.join(PATIENCE_S)
     assert [(view["phase"], view["step"], view["written"] is not None) for view in views] == [("ended", 100, True)]
+    # Both folders have the same name.
+    assert [news["run"] for news in curves] == [str(run.out)]
+    assert [len(news["curves"]["loss"]["points"]) for news in curves] == [100]
+    assert [len(news["beside"][str(other.out)]["curves"]["loss"]["points"]) for news in curves] == [40]
     assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/\n", printed.getvalue())
     assert answers == [401, 2]
     assert re.fullmatch(

@@ -24,10 +24,12 @@ from shardline.observability.host_header import host_of
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
 from shardline_chief.page.access import PageAccess, check_exposure
-from shardline_chief.page.app import SECURITY_HEADERS, STREAMS
+from shardline_chief.page.app import CURSOR_CHARACTERS, SECURITY_HEADERS, STREAMS
+from shardline_chief.page.board import Board
 from shardline_chief.page.files import read_static
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
+from shardline_chief.page.viewer import MOST_RUNS
 
 TOKEN = "correct-horse-battery"
 STATUS = ChiefStatus(job="digits", phase="running", step=40, steps=100, tasks=(TaskStatus(task="ps/0", state="alive"),))
@@ -105,6 +107,28 @@ def test_the_page_its_files_and_its_data_are_there(make: Make) -> None:
     assert news["curves"]["loss"]["points"] == [[3, 3, 0.5]]
     again = json.loads(ask(page, f"/api/history?since={news['cursor']}").body)
     assert (again["reset"], again["curves"]) == (False, {})
+
+
+def test_the_curves_of_other_runs_come_beside_its_own_and_with_its_cursor() -> None:
+    own, other = History(), History()
+    own.add("loss", 3, 0.5)
+    board = Board(own, {"today": own, "before": other})
+    board.show(STATUS)
+    first = board.changes("")
+    assert first["run"] == "today"
+    assert first["curves"]["loss"]["points"] == [[3, 3, 0.5]]
+    assert first["beside"] == {"before": {"reset": True, "curves": {}}}
+    other.add("loss", 7, 0.25)
+    board.show(STATUS)
+    second = board.changes(first["cursor"])
+    assert (second["reset"], second["curves"]) == (False, {})
+    assert second["beside"]["before"]["reset"] is False
+    assert second["beside"]["before"]["curves"]["loss"]["points"] == [[7, 7, 0.25]]
+    board.show(STATUS)
+    assert board.changes(second["cursor"])["beside"] == {"before": {"reset": False, "curves": {}}}
+    # Of as many runs as a page shows, within what a request may say.
+    many = Board(own, {str(number): own for number in range(MOST_RUNS)})
+    assert len(many.changes("")["cursor"]) < CURSOR_CHARACTERS - 15 * MOST_RUNS
 
 
 def test_a_stream_tells_every_status_and_that_the_chief_ends(make: Make) -> None:

@@ -29,7 +29,8 @@ QUIET_S = 5.0
 """Seconds of silence after which a stream sends a line, to see whether the browser is still there."""
 FORM_BYTES = 8192
 FORM_S = 5.0
-CURSOR_CHARACTERS = 64
+CURSOR_CHARACTERS = 256
+"""A run's cursor has at most 24; see MOST_RUNS of the viewer."""
 SHOWN = 120
 """Characters of a foreign path or name that an answer repeats."""
 PUBLIC = ("/style.css", "/favicon.svg", "/login")
@@ -118,7 +119,7 @@ class Page:
                 news = self._board.changes(cursor)
                 cursor = news["cursor"]
                 yield _event("view", self._board.view())
-                if news["curves"] or news["reset"]:
+                if any(part["curves"] or part["reset"] for part in (news, *news.get("beside", {}).values())):
                     yield _event("history", json.dumps(news, separators=(",", ":")))
             if self._closing:
                 yield _event("view", self._board.view())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import Any
 
 from shardline.core.status import ChiefStatus
@@ -16,8 +18,10 @@ from shardline_chief.page.passes import passes
 class Board:
     """The newest status, converted to JSON on demand, and the readers that wait for a newer one."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, runs: Mapping[str, History] | None = None) -> None:
+        """runs: where several are shown, the curves of each by its name; first those of `history`."""
         self._history = history
+        self._runs = runs or {}
         self.passes = passes()
         """Of a pipeline."""
         self._lock = threading.Lock()
@@ -72,8 +76,21 @@ class Board:
     def changes(self, cursor: str) -> dict[str, Any]:
         """What changed in the curves since a cursor; readers with the same cursor share one answer per status."""
         if self._changes[:2] != (self._number, cursor):
-            self._changes = (self._number, cursor, self._history.since(cursor))
+            self._changes = (self._number, cursor, self._since(cursor))
         return self._changes[2]
+
+    def _since(self, cursor: str) -> dict[str, Any]:
+        """A cursor is that of each run, with dots between them."""
+        own, *others = cursor.split(".")
+        news = self._history.since(own)
+        if self._runs:
+            news["run"], *names = self._runs
+            beside = {
+                name: self._runs[name].since(at) for name, at in zip(names, chain(others, repeat("")), strict=False)
+            }
+            news["cursor"] = ".".join([news["cursor"], *(part.pop("cursor") for part in beside.values())])
+            news["beside"] = beside
+        return news
 
     async def newer(self, number: int, timeout_s: float) -> bool:
         """Wait for a status after that number, or for wake(); False on timeout. timeout_s: seconds."""

@@ -38,7 +38,7 @@ MOST_NAMED = 4
 class RunFiles:
     def __init__(self, out: Path, history: History, passes: Passes) -> None:
         """history, passes: filled with what the files have. Raises UsageError if the folder has no run."""
-        _check(out)
+        check_run(out)
         self._out = out
         self._past = Past(history, out / "logs")
         self._passes = passes
@@ -191,12 +191,12 @@ class RunFiles:
         )
 
 
-def _check(out: Path) -> None:
-    """Raise UsageError if the folder has no run."""
+def check_run(out: Path) -> Path:
+    """The folder. Raises UsageError if it has no run."""
     if not out.is_dir():
         raise UsageError(f"{out} is not a folder; give the folder of a run, its --out")
     if ever_begun(out) and any((out / "chief").glob("journal-*.jsonl")):
-        return
+        return out
     runs = [path for path in sorted(out.iterdir()) if path.is_dir() and ever_begun(path)]
     which = f"such as {', '.join(str(path) for path in runs[-MOST_NAMED:])}" if runs else "its --out"
     raise UsageError(f"{out} contains no run; give the folder of a run, {which}")

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import Mapping
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -36,14 +37,22 @@ CLOSE_S = 2.0
 class PageServer:
     """Serves the page of one chief. show() is thread-safe."""
 
-    def __init__(self, address: str, security: Security, history: History, *, remedy: str = REMEDY) -> None:
-        """address: "host:port", port 0 = a free one. remedy: what to do if it can't be bound.
+    def __init__(
+        self,
+        address: str,
+        security: Security,
+        history: History,
+        *,
+        runs: Mapping[str, History] | None = None,
+        remedy: str = REMEDY,
+    ) -> None:
+        """address: "host:port", port 0 = a free one. runs: see Board. remedy: what to do if it can't be bound.
 
         Raises UsageError if it would be reachable from other machines without a token, or can't be bound.
         """
         exposed = check_exposure(address, security)
         self.history = history
-        self._board = Board(history)
+        self._board = Board(history, runs)
         self.passes = self._board.passes
         self._page = Page(self._board, PageAccess(security, exposed))
         self._socket = _bind(address, remedy)

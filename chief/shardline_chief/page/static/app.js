@@ -256,5 +256,5 @@ function contact(state, since) {
 
 put(at("contact"), "connecting …");
 const pipeline = new Pipeline(at("pipeline"));
-const curves = new Curves(at("curves"));
+const curves = new Curves(at("curves"), { log: at("log"), smoothing: at("smoothing"), legend: at("runs") });
 new Feed({ onView: show, onHistory: (news) => curves.take(news), onContact: contact });
