@@ -20,11 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(420))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def image() -> str:
-    """The image, built from this tree unless SHARDLINE_E2E_IMAGE names one."""
-    assert stack.has_engine(), "no Docker engine with Compose v2 answers; see: docker info; docker compose version"
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the image from this tree, unless SHARDLINE_E2E_IMAGE names one: once, before the tests share out."""
+    if not os.environ.get("SHARDLINE_E2E") or hasattr(config, "workerinput"):
+        return
+    if not stack.has_engine():
+        raise pytest.UsageError("no Docker engine with Compose v2 answers; see: docker info; docker compose version")
     if not os.environ.get("SHARDLINE_E2E_IMAGE"):
         environment = {**os.environ, "SHARDLINE_IMAGE": stack.IMAGE}
         stack.run("docker", "compose", "build", "chief", timeout_s=400.0, env=environment)
-    return stack.IMAGE
