@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,20 @@ def commands() -> str:
         rows = [f"| `{record[0]}` | {cell(record[1])} |" for record in records if record is not None]
         lines.extend(["| option | meaning |", "|---|---|", *rows, ""])
         if isinstance(command, click.Group):
-            for name in command.list_commands(context):
-                found = command.commands[name]
+            for name, found in named(command, context):
                 add(found, click.Context(found, info_name=name, parent=context), level + 1)
 
-    for name in cli.list_commands(top):
-        add(cli.commands[name], click.Context(cli.commands[name], info_name=name, parent=top), 2)
+    for name, found in named(cli, top):
+        add(found, click.Context(found, info_name=name, parent=top), 2)
     return "\n".join(lines)
+
+
+def named(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    """The commands of a group by name."""
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None, name
+        yield name, found
 
 
 def cell(text: str) -> str:
@@ -145,7 +153,7 @@ def settings() -> str:
         lines.append(f"| `{item.name}` | {item.type} | {default} | {cell(item.metadata.get('doc', ''))} |")
     lines += ["", "## Environment variables\n", "| variable | commands | meaning |", "|---|---|---|"]
     found: dict[str, tuple[list[str], str]] = {}
-    for name, command in sorted(cli.commands.items()):
+    for name, command in named(cli, click.Context(cli)):
         for option in command.params:
             if isinstance(option, click.Option) and isinstance(option.envvar, str):
                 found.setdefault(option.envvar, ([], option.help or ""))[0].append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import shlex
@@ -13,18 +14,23 @@ from typing import Any
 
 import click
 
-from shardline import errors, methods
-from shardline.cli.certs import certs
-from shardline.cli.cluster_commands import export, page, stop
-from shardline.cli.health import health
-from shardline.cli.options import JOB_ARGS, plugin
-from shardline.cli.roles import COMMANDS, role_command
-from shardline.cli.status import status, top
-from shardline.cli.train import train
+from shardline import errors
 from shardline.host import files, lifeline
 from shardline.host.printable import printable_lines
-from shardline.native.library import describe
-from shardline.roles import ROLES
+
+COMMANDS = {
+    "certs": "certs:certs",
+    "export": "cluster_commands:export",
+    "health": "health:health",
+    "methods": "list_methods:list_methods",
+    "page": "cluster_commands:page",
+    "status": "status:status",
+    "stop": "cluster_commands:stop",
+    "top": "status:top",
+    "train": "train:train",
+}
+"""Modules beside this one, and what to take of them. The others are roles, and entry points of packages."""
+ENTRY_POINTS = "shardline.commands"
 
 
 def exit_codes() -> str:
@@ -42,23 +48,66 @@ def exit_codes() -> str:
     return "\n".join(lines)
 
 
-@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@plugin
-def name_plugins() -> None:
-    """Take --plugin from the arguments of a command that is not known yet."""
+def installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """Commands of the packages beside the library, by name."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 class Commands(click.Group):
-    """The commands, among them one for each role that a plugin adds."""
+    """The commands, each imported when it is asked for: every container checks its health every few seconds."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from shardline.roles import ROLES
+
+        return sorted({*COMMANDS, *ROLES.declared, *installed()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name].partition(":")
+            own: click.Command = getattr(importlib.import_module(f"shardline.cli.{module}"), attribute)
+            return own
+        from shardline.roles import ROLES
+
+        if cmd_name in ROLES.declared:
+            from shardline.cli.roles import role_command
+
+            return role_command(cmd_name)
+        point = installed().get(cmd_name)
+        if point is None:
+            return None
+        try:
+            found: click.Command = point.load()
+        except Exception as problem:
+            package = point.dist.name if point.dist is not None else ""
+            print(
+                f"shardline: its command {cmd_name} can't be loaded from {point.value} ({problem}); "
+                f"repair the package {package}, or remove it",
+                file=sys.stderr,
+            )
+            return None
+        return found
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command; plugins named in its arguments are read before."""
-        name = args[0]
-        if name not in self.commands:
-            name_plugins.make_context(name, args[1:])
-            if name in ROLES:
-                self.add_command(role_command(name))
+        """Find the command. Plugins named in its arguments are read if it is not known: it may be their role."""
+        if self.get_command(ctx, args[0]) is None:
+            from shardline.cli.roles import role_of_a_plugin
+
+            added = role_of_a_plugin(args[0], args[1:])
+            if added is not None:
+                return args[0], added, args[1:]
+            if not ctx.resilient_parsing and not args[0].startswith("-"):
+                raise click.UsageError(f"no command {args[0]!r}{errors.nearest(args[0], self.list_commands(ctx))}", ctx)
         return super().resolve_command(ctx, args)
+
+
+def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print the version, and how the C library is used; then end."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    from shardline.native.library import describe
+
+    click.echo(f"shardline {importlib.metadata.version('shardline')}\n{describe()}")
+    ctx.exit()
 
 
 @click.group(
@@ -66,7 +115,7 @@ class Commands(click.Group):
     epilog=f"\b\nExit codes:\n{exit_codes()}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.version_option(package_name="shardline", message="%(prog)s %(version)s\n" + describe().replace("%", "%%"))
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=version, help="Show the version.")
 def cli() -> None:
     """Train PyTorch models on parameter servers.
 
@@ -83,38 +132,6 @@ def cli() -> None:
         ) from None
 
 
-@click.command()
-@click.argument("seam", required=False, type=click.Choice(list(methods.SEAMS)))
-@plugin
-def list_methods(seam: str | None) -> None:
-    """List the choices for --consistency, --rule, --codec and the other methods of a job, with their settings."""
-    for name, (_, _, about) in methods.SEAMS.items():
-        if seam in (None, name):
-            rows = methods.table(name).describe()
-            width = max(len(usage) for usage, _ in rows)
-            click.echo(f"--{name}: {about}")
-            for usage, line in rows:
-                click.echo(f"  {usage:<{width}}  {line}")
-
-
-cli.add_command(list_methods, "methods")
-for command in (train, *COMMANDS):
-    cli.add_command(command)
-for installed in importlib.metadata.entry_points(group="shardline.commands"):
-    try:
-        cli.add_command(installed.load())
-    except Exception as problem:
-        # Tasks of a cluster are commands, too, and need none of these.
-        package = installed.dist.name if installed.dist is not None else ""
-        print(
-            f"shardline: its command {installed.name} can't be loaded from {installed.value} ({problem}); "
-            f"repair the package {package}, or remove it",
-            file=sys.stderr,
-        )
-for command in (status, top, page, stop, export, certs, health):
-    cli.add_command(command)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Only a defect in Shardline prints a traceback, others a sentence."""
     if argv is None:
@@ -125,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments = list(argv)
     if "--" in arguments:
+        from shardline.cli.options import JOB_ARGS
+
         cut = arguments.index("--")
         os.environ[JOB_ARGS] = shlex.join(arguments[cut + 1 :])
         del arguments[cut:]

@@ -170,6 +170,18 @@ def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role
     return command
 
 
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@options.plugin
+def _name_plugins() -> None:
+    """Take --plugin from the arguments of a command that is not known yet."""
+
+
+def role_of_a_plugin(name: str, arguments: list[str]) -> click.Command | None:
+    """The command of a role that is added by a plugin named in these arguments or before."""
+    _name_plugins.make_context(name, arguments)
+    return role_command(name) if name in ROLES else None
+
+
 def _not_read(role: str, task: str) -> list[str]:
     """A sentence for each flag on the command line that is for other roles."""
     context = click.get_current_context()

@@ -34,7 +34,7 @@ from shardline.host import lifeline
 log = logging.getLogger("shardline.host.forkserver")
 
 MAIN = "shardline.cli.main"
-MODULES = (MAIN, "shardline.rpc.names")
+MODULES = (MAIN, "shardline.cli.roles", "shardline.rpc.names")
 ENTRY_POINTS = "shardline.roles"
 START_S = 120.0
 """Importing torch takes a while on a busy machine."""

@@ -210,7 +210,7 @@ class Nursery:
 
 
 def _import_everything(others: Sequence[str]) -> None:
-    for name in ("shardline.cli.main", "shardline.rpc.names", *others):
+    for name in ("shardline.cli.main", "shardline.cli.train", "shardline.rpc.names", *others):
         importlib.import_module(name)
 
     for role in importlib.metadata.entry_points(group="shardline.roles"):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from shardline.host.ports import held_port
@@ -182,7 +183,9 @@ def test_commands_of_the_page_are_flags_that_exist() -> None:
     )
     assert len(commands) >= 10
     for name, arguments in commands:
-        known = {option for parameter in cli.commands[name].params for option in parameter.opts}
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, name
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z][\w-]*", arguments)) <= known, (name, arguments)
 
 

@@ -158,7 +158,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
         (["train", __file__, "--resume", "--out", "x" * 300], "a path is longer than this system allows: xxx"),
         (["train", __file__, "--summary", "x" * 300], "a path is longer than this system allows: /"),
         (["page", "x" * 300], "a path is longer than this system allows: /"),
-        (["frob"], "No such command 'frob'"),
+        (["frob"], "no command 'frob'"),
         (["status", "--cluster", "missing.json"], "cluster file missing.json does not exist"),
         (["worker", "--lane", "rdma"], "--lane is 'rdma'; it must be one of auto, grpc, tcp, shm"),
         (["worker", "--run-dir", "missing"], "Directory 'missing' does not exist"),
@@ -382,16 +382,22 @@ def test_a_package_whose_command_can_not_be_loaded_costs_no_other_command(tmp_pa
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[shardline.commands]\nbroken = not_there:command\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "shardline", "methods", "rule"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 0 and "--rule: " in done.stdout
-    assert done.stderr == (
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shardline", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    done = run("methods", "rule")
+    assert (done.returncode, done.stderr) == (0, "") and "--rule: " in done.stdout
+    helped = run("--help")
+    assert helped.returncode == 0 and "  train " in helped.stdout
+    assert helped.stderr == (
         "shardline: its command broken can't be loaded from not_there:command (No module named 'not_there'); "
         "repair the package broken, or remove it\n"
     )

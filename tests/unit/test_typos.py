@@ -33,7 +33,7 @@ JOB = EXAMPLES / "digits" / "job.py"
         (("train", JOB, "--codec-up", "topk:ratoi=0.1"), "; did you mean 'ratio'?"),
         (("train", JOB, "--lane", "tpc"), "; did you mean 'tcp'?"),
         (("train", JOB, "--sedd", "3"), "Did you mean one of: '--seed'"),
-        (("trian", JOB), "Did you mean 'train'?"),
+        (("trian", JOB), "; did you mean 'train'?"),
         (("worker", "--task", "workr/0", "--cluster", "none.json"), "; did you mean 'worker'?"),
     ],
 )
