@@ -75,6 +75,8 @@ class RoleConfig:
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
+    profile: str = ""
+    """Steps to trace with torch.profiler, "20:30" = 20 to 29; "" = none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -82,6 +84,7 @@ class RoleConfig:
                 f"--min-workers is {self.min_workers} and --max-workers is {self.max_workers}; --min-workers must be "
                 "at least 1 and at most --max-workers"
             )
+        profiled_steps(self.profile)
         if self.out is not None or self.row.leads:
             check_out((self.out or DEFAULT_OUT).absolute())
         for what, host, flag in self._listens():
@@ -142,6 +145,16 @@ def check_out(path: Path) -> None:
     """Raise UsageError if messages and files can't hold the path of the results."""
     if unicode(str(path)) != str(path):
         raise UsageError(f"--out {unicode(str(path))} is not UTF-8; choose a folder whose whole path is")
+
+
+def profiled_steps(text: str) -> range | None:
+    """The steps that --profile names, None for "". Raises UsageError for what is no range with a step in it."""
+    if not text:
+        return None
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise UsageError(f"--profile is {text!r}; give the first step and the one after the last, such as 20:30")
+    return range(int(first), int(end))
 
 
 def check_standbys(standbys: int, servers: int) -> None:

@@ -50,13 +50,13 @@ from shardline.roles import ROLES
 from shardline.security import PLAIN, Security, check_bind
 
 FOR_SCRIPTS = (
-    *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir"),
+    *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir", "out", "profile"),
     *("tls_cert", "tls_key", "tls_ca", "token_file"),
 )
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
     *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "standbys", "inexact"),
-    *("insecure_bind", "lane", "overlap", "trackers"),
+    *("insecure_bind", "lane", "overlap", "trackers", "profile"),
 )
 """Fields of LaunchOptions that are settings of the tasks, under the same names."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
@@ -110,6 +110,8 @@ class LaunchOptions:
     lane: str = "auto"
     overlap: bool = True
     run_dir: Path | None = None
+    profile: str = ""
+    """Steps that each worker traces; see RoleConfig.profile."""
     page: str | None = None
     """Address of the chief's page; None = no page."""
     trackers: tuple[str, ...] = ()

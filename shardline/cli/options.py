@@ -31,7 +31,7 @@ from shardline.cluster import (
     read_spec,
     wants_place,
 )
-from shardline.config import TRACKERS, RoleConfig
+from shardline.config import TRACKERS, RoleConfig, profiled_steps
 from shardline.core.settings import known
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
@@ -306,6 +306,22 @@ lanes = together(
         metavar="DIR",
         help="Folder for the unix sockets of the shm lane. Default: none; the sockets have no file.",
     ),
+)
+
+
+def check_profile(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """Refuse a range without a step in it."""
+    profiled_steps(value)
+    return value
+
+
+profile = option(
+    "--profile",
+    metavar="FIRST:END",
+    default="",
+    callback=check_profile,
+    help="Trace each worker's steps from FIRST to before END with torch.profiler, with the exchanges beside it, into "
+    "trace-worker-N.json in --out, for ui.perfetto.dev.",
 )
 
 page = together(

@@ -36,7 +36,7 @@ CHIEFS = (
 READERS: Mapping[str, Callable[[Role], bool]] = {
     **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
     **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
-    "overlap": lambda role: role.trains,
+    **dict.fromkeys(("overlap", "profile"), lambda role: role.trains),
     "exit_with_job": lambda role: not role.leads,
     "admin_token_file": lambda role: role.commands,
     **dict.fromkeys(CHIEFS, lambda role: role.leads),
@@ -90,6 +90,7 @@ role_options = options.together(
     options.job_fields,
     options.plugin,
     options.lanes,
+    options.profile,
     options.page,
     options.trackers,
     options.secured,

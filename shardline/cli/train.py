@@ -110,6 +110,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.inexact
 @options.replay
 @options.lanes
+@options.profile
 @options.page
 @options.trackers
 @options.option(
@@ -618,4 +619,5 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         "summary": summary_path(out),
     }
     lines += [f"{name + ':':<12} {place}" for name, place in places.items() if place and Path(place).exists()]
+    lines += [f"{'trace:':<12} {place} (open it at ui.perfetto.dev)" for place in sorted(out.glob("trace-*.json"))]
     return lines

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,19 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def traced(out: Path, worker: int) -> Counter[str]:
+    """Number of the spans of steps and exchanges in a worker's trace, by name; all pulls are within the trace."""
+    found = json.loads((out / f"trace-worker-{worker}.json").read_text())["traceEvents"]
+    spans = [event for event in found if event["ph"] == "X"]
+    until = max(event["ts"] + event["dur"] for event in spans if event.get("cat") == "user_annotation")
+    began = min(event["ts"] for event in spans if event.get("cat") == "user_annotation")
+    named = [event for event in spans if event.get("cat") in ("shardline", "user_annotation")]
+    computed = [event for event in spans if event["name"] == "aten::linear"]
+    assert computed, "torch's own operations are in it"
+    assert all(began <= event["ts"] + event["dur"] <= until + 10e6 for event in named)
+    return Counter(event["name"] for event in named)
 
 
 def events(out: Path, kind: str = "") -> list[str]:

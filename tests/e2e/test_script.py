@@ -13,6 +13,7 @@ from tests.e2e.support import (
     json_lines,
     mortal_cluster,
     summary_of,
+    traced,
     train,
     wait_for_step,
 )
@@ -23,7 +24,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
 
 def test_the_digits_script_learns_on_two_servers_with_two_workers(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    finished = train(SCRIPT, out, "--script", "--ps", "2", "--workers", "2")
+    finished = train(SCRIPT, out, "--script", "--ps", "2", "--workers", "2", "--profile", "20:22")
     assert finished.code == 0, finished
     # What the first worker prints, and no other's.
     assert re.findall(r"replica \d of 2: test accuracy", finished.out) == ["replica 0 of 2: test accuracy"]
@@ -31,6 +32,10 @@ def test_the_digits_script_learns_on_two_servers_with_two_workers(tmp_path: Path
     assert (found["steps"], found["versions"], found["replicas"], found["job"]) == (500, [500, 500], 2, "train")
     assert [line["step"] for line in json_lines(out / "logs" / "steps.jsonl")] == list(range(500))
     for replica in (0, 1):
+        spans = traced(out, replica)
+        assert {name: spans[name] for name in spans if name.startswith("step ")} == {"step 20": 1, "step 21": 1}
+        assert spans["push"] == spans["wait"] == spans["pull"] >= 2 * 2
+        assert f"trace:       {out / f'trace-worker-{replica}.json'}" in finished.out
         said = (out / "logs" / f"worker-{replica}.log").read_text()
         accuracy = re.search(rf"replica {replica} of 2: test accuracy (\d\.\d+)", said)
         assert accuracy is not None, said

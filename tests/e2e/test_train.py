@@ -25,6 +25,7 @@ from tests.e2e.support import (
     processes,
     shardline,
     summary_of,
+    traced,
     train,
     train_command,
     wait_until,
@@ -68,6 +69,7 @@ def test_train_ends_in_the_reference_bits_and_resumes_on_another_cluster_past_a_
     job = write_job(tmp_path / "job.py", replicas=3, checkpoint_every=10)
     out, copied = tmp_path / "run", tmp_path / "new" / "summary.json"
     flags = ["--ps", "2", "--workers", "2", "--evaluators", "1", "--steps", "20", "--seed", "5"]
+    flags += ["--profile", "15:25"]
     finished = Command(*train_command(job, out, *flags, "--summary", copied), cold=True).finish()
     assert finished.code == 0, finished
     found = summary_of(out)
@@ -81,6 +83,10 @@ def test_train_ends_in_the_reference_bits_and_resumes_on_another_cluster_past_a_
     assert "20 steps in" in finished.out
     assert "evaluation at step 20: accuracy" in finished.out
     check_exports(out, tmp_path)
+    for worker in range(2):
+        spans = traced(out, worker)
+        assert {name for name in spans if name.startswith("step ")} == {f"step {step}" for step in range(15, 20)}
+        assert spans["push"] == spans["pull"] >= 5 * 2
 
     # The newest checkpoint is cut short: the one before it serves, loudly, on other numbers of tasks.
     shard = out / "checkpoints" / "step-00000020" / "shard-00001-of-00002.safetensors"

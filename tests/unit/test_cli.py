@@ -112,6 +112,12 @@ def test_lane_overlap_and_security_are_plain_unless_flag_or_environment_says_mor
     assert (config.lane, config.overlap) == ("grpc", True)
 
 
+@pytest.mark.parametrize("steps", ["5", "30:20", "20:20", "a:b", "-1:4", ":"])
+def test_a_profile_of_no_steps_is_refused(cluster_file: str, steps: str) -> None:
+    with pytest.raises(UsageError, match=rf"--profile is '{steps}'; give the first step .* such as 20:30"):
+        parse("worker", "--cluster", cluster_file, "--task", "worker/0", "--profile", steps)
+
+
 def test_script_takes_the_same_settings_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_security() == Security()
     assert environment_switch("overlap", default=True)

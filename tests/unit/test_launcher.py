@@ -93,7 +93,9 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     made = make_certificates(tmp_path / "certs", {"here": "127.0.0.1"}, days=1)
     cert, key = made.pairs["here"]
     secured = Security(token_file=token, tls_cert=cert, tls_key=key)
-    settings = launch(tmp_path, security=secured, lane="tcp", overlap=False, run_dir=tmp_path, script=True)
+    settings = launch(
+        tmp_path, security=secured, lane="tcp", overlap=False, run_dir=tmp_path, script=True, profile="2:4"
+    )
     ps, chief = read_back(settings, "ps/0"), read_back(settings, "chief/0")
     assert (ps.lane, ps.run_dir, chief.overlap) == ("tcp", tmp_path, False)
     assert ps.security.token_file == tmp_path / "token", "a script may change its folder"
@@ -105,6 +107,7 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     assert environment["SHARDLINE_TOKEN_FILE"] == str(tmp_path / "token")
     assert (environment["SHARDLINE_LANE"], environment["SHARDLINE_OVERLAP"]) == ("tcp", "0")
     assert environment["SHARDLINE_RUN_DIR"] == str(tmp_path)
+    assert (environment["SHARDLINE_PROFILE"], environment["SHARDLINE_OUT"]) == ("2:4", str(settings.out))
     assert "SHARDLINE_TLS_CA" not in environment
     assert not set(leaks) & set(task_environment(settings, "ps/0", life_fd=8, base=leaks))
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardline import cadence as cadences
 from shardline.client.api.barrier import to_json
 from shardline.client.api.joining import JobMember
 from shardline.client.api.optimizer import ShardlineOptimizer, check_unused
@@ -130,6 +131,7 @@ class Session(JobMember):
         if clip_norm is not None:
             self._script = replace(self._script, consistency=replace(self._script.consistency, clip_norm=clip_norm))
         spec = job or script_spec(self._script, self._workers, model, optimizer)
+        self._loop.profile.check(cadences.of(spec).rounds.ticks_before(spec.steps))
         self._loop.place.furnish(model, optimizer, spec, overlap=overlap, zero_copy=zero_copy)
         self.partners = self._loop.place.partners
         self._join(spec)

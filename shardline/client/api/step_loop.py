@@ -14,6 +14,7 @@ import torch
 
 from shardline.cadence.base import Hyper
 from shardline.client.api.barrier import Barrier
+from shardline.client.api.profile import StepProfile
 from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, TrainingPosition
 from shardline.client.api.workplace import WorkerState, Workplace
 from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
@@ -53,8 +54,9 @@ class SentStep:
 class StepReports:
     """The open step's reports, one per replica. Used by the session's thread."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, profile: StepProfile) -> None:
         self._metrics = metrics
+        self._profile = profile
         self._reports: dict[int, StepReport] = {}
         self._losses: dict[int, list[float]] = {}
         self.contributed = False
@@ -115,6 +117,7 @@ class StepReports:
         self.skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
+        self._profile.exchanged(figures)
         meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
         for item in sent.reports:
             if place.partners is not None and not place.partners.reports(item.replica):
@@ -201,7 +204,8 @@ class StepRunner:
         self.now = WorkerState(config, metrics, leaving=leaving, settle=self.settle_stages)
         self.place = self.now.place
         self.stepper = self.now.stepper
-        self.reports = StepReports(metrics)
+        self.profile = StepProfile(config)
+        self.reports = StepReports(metrics, self.profile)
         self.missing_steps = MissingSteps(config.timeouts.total_s)
         self.sent: SentStep | None = None
         """The step in flight."""
@@ -528,6 +532,7 @@ class StepLoop:
         self.mistakes = LoopMistakes()
         self._stepper = self.runner.now.stepper
         self._reports = self.runner.reports
+        self.profile = self.runner.profile
         self.owner = OwnProcess(config.task)
         self.closed = False
         """No step may be made any more."""
@@ -582,6 +587,7 @@ class StepLoop:
                 if methods.cadence.keeps_copies and self.trainer.job.script and self.runner.missing_steps.passes == 1:
                     methods.local.enter(self._own_replica, methods.ticks.tick)
                 self._expect_by_itself()
+                self.profile.at(number)
                 yield number
         except JobError as error:
             # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
@@ -589,6 +595,7 @@ class StepLoop:
             raise
         finally:
             self._stepper.iterating = False
+            self.profile.end()
             if self.place.current is not None:
                 self.place.current.disarm()
 
@@ -779,6 +786,8 @@ class StepLoop:
                 if figures is None:
                     continue
             runner.advance(figures)
+            if not self._stepper.iterating:
+                self.profile.at(ticks.number(self._now.number))
             return True
 
     # Between steps
