@@ -57,14 +57,14 @@ class StepProfile:
         self._end_span()
         if step in self._steps:
             if self._profiler is None:
-                cuda = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
+                cuda = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
                 self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
                 self._profiler.start()
                 self._running = True
             name = f"step {step}"
             self._span = record_function(name)
             self._began.setdefault(name, time.monotonic())
-            self._span.__enter__()
+            self._span.__enter__()  # type: ignore[no-untyped-call]
         elif self._running:
             self._stop()
 
