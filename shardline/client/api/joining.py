@@ -164,7 +164,8 @@ class JobMember:
         if self.owner.elsewhere:
             return
         self.owner.ended = self._loop.closed = True
-        self._loop.profile.end()
+        if self._loop.profile is not None:
+            self._loop.profile.end()
         if self._loop.runner.lent is not None:
             self._loop.runner.lent.close()
         if self._link is not None:

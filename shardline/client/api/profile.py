@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardline.client.exchange.shard_exchange import StepFigures
-from shardline.config import RoleConfig, profiled_steps
+from shardline.config import RoleConfig
 from shardline.errors import JobError
 from shardline.host import files
 
@@ -29,11 +29,11 @@ class StepProfile:
     It is written when the step after them has begun, since the next forward pass may run while a step is exchanged.
     """
 
-    def __init__(self, config: RoleConfig) -> None:
-        self._steps = profiled_steps(config.profile)
+    def __init__(self, config: RoleConfig, steps: range) -> None:
+        self._steps = steps
         self._path = (config.out or Path()).absolute() / f"trace-{config.task.replace('/', '-')}.json"
         self._profiler: profile | None = None
-        self._running = False
+        self._running = self._ended = False
         self._span: record_function | None = None
         self._began: dict[str, float] = {}
         """When each step began, by the name of its span and the monotonic clock."""
@@ -41,7 +41,7 @@ class StepProfile:
 
     def check(self, passes: int) -> None:
         """Raise JobError if the first step is not one of a job's passes; 0 = their number is not known."""
-        if self._steps is not None and 0 < passes <= self._steps.start:
+        if 0 < passes <= self._steps.start:
             raise JobError(
                 f"--profile {self._steps.start}:{self._steps.stop} begins after the last step, {passes - 1}: steps "
                 "are counted from 0"
@@ -49,7 +49,7 @@ class StepProfile:
 
     def at(self, step: int) -> None:
         """Begin, continue or end with this step, which is about to be computed."""
-        if self._steps is None:
+        if self._ended:
             return
         if not self._running and self._profiler is not None:
             self.end()
@@ -91,9 +91,9 @@ class StepProfile:
 
     def end(self) -> None:
         """Write the trace, if steps were recorded; there is no other from then on."""
-        steps, self._steps = self._steps, None
-        if steps is None:
+        if self._ended:
             return
+        self._ended, steps = True, self._steps
         if self._profiler is None:
             log.warning("--profile %d:%d: this worker made none of these steps: no trace", steps.start, steps.stop)
             return

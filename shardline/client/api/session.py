@@ -131,7 +131,8 @@ class Session(JobMember):
         if clip_norm is not None:
             self._script = replace(self._script, consistency=replace(self._script.consistency, clip_norm=clip_norm))
         spec = job or script_spec(self._script, self._workers, model, optimizer)
-        self._loop.profile.check(cadences.of(spec).rounds.ticks_before(spec.steps))
+        if self._loop.profile is not None:
+            self._loop.profile.check(cadences.of(spec).rounds.ticks_before(spec.steps))
         self._loop.place.furnish(model, optimizer, spec, overlap=overlap, zero_copy=zero_copy)
         self.partners = self._loop.place.partners
         self._join(spec)

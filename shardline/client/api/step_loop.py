@@ -22,7 +22,7 @@ from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.early_push import Expected
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import RetainedContribution, Trainer
-from shardline.config import RoleConfig
+from shardline.config import RoleConfig, profiled_steps
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
 from shardline.core.spec import JobSpec
 from shardline.data import UNWATCHED, Watch
@@ -54,7 +54,7 @@ class SentStep:
 class StepReports:
     """The open step's reports, one per replica. Used by the session's thread."""
 
-    def __init__(self, metrics: Metrics, profile: StepProfile) -> None:
+    def __init__(self, metrics: Metrics, profile: StepProfile | None) -> None:
         self._metrics = metrics
         self._profile = profile
         self._reports: dict[int, StepReport] = {}
@@ -117,7 +117,8 @@ class StepReports:
         self.skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
-        self._profile.exchanged(figures)
+        if self._profile is not None:
+            self._profile.exchanged(figures)
         meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
         for item in sent.reports:
             if place.partners is not None and not place.partners.reports(item.replica):
@@ -204,7 +205,9 @@ class StepRunner:
         self.now = WorkerState(config, metrics, leaving=leaving, settle=self.settle_stages)
         self.place = self.now.place
         self.stepper = self.now.stepper
-        self.profile = StepProfile(config)
+        steps = profiled_steps(config.profile)
+        self.profile = StepProfile(config, steps) if steps is not None else None
+        """The trace of the steps that --profile names."""
         self.reports = StepReports(metrics, self.profile)
         self.missing_steps = MissingSteps(config.timeouts.total_s)
         self.sent: SentStep | None = None
@@ -587,7 +590,8 @@ class StepLoop:
                 if methods.cadence.keeps_copies and self.trainer.job.script and self.runner.missing_steps.passes == 1:
                     methods.local.enter(self._own_replica, methods.ticks.tick)
                 self._expect_by_itself()
-                self.profile.at(number)
+                if self.profile is not None:
+                    self.profile.at(number)
                 yield number
         except JobError as error:
             # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
@@ -595,7 +599,8 @@ class StepLoop:
             raise
         finally:
             self._stepper.iterating = False
-            self.profile.end()
+            if self.profile is not None:
+                self.profile.end()
             if self.place.current is not None:
                 self.place.current.disarm()
 
@@ -786,7 +791,7 @@ class StepLoop:
                 if figures is None:
                     continue
             runner.advance(figures)
-            if not self._stepper.iterating:
+            if self.profile is not None and not self._stepper.iterating:
                 self.profile.at(ticks.number(self._now.number))
             return True
 
