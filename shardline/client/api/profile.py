@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardline.client.exchange.shard_exchange import StepFigures
-from shardline.config import RoleConfig
+from shardline.config import RoleConfig, profiled_steps
 from shardline.errors import JobError
 from shardline.host import files
 
@@ -38,6 +38,12 @@ class StepProfile:
         self._began: dict[str, float] = {}
         """When each step began, by the name of its span and the monotonic clock."""
         self._exchanges: list[dict[str, Any]] = []
+
+    @classmethod
+    def of(cls, config: RoleConfig) -> StepProfile | None:
+        """The trace that the settings ask for; None if they don't."""
+        steps = profiled_steps(config.profile)
+        return None if steps is None else cls(config, steps)
 
     def check(self, passes: int) -> None:
         """Raise JobError if the first step is not one of a job's passes; 0 = their number is not known."""

@@ -22,7 +22,7 @@ from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.early_push import Expected
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import RetainedContribution, Trainer
-from shardline.config import RoleConfig, profiled_steps
+from shardline.config import RoleConfig
 from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
 from shardline.core.spec import JobSpec
 from shardline.data import UNWATCHED, Watch
@@ -205,9 +205,7 @@ class StepRunner:
         self.now = WorkerState(config, metrics, leaving=leaving, settle=self.settle_stages)
         self.place = self.now.place
         self.stepper = self.now.stepper
-        steps = profiled_steps(config.profile)
-        self.profile = StepProfile(config, steps) if steps is not None else None
-        """The trace of the steps that --profile names."""
+        self.profile = StepProfile.of(config)
         self.reports = StepReports(metrics, self.profile)
         self.missing_steps = MissingSteps(config.timeouts.total_s)
         self.sent: SentStep | None = None
@@ -599,8 +597,6 @@ class StepLoop:
             raise
         finally:
             self._stepper.iterating = False
-            if self.profile is not None:
-                self.profile.end()
             if self.place.current is not None:
                 self.place.current.disarm()
 
