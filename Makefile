@@ -178,8 +178,10 @@ wheel: build/.venv/.installed
 	@ls dist
 
 # Installs the one for this machine, trains the digits with it, and lists what it was installed with (CycloneDX).
+# Then tasks of a wheel of the version before and of this one take each other's places in a running job.
 test-wheel: wheel $(STAMP)
 	$(BIN)/pytest -q --basetemp build/test-wheel tests/wheel $(ARGS)
+	$(BIN)/pytest -q -m wheel tests/e2e/test_upgrade.py
 	build/.venv/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/shardline.cdx.json build/test-wheel/environment0/venv
 
