@@ -37,7 +37,7 @@ def run(config: RoleConfig) -> int:
     if job.evaluate is None:
         log.warning("the job has no `evaluate`, so there is nothing to score")
     metrics = Metrics("evaluator", config.task)
-    metrics_address = metrics.serve(config.host, config.metrics_port, config.security)
+    metrics_address = metrics.serve(config.host, config.metrics_port, config.security, device=str(device))
     # No task calls an evaluator; it serves health and reflection, as every task does.
     server = RpcServer(
         config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind

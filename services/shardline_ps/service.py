@@ -164,7 +164,8 @@ def run(config: RoleConfig) -> int:
     try:
         address = process.start()
         tell_ready(config.ready_fd, address)
-        metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security)
+        device = str(process.store.device)
+        metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security, device=device)
         meter_line(process.metrics, address)
         log.info("serving at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)
         return _serve(config, process, termination, address, metrics_address)

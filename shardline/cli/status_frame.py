@@ -56,6 +56,10 @@ def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value * 1000:.0f} ms"
 
 
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
 TASKS: Sequence[Column[TaskView]] = (
     ("task", "left", 0, lambda task: task.name),
     ("state", "left", 0, lambda task: Text(printable(task.state), STYLES.get(task.state, ""))),
@@ -71,6 +75,10 @@ TASKS: Sequence[Column[TaskView]] = (
     ("compute", "right", 100, lambda task: _milliseconds(task.compute_s)),
     ("exchange", "right", 100, lambda task: _milliseconds(task.exchange_s)),
     ("blocked", "right", 120, lambda task: _milliseconds(task.blocked_s)),
+    ("cpu", "right", 100, lambda task: _percent(task.cores)),
+    ("memory", "right", 100, lambda task: _size(task.resident_bytes)),
+    ("gpu", "right", 120, lambda task: _percent(task.gpu_share)),
+    ("gpu memory", "right", 120, lambda task: _size(task.gpu_bytes)),
     ("device", "left", 120, lambda task: task.device),
     ("address", "left", 120, lambda task: task.address),
     ("metrics", "left", 160, lambda task: task.metrics_address),

@@ -123,6 +123,19 @@ class StepMeans:
     that measured it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a task's process uses of its machine; 0 = not known."""
+
+    cores: float = 0.0
+    """Cores that it computes on, on average since it was measured last; 1.5 = one and a half."""
+    resident_bytes: int = 0
+    gpu_bytes: int = 0
+    """Memory of its GPU in use, by all processes."""
+    gpu_share: float = 0.0
+    """Share of the last moments in which its GPU computed, for any process, 0 to 1."""
+
+
 STEP_MEANS = tuple(item.name for item in fields(StepMeans))
 MEASURED_RARELY = ("drift", "gap")
 """Those that are 0 where nothing was measured."""
@@ -143,6 +156,7 @@ class TaskStatus(StepMeans):
     """-1 = unknown."""
     replicas: tuple[int, ...] = ()
     traffic: Traffic = field(default_factory=Traffic)
+    usage: Usage = field(default_factory=Usage)
     push_bytes_per_s: float = 0.0
     pull_bytes_per_s: float = 0.0
     shards: tuple[ShardStatus, ...] = ()

@@ -36,6 +36,7 @@ from shardline.errors import InternalError, UsageError
 from shardline.lanes import OPENED
 from shardline.observability.metrics_page import MetricsPage
 from shardline.roles import ROLES
+from shardline.rpc.usage import gpu
 from shardline.security import PLAIN, Security
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -201,6 +202,20 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_fenced_messages_total", "messages", ["ps", "chief", "worker"], ["peer"], "Messages of replaced tasks"
     ),
     _gauge("shardline_step", "steps", [], [], "Current step of this task"),
+    _gauge(
+        "shardline_gpu_used_bytes",
+        "bytes",
+        [],
+        [],
+        "Memory in use on this task's GPU, by all processes; absent without a GPU or without nvidia-ml-py",
+    ),
+    _gauge(
+        "shardline_gpu_busy_ratio",
+        "ratio",
+        [],
+        [],
+        "Share of the last moments in which this task's GPU computed, for any process; absent likewise",
+    ),
     _gauge(
         "shardline_certificate_expires_seconds",
         "seconds",
@@ -451,10 +466,10 @@ class Metrics:
             raise InternalError(f"metric {name!r} has labels {sorted(spec.labels)}, not {sorted(labels)}")
         return self._families[name].labels(task=self.task, **labels)
 
-    def serve(self, host: str, port: int, security: Security = PLAIN) -> str:
+    def serve(self, host: str, port: int, security: Security = PLAIN, *, device: str = "cpu") -> str:
         """Serve GET /metrics at host:port (0 = a free one); returns the bound address.
 
-        security: requests from other machines need the job's token, if there is one.
+        device: what the task computes on. security: requests from other machines need the job's token, if there is one.
         Raises UsageError if the port is taken or the host is not this machine's.
         """
         if self._page is not None:
@@ -469,6 +484,9 @@ class Metrics:
         self._page, self.address, self.url = page, page.address, page.url
         if security.tls_cert is not None:
             self.gauge("shardline_certificate_expires_seconds").set_function(security.expires)
+        if gpu(device)[0]:
+            self.gauge("shardline_gpu_used_bytes").set_function(lambda: gpu(device)[0])
+            self.gauge("shardline_gpu_busy_ratio").set_function(lambda: gpu(device)[1])
         return self.address
 
     def close(self) -> None:
@@ -485,7 +503,8 @@ def table_markdown() -> str:
         "",
         "Every task answers `GET /metrics` (`--metrics-port`, `--host`). From outside the task's machine that needs",
         "the job's token, where there is one ([security](security.md#metrics)). Each metric has the label `task`, such",
-        "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
+        "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures, such as",
+        "`process_cpu_seconds_total` and `process_resident_memory_bytes`, are there too.",
         "This page is generated from the table in `shardline/observability/metrics.py` by `make docs`.",
         "",
         "| name | kind, unit | labels | tasks | what |",

@@ -26,6 +26,7 @@ from shardline.core.status import (
     StepMeans,
     TaskStatus,
     Traffic,
+    Usage,
 )
 from shardline.roles import ROLES
 
@@ -111,6 +112,13 @@ class TaskView(StepMeans):
     """Bytes per second towards the parameters: sent by a worker, received by a ps."""
     pull_bytes_per_s: float
     steps_per_s: float
+    cores: float | None
+    """Cores that it computes on, such as 1.5."""
+    resident_bytes: int | None
+    gpu_bytes: int | None
+    """Memory in use on its GPU, by all processes."""
+    gpu_share: float | None
+    """Share of the last moments in which its GPU computed, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +383,8 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
     moving = task.state not in (MISSING, *GONE) and phase != "ended"
     trains = ROLES[role].trains and task.state != MISSING
     stepped = trains and bool(task.compute_s)
+    # So are its cores, and what it had in memory is free.
+    usage = task.usage if moving else Usage()
     return _made(
         TaskView,
         task,
@@ -389,6 +399,10 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         push_bytes_per_s=task.push_bytes_per_s if moving else 0.0,
         pull_bytes_per_s=task.pull_bytes_per_s if moving else 0.0,
         steps_per_s=task.steps_per_s if moving else 0.0,
+        cores=usage.cores if usage.resident_bytes else None,
+        resident_bytes=usage.resident_bytes or None,
+        gpu_bytes=usage.gpu_bytes or None,
+        gpu_share=usage.gpu_share if usage.gpu_bytes else None,
         **{name: _mean(name, getattr(task, name), stepped=stepped) for name in STEP_MEANS},
     )
 

@@ -119,6 +119,7 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
         browser.wait("document.querySelectorAll('#checkpoints tbody tr').length >= 2", "checkpoints")
         for task in ("ps/0", "worker/0", "worker/1"):
             browser.wait(f"{row(task)}?.includes('alive')", f"{task} alive")
+            browser.wait(rf"/\d %\s+[\d.]+ MB/.test({row(task)})", f"CPU and memory of {task}")
         assert "shard 0" in browser.text("#shards tbody")
         assert "joined from 127.0.0.1" in browser.text("#events")
         titles = browser.ask(

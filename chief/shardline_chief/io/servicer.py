@@ -17,7 +17,7 @@ from shardline.cluster import MAX_TASKS
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
-from shardline.core.status import Traffic
+from shardline.core.status import Traffic, Usage
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc import errors as rpc_errors
@@ -383,6 +383,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         steps=steps,
         ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
         traffic=from_message(Traffic, message.traffic),
+        usage=from_message(Usage, message.usage),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
         barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,

@@ -42,6 +42,10 @@ def beat(state: State, said: Beat) -> None:
         if not 0.0 <= value <= MOST:
             raise ProtocolError(f"{where}: figure {name!r} is {value}; it must be a number from 0 to {MOST}")
     _counts(where, "traffic", said.traffic, MOST_BYTES)
+    _counts(where, "usage", said.usage, MOST_BYTES)
+    for name in ("cores", "gpu_share"):
+        if not 0.0 <= (value := getattr(said.usage, name)) <= MOST:
+            raise ProtocolError(f"{where}: usage: {name} is {value}; it must be a number from 0 to {MOST}")
     if said.barrier is not None:
         _counts(where, "barrier", said.barrier)
         if len(said.barrier.value) > MOST_BROADCAST:

@@ -57,6 +57,7 @@ class Heartbeats:
         state, tasks = self.state, self.state.tasks
         tasks.steps[beat.task] = beat.step
         state.figures.traffic[beat.task] = beat.traffic
+        state.figures.usage[beat.task] = beat.usage
         # Workers report nothing about shards, and servers nothing about who is silent.
         if member.trains:
             tasks.suspects[beat.task] = beat.suspects

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, PassReport, StepReport
 from shardline.core.spec import JobSpec
-from shardline.core.status import PsStatus, Traffic
+from shardline.core.status import PsStatus, Traffic, Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class Beat:
     steps: tuple[StepReport, ...] = ()
     ps: PsStatus | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    usage: Usage = field(default_factory=Usage)
     suspects: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     barrier: BarrierPlace | None = None

@@ -57,7 +57,9 @@ class JobMember:
     def _join(self, spec: JobSpec) -> None:
         """Get admitted by the chief, and begin. Raises SystemExit if this process is asked to end first."""
         address = self._loop.place.serve()
-        metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
+        metrics_address = self.metrics.serve(
+            self.config.host, self.config.metrics_port, self.config.security, device=str(self.device)
+        )
         meter_line(self.metrics, address)
         applicant = Applicant(
             role=self.config.role,

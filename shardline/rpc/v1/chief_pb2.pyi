@@ -260,6 +260,7 @@ class Beat(_message.Message):
     BARRIER_FIELD_NUMBER: _builtins.int
     PASSES_FIELD_NUMBER: _builtins.int
     CLOCK_S_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
@@ -298,6 +299,8 @@ class Beat(_message.Message):
     def passes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassReport]:
         """Passes of a pipeline since the last heartbeat, the newest 2048 at most; not repeated if they get lost."""
 
+    @_builtins.property
+    def usage(self) -> Global___Usage: ...
     def __init__(
         self,
         *,
@@ -317,14 +320,48 @@ class Beat(_message.Message):
         barrier: Global___BarrierPlace | None = ...,
         passes: _abc.Iterable[Global___PassReport] | None = ...,
         clock_s: _builtins.float = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "clock_s", b"clock_s", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "passes", b"passes", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "clock_s", b"clock_s", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "passes", b"passes", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class Usage(_message.Message):
+    """What a task's process uses of its machine; 0 = not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORES_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_SHARE_FIELD_NUMBER: _builtins.int
+    cores: _builtins.float
+    """Cores that it computes on, on average since it was measured last; 1.5 = one and a half."""
+    resident_bytes: _builtins.int
+    gpu_bytes: _builtins.int
+    """Memory of its GPU in use, by all processes."""
+    gpu_share: _builtins.float
+    """Share of the last moments in which its GPU computed, for any process, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        cores: _builtins.float = ...,
+        resident_bytes: _builtins.int = ...,
+        gpu_bytes: _builtins.int = ...,
+        gpu_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "gpu_bytes", b"gpu_bytes", "gpu_share", b"gpu_share", "resident_bytes", b"resident_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class PassReport(_message.Message):
@@ -921,6 +958,7 @@ class TaskStatus(_message.Message):
     GAP_FIELD_NUMBER: _builtins.int
     DATA_S_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -951,6 +989,8 @@ class TaskStatus(_message.Message):
     def traffic(self) -> _parameter_server_pb2.Traffic: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_parameter_server_pb2.ShardStatus]: ...
+    @_builtins.property
+    def usage(self) -> Global___Usage: ...
     def __init__(
         self,
         *,
@@ -975,10 +1015,11 @@ class TaskStatus(_message.Message):
         gap: _builtins.float = ...,
         data_s: _builtins.float = ...,
         device: _builtins.str = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "device", b"device", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "device", b"device", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 // The chief's page: takes what the chief says and writes it down; decides nothing.
 import { Curves } from "./curves.js";
 import { Feed } from "./feed.js";
-import { NONE, bytes, count, figure, moment, plural, rate, seconds } from "./format.js";
+import { NONE, bytes, count, figure, moment, percent, plural, rate, seconds } from "./format.js";
 import { Pipeline } from "./pipeline.js";
 import { fill } from "./tables.js";
 
@@ -135,7 +135,9 @@ function tasks(view) {
           ...number(figure(task.staleness, 3)),
           title: task.gap == null ? "" : `parameters moved by ${figure(task.gap, 3)} (RMS) during a push`,
         },
-        has(task),
+        number(percent(task.cores)),
+        number(bytes(task.resident_bytes)),
+        { text: has(task), title: task.gpu_bytes == null ? "" : "of the GPU, by all processes" },
         { text: task.incarnation, kind: "soft" },
         { text: task.address, kind: "soft" },
       ],
@@ -143,12 +145,13 @@ function tasks(view) {
   );
 }
 
-// Such as "replicas 0–2 on cuda:1".
+// Such as "replicas 0–2 on cuda:1 (93 %, 4.1 GB)".
 function has(task) {
   const [one, numbers] = task.shards.length ? ["shard", task.shards] : ["replica", task.replicas];
   const held = numbers.length ? `${one}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}` : "";
   const device = task.device === "cpu" || !task.device ? "" : `on ${task.device}`;
-  return `${held} ${device}`.trim();
+  const gpu = task.gpu_bytes == null ? "" : `(${percent(task.gpu_share)}, ${bytes(task.gpu_bytes)})`;
+  return [held, device, gpu].filter(Boolean).join(" ");
 }
 
 // [0, 1, 2, 5] as "0–2, 5".

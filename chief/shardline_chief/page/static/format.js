@@ -39,6 +39,10 @@ export function count(value) {
   return value == null ? NONE : value.toLocaleString("en");
 }
 
+export function percent(share) {
+  return share == null ? NONE : `${Math.round(100 * share)} %`;
+}
+
 export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString([], { hour12: false });
 }

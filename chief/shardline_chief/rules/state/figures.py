@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from shardline.core.spec import JobSpec
-from shardline.core.status import Traffic
+from shardline.core.status import Traffic, Usage
 from shardline.job import lowest_is_best
 
 KEPT_SCORES = 100
@@ -22,6 +22,7 @@ class JobFigures:
         """When training first began; None before."""
         self.training_end_s: float | None = None
         self.traffic: dict[str, Traffic] = {}
+        self.usage: dict[str, Usage] = {}
         self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
         """Counters that each life of a task reports, by (task, incarnation); see shardline.core.orders."""
         self.dropped_memories = 0
