@@ -43,7 +43,7 @@ from shardline.core.settings import JobSettings, check_field, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
-from shardline.errors import JobError, calling, nearest
+from shardline.errors import JobError, calling
 from shardline.fit import check_fit, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
@@ -314,7 +314,7 @@ class Job(JobSettings):
         """The model's metrics from `evaluate`, as floats; {} if the job has none.
 
         Runs in evaluation mode and without gradients, and restores every module's mode. Raises JobError if evaluate
-        raises, returns no dict of numbers, or lacks best_metric.
+        raises or returns no dict of numbers.
         """
         if self.evaluate is None:
             return {}
@@ -341,11 +341,6 @@ class Job(JobSettings):
             raise JobError(
                 f"evaluate(model) returned a metric whose name has {len(longest)} characters, "
                 f"{short(longest)}; the limit is {MAX_METRIC_NAME}"
-            )
-        if self.best_metric and self.best_metric not in scores:
-            raise JobError(
-                f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}"
-                f"{nearest(self.best_metric, scores)}"
             )
         return scores
 

@@ -43,6 +43,32 @@ def test_a_job_ends_once_its_patience_with_the_scores_is_over() -> None:
     assert "stopped: the 2 scores since step 3 are no better than its own" in cluster.text()
 
 
+def test_a_best_metric_that_evaluate_does_not_return_ends_the_job_at_the_first_score() -> None:
+    cluster = running(best_metric="acuracy")
+    cluster.join("evaluator", 0)
+    cluster.program.state.saves.committed(1, "")
+    scored = {"accuracy": 0.5, "loss": 0.1}
+    cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], 1, scored, "", cluster.now_s)
+    cluster.settle()
+    said = "best_metric is 'acuracy', but evaluate(model) returns accuracy, loss; did you mean 'accuracy'?"
+    assert (cluster.program.state.phase, cluster.program.state.reason) == (Phase.STOPPING, said)
+    for _ in range(100):
+        cluster.tick(1.0)
+    assert cluster.finish is not None and cluster.finish.exit_code == JobError.exit_code
+    # Another score on the way changes nothing, nor does one of a job that has all its steps.
+    cluster = running(best_metric="acuracy")
+    cluster.join("evaluator", 0)
+    cluster.advance(100)
+    for worker in ("worker/0", "worker/1"):
+        cluster.beat(worker, finished=True)
+    cluster.program.state.saves.committed(100, "")
+    cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], 100, scored, "", cluster.now_s)
+    cluster.settle()
+    cluster.tick(1.0)
+    assert f"{said}; no checkpoint is marked as the best" in cluster.text()
+    assert cluster.finish is not None and cluster.finish.exit_code == 0
+
+
 @pytest.mark.parametrize(("codec", "said"), [("int8", True), ("raw", False), ("", False)])
 def test_a_codec_for_stages_in_a_job_without_any_is_said_to_change_nothing(codec: str, said: bool) -> None:
     assert ("codec_parcels is 'int8', which changes nothing" in running(codec_parcels=codec).text()) == said

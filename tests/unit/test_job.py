@@ -393,8 +393,6 @@ def test_score_evaluates_without_gradients_and_leaves_modes_alone() -> None:
     ]:
         with pytest.raises(JobError, match=sentence):
             make_job(evaluate=bad).score(model)
-    with pytest.raises(JobError, match="best_metric is 'f1', but evaluate"):
-        make_job(evaluate=evaluate, best_metric="f1").score(model)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardline import Job
 from shardline.cli.main import main
@@ -44,19 +43,6 @@ def test_a_typo_in_the_command_line_is_answered_with_the_nearest_name(
     assert meant in capsys.readouterr().err
 
 
-def score() -> None:
-    settings = {"batch_size": 1, "steps": 1, "optimizer": "SGD", "optimizer_args": {"lr": 0.1}}
-    job = Job(
-        model=lambda: torch.nn.Linear(1, 1),
-        loss=lambda model, batch: model(batch).sum(),
-        dataset=lambda: [],
-        evaluate=lambda model: {"accuracy": 1.0},
-        best_metric="acuracy",
-        **settings,
-    )
-    job.score(torch.nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -68,7 +54,6 @@ def score() -> None:
         (lambda: ROLES["evaluater"], "evaluator"),
         (lambda: RULES["gap-awear"], "gap-aware"),
         (lambda: ClusterSpec.from_json('{"chief": ["a:1"], "ps": ["a:2"], "workers": ["a:3"]}', "x"), "worker"),
-        (score, "accuracy"),
     ],
 )
 def test_a_typo_in_code_is_answered_with_the_nearest_name(typed: object, meant: str) -> None:

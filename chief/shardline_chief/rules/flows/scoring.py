@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from shardline.core.orders import Phase
-from shardline.errors import FencedError
+from shardline.errors import FencedError, JobError, nearest
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, MarkBest
 from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed
@@ -62,8 +62,23 @@ class Scoring:
         figures.score(step, metrics)
         # A list of pairs, to keep the order: the first metric may decide which is best.
         state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
+        self._miss_best(metrics)
         self._lose_patience()
         return best
+
+    def _miss_best(self, metrics: Mapping[str, float]) -> None:
+        """End the job at a score without the metric that says which one is the best: none would ever be."""
+        state = self.state
+        name = state.job.best_metric if state.job is not None else ""
+        if not name or not metrics or name in metrics:
+            return
+        shown = ", ".join(itertools.islice(metrics, SHOWN))
+        sentence = f"best_metric is {name!r}, but evaluate(model) returns {shown}{nearest(name, metrics)}"
+        if state.phase is Phase.RUNNING:
+            state.emit(EndAsked(sentence, JobError.exit_code))
+        else:
+            # All steps are done.
+            state.say("evaluator", f"{sentence}; no checkpoint is marked as the best", "warning")
 
     def _lose_patience(self) -> None:
         """End the job once as many scores as it says are no better than the best."""
