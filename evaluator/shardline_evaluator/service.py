@@ -14,10 +14,12 @@ from shardline.errors import FencedError, ProtocolError, ShardlineError, Unreach
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.observability.metrics import Metrics
+from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.limits import MAX_SENTENCE
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
+from shardline.rpc.usage import UsageMeter
 from shardline_evaluator.scoring import Score, next_step, score
 
 log = logging.getLogger("shardline_evaluator")
@@ -55,6 +57,7 @@ def run(config: RoleConfig) -> int:
             device=str(device),
             job=spec,
         ),
+        facts=BeatFacts(usage=UsageMeter(str(device)).read),
         security=config.security,
     )
     try:

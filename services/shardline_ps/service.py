@@ -27,6 +27,7 @@ from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
+from shardline.rpc.usage import UsageMeter
 from shardline.server.pace import PATIENCE_S
 from shardline.storage.publication import Publication
 from shardline.update.torch_optim.eager import leave_compiler_out
@@ -199,7 +200,9 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         ),
         on_orders=obey,
         cancelled=termination.event,
-        facts=BeatFacts(ps=process.meter.observed(process.servicer.status)),
+        facts=BeatFacts(
+            ps=process.meter.observed(process.servicer.status), usage=UsageMeter(str(process.store.device)).read
+        ),
         security=config.security,
     )
     try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardline.core.status import Traffic
+from shardline.core.status import Traffic, Usage
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import PassQueue
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
@@ -19,6 +19,7 @@ class BeatFacts:
     ps: Callable[[], parameter_server_pb2.PsStatusReply] | None = None
     """The status of a parameter server."""
     traffic: Callable[[], Traffic] | None = None
+    usage: Callable[[], Usage] | None = None
     passes: PassQueue | None = None
     """Passes of a pipeline, on the clock of time.monotonic()."""
 
@@ -31,6 +32,8 @@ class BeatFacts:
             beat.ps.CopyFrom(self.ps())
         if self.traffic is not None:
             beat.traffic.CopyFrom(to_message(parameter_server_pb2.Traffic, self.traffic()))
+        if self.usage is not None:
+            beat.usage.CopyFrom(to_message(chief_pb2.Usage, self.usage()))
         if self.figures is not None:
             beat.figures.update(self.figures())
         if self.passes is not None:

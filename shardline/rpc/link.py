@@ -26,7 +26,6 @@ from shardline.rpc.limits import MAX_SENTENCE
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import ReportQueue
-from shardline.rpc.usage import UsageMeter
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import PLAIN, Security
 
@@ -64,7 +63,6 @@ class ChiefLink:
         self.secret = b""
         self._on_orders = on_orders
         self._facts = facts
-        self._meter = UsageMeter(applicant.device or "cpu")
         self._lock = threading.Condition()
         self._orders = Orders()
         self._waiting: Waiting | None = None
@@ -247,7 +245,6 @@ class ChiefLink:
             beat.barrier.CopyFrom(barrier_place_to_proto(self._barrier))
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
-        beat.usage.CopyFrom(to_message(chief_pb2.Usage, self._meter.read()))
         self._facts.write(beat)
         return beat
 

@@ -29,6 +29,7 @@ from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
+from shardline.rpc.usage import UsageMeter
 
 log = logging.getLogger("shardline.client")
 
@@ -77,7 +78,10 @@ class JobMember:
             applicant,
             on_orders=self._loop.runner.now.ordered,
             facts=BeatFacts(
-                traffic=place.traffic, passes=place.partners.passes if place.partners else None, figures=place.figures
+                traffic=place.traffic,
+                usage=UsageMeter(str(self.device)).read,
+                passes=place.partners.passes if place.partners else None,
+                figures=place.figures,
             ),
             cancelled=self._termination.event,
             security=self.config.security,
