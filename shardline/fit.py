@@ -13,9 +13,19 @@ from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
 from shardline.consistency import Clock, Consistency, Gives
 from shardline.core.settings import EXACT, SERVER, WORKER
-from shardline.core.spec import InnerSpec, JobSpec, ScheduleSpec, TensorKind
+from shardline.core.spec import InnerSpec, JobSpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline.errors import JobError
-from shardline.update import Torch, check_rule, check_tensors, chosen, rule, runs_on_workers, weights
+from shardline.update import (
+    ALLOWED,
+    Torch,
+    check_rule,
+    check_tensors,
+    chosen,
+    is_own,
+    rule,
+    runs_on_workers,
+    weights,
+)
 from shardline.update.arguments import momentum
 from shardline.update.base import Need, UpdateRule
 
@@ -101,6 +111,15 @@ def _applied(job: JobSpec) -> JobSpec:
     return job
 
 
+def check_runner(rule: RuleSpec, *, on_workers: bool) -> None:
+    """Raise JobError for an optimizer from outside torch, unless workers run it."""
+    _refuse(
+        is_own(rule.name) and not on_workers,
+        f"optimizer {rule.name} is not a class of torch.optim, and parameter servers run no other code; let workers "
+        f"run it with apply='worker' (--set apply=worker), or use one of {', '.join(ALLOWED)}",
+    )
+
+
 def _check_applied(job: JobSpec, *, standbys: int) -> None:
     """Refuse what works on parameters where servers have none."""
     bringing = next((one for one in codecs.of(job).ups if one.at_server.rule), None)
@@ -149,6 +168,7 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 
     standbys: planned number per shard. workers: planned number; None = unknown yet.
     """
+    check_runner(job.rule, on_workers=job.apply == WORKER)
     rule, mode, pace = chosen(job.rule), consistency.of(job.consistency), cadence.of(job)
     named, parts = consistency.CONSISTENCIES.parse(job.consistency.mode), division.of(job)
     _refuse(

@@ -39,12 +39,12 @@ from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES
 from shardline.consistency import of as consistency_of
-from shardline.core.settings import JobSettings, check_field, short
+from shardline.core.settings import WORKER, JobSettings, check_field, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, seed_everything
 from shardline.errors import JobError, calling
-from shardline.fit import check_fit, divide
+from shardline.fit import check_fit, check_runner, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import check_extra_state, model_tensors
@@ -77,7 +77,7 @@ class Job(JobSettings):
     """Samples: an object with len() and [index], an iterable, or a function without arguments that returns one. A
     DataLoader stands for its data set, batch size, collate function and processes; the job has an order of its own."""
     optimizer: str | type[torch.optim.Optimizer]
-    """A class of torch.optim, or its name."""
+    """A class of torch.optim, or its name; where workers run it, any class."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Scores the model; called in evaluation mode and without gradients."""
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
@@ -151,13 +151,28 @@ class Job(JobSettings):
         complete(self.schedule, self.steps)
         consistency_of(self.consistency_spec()).needed(self.replicas)
         # Reports a wrong class or argument at the job file's line, before any process starts.
-        check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
+        self._check_rule()
 
         if self.scheduler is not None:
             constant_rate = self.schedule == constant()
             _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
             if self.param_groups is None:
                 GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
+
+    @property
+    def _own(self) -> bool:
+        """Whether the optimizer is a class from outside torch."""
+        cls = self.optimizer
+        return isinstance(cls, type) and getattr(torch.optim, cls.__name__, None) is not cls
+
+    def _check_rule(self) -> None:
+        method = str(self.rule)
+        if not self._own:
+            check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=method))
+            return
+        check = rule_from_optimizer(self._optimizer_of([nn.Parameter(torch.zeros(1, 1))]), method=method)
+        local = CADENCES.parse(self.cadence).outer_rule is not None
+        check_runner(check, on_workers=self.apply == WORKER or local)
 
     @property
     def shares_layers(self) -> bool:
@@ -242,7 +257,8 @@ class Job(JobSettings):
             optimizer: torch.optim.Optimizer = cls(groups, **copy.deepcopy(dict(self.optimizer_args)))
         except (TypeError, ValueError) as error:
             raise JobError(
-                f"torch.optim.{cls.__name__} does not accept optimizer_args or param_groups: {error}"
+                f"{'' if self._own else 'torch.optim.'}{cls.__name__} does not accept optimizer_args or param_groups: "
+                f"{error}"
             ) from error
         return optimizer
 

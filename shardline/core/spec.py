@@ -127,7 +127,7 @@ class RuleSpec:
     @property
     def label(self) -> str:
         """Name of the rule with its optimizer in errors."""
-        return self.name if self.method == "torch" else f"{self.method} over {self.name}"
+        return self.name if self.method.partition(":")[0] in ("torch", "own") else f"{self.method} over {self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)

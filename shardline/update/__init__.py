@@ -9,7 +9,8 @@ import torch
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
 from shardline.seams import Table
-from shardline.update.arguments import ALLOWED, REFUSED, fixed_settings, hyper_numbers, rule, rule_from_optimizer
+from shardline.update import arguments
+from shardline.update.arguments import ALLOWED, REFUSED, fixed_settings, hyper_numbers, is_own, rule
 from shardline.update.base import BucketRule, Need, Site, UpdateRule, Weighing, parse_state_key, state_key
 from shardline.update.dana import DANA
 from shardline.update.dc_asgd import DCASGD
@@ -18,6 +19,7 @@ from shardline.update.lwp import LWP
 from shardline.update.multi_asgd import MultiASGD
 from shardline.update.nag_asgd import NAGASGD
 from shardline.update.onebit_adam import OneBitAdamRule
+from shardline.update.own import Own, own_rule
 from shardline.update.smega2 import SMEGA2
 from shardline.update.staleness_aware import StalenessAware
 from shardline.update.torch_optim.rule import Torch
@@ -39,6 +41,7 @@ __all__ = [
     "completed",
     "fixed_settings",
     "hyper_numbers",
+    "is_own",
     "parse_state_key",
     "rule",
     "rule_from_optimizer",
@@ -51,8 +54,8 @@ __all__ = [
 RULES: Table[UpdateRule] = Table("rule", Torch, StalenessAware, GapAware, DCASGD, NAGASGD, MultiASGD, LWP, DANA, SMEGA2)
 """The choices for a job's `rule` and --rule."""
 
-BROUGHT: Table[UpdateRule] = Table("rule", OneBitAdamRule)
-"""Rules that a codec brings along (Codec.server_rule), and nobody chooses by themselves."""
+BROUGHT: Table[UpdateRule] = Table("rule", OneBitAdamRule, Own)
+"""Rules that nobody chooses by themselves: a codec brings them along (Codec.server_rule), or the job's optimizer."""
 
 
 def chosen(spec: RuleSpec) -> UpdateRule:
@@ -74,6 +77,14 @@ def weights(spec: RuleSpec) -> Callable[[int], float] | None:
     return lambda staleness: rule.share(spec, staleness) or 1.0
 
 
+def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torch") -> RuleSpec:
+    """The rule of an optimizer with its current param_groups. Raises JobError for one that can't be kept or run."""
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return arguments.rule_from_optimizer(optimizer, method=method)
+    return own_rule(optimizer, method)
+
+
 def check_rule(spec: RuleSpec) -> None:
     """Raise JobError for an unknown rule, or one that can't run with the job's optimizer and its arguments."""
     chosen(spec).check(spec)
@@ -81,7 +92,7 @@ def check_rule(spec: RuleSpec) -> None:
 
 def completed(spec: RuleSpec) -> RuleSpec:
     """The canonical form of a rule that was received, with every argument of every group. Raises JobError."""
-    whole = rule(spec.name, spec.groups, method=spec.method)
+    whole = spec if isinstance(chosen(spec), Own) else rule(spec.name, spec.groups, method=spec.method)
     check_rule(whole)
     return whole
 

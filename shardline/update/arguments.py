@@ -52,6 +52,9 @@ _OFF = ("differentiable", "capturable")
 
 _NO_EPS = -1.0
 
+_OWN: dict[str, tuple[str, ...]] = {}
+"""Arguments of optimizers from outside torch, by the name of their rule, where this process has their class."""
+
 
 @dataclass(frozen=True)
 class _Parameter:
@@ -109,6 +112,47 @@ def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torc
     return rule(name, groups, method=method)
 
 
+def is_own(name: str) -> bool:
+    """Return whether a rule's name is that of an optimizer from outside torch, such as "lion_pytorch.Lion"."""
+    return "." in name
+
+
+def own_group(name: str, number: int, defaults: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Argument]:
+    """A canonical group of an optimizer from outside torch, with the arguments that its defaults have.
+
+    Raises JobError for an argument that is no flag, text, number or tuple of numbers.
+    """
+    where = f"{name}, parameter group {number}"
+    _OWN[name] = tuple(defaults)
+    found: dict[str, Argument] = {}
+    for key, default in defaults.items():
+        value = group.get(key, default)
+        if value is None and default is None:
+            continue
+        kind = _own_kind(value)
+        if not kind:
+            raise JobError(f"{where}: {key} is {value!r}; only flags, texts, numbers and tuples of numbers can be sent")
+        if kind == "numbers":
+            found[key] = tuple(_number(f"{where}: {key}", item) for item in value)
+        else:
+            found[key] = _number(f"{where}: {key}", value) if kind == "number" or key == "lr" else value
+    if "lr" not in found:
+        raise JobError(f"{where} has no lr; schedules and pages need one")
+    return found
+
+
+def _own_kind(value: Any) -> str:
+    """The kind of an argument, as in _Parameter; "" for one that can't be sent."""
+    for kind, types in (("flag", bool), ("text", str), ("integer", int), ("number", numbers.Real)):
+        if isinstance(value, types):
+            return kind
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return "number"
+    if isinstance(value, tuple | list) and value and all(_own_kind(item) in ("integer", "number") for item in value):
+        return "numbers"
+    return ""
+
+
 def torch_arguments(name: str, group: Mapping[str, Argument]) -> dict[str, Any]:
     """Keyword arguments for the class, from a canonical group."""
     arguments: dict[str, Any] = dict(group)
@@ -124,7 +168,7 @@ def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
     Items of tuples have names such as "betas.0" (OneCycleLR changes them). Flags and texts are not included.
     """
     found: dict[str, float] = {}
-    for key, parameter in _parameters(name).items():
+    for key, parameter in _parameters_in(name, group).items():
         value = group.get(key)
         if parameter.kind in ("number", "integer") and value is not None:
             found[key] = float(value)
@@ -136,7 +180,7 @@ def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
 def fixed_settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a param_group that can't change from step to step: flags, texts, and whether a number is given."""
     found = {key: group.get(key, False) for key in _OFF}
-    for key, parameter in _parameters(name).items():
+    for key, parameter in _parameters_in(name, group).items():
         value = group.get(key, parameter.default)
         numbers = parameter.kind in ("number", "integer", "numbers")
         found[key] = "a number" if numbers and value is not None else value
@@ -174,7 +218,7 @@ def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, flo
             assert isinstance(items, tuple)
             at = int(index)
             merged[base] = (*items[:at], float(value), *items[at + 1 :])
-        elif _parameters(name)[key].kind == "integer":
+        elif _parameters_in(name, group)[key].kind == "integer" and value == int(value):
             merged[key] = int(value)
         else:
             merged[key] = float(value)
@@ -195,6 +239,17 @@ def _class_name(name: str | type[torch.optim.Optimizer]) -> str:
         return _class_name(name.__name__)
     optimizer_class(name)
     return name
+
+
+def _parameters_in(name: str, group: Mapping[str, Any]) -> Mapping[str, _Parameter]:
+    """Arguments of a class; of one from outside torch those that a group has."""
+    if not is_own(name):
+        return _parameters(name)
+    return {
+        key: _Parameter(kind=_own_kind(group[key]), default=group[key], optional=False)
+        for key in _OWN.get(name, tuple(group))
+        if key in group
+    }
 
 
 @functools.cache

@@ -37,12 +37,14 @@ from shardline.update import (
     completed,
     parse_state_key,
     rule,
+    rule_from_optimizer,
     wants_whole,
 )
 from shardline.update.base import Need
 from shardline_ps.control.configuration import optimizer_bytes
 from tests.support.checkpoints import cut_of
 from tests.support.covering import covering
+from tests.support.jobs import Lion
 
 CPU = torch.device("cpu")
 SHAPES = {"big": (301, 67), "bias": (33,), "scale": (), "nothing": (0, 3), "fc": (130, 51), "late": (17, 5)}
@@ -64,11 +66,16 @@ class Case:
 
     @functools.cached_property
     def spec(self) -> RuleSpec:
+        if self.optimizer == "Lion":
+            spec = rule_from_optimizer(Lion([torch.nn.Parameter(torch.zeros(1))], **self.arguments))
+            assert spec.method == self.method
+            return spec
         return rule(self.optimizer, [self.arguments], method=self.method)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        shapes = {"Muon": MATRICES, "Adafactor": {k: s for k, s in SHAPES.items() if 0 not in s}}
+        filled = {k: s for k, s in SHAPES.items() if 0 not in s}
+        shapes = {"Muon": MATRICES, "Adafactor": filled, "Lion": filled}
         return tuple(
             TensorSpec(name=name, shape=shape, dtype="float32", whole=wants_whole(self.spec, shape))
             for name, shape in shapes.get(self.optimizer, SHAPES).items()
@@ -85,6 +92,7 @@ CASES = [
     *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in RULES.names if method != "torch"),
     Case("onebit-adam:warmup=4", "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
     *(Case(method, "SGD", ARGUMENTS["SGD"]) for method in ("dc-asgd:kind=c", "dana:kind=zero", "dana:kind=dc")),
+    Case("own:keeps=exp_avg-same+step-int", "Lion", {"lr": 0.01, "weight_decay": 0.1}),
     Case("gap-aware", "Adafactor", {"lr": 0.01, "weight_decay": 0.01}),
     Case("toy-compensation:strength=0.5", "AdamW", {"lr": 0.01}),
 ]
@@ -439,7 +447,9 @@ def test_a_rule_may_refuse_an_optimizer() -> None:
 
 
 def job_of(case: Case, **changes: Any) -> JobSpec:
-    return JobSpec(name="job", tensors=(TensorSpec(name="w", shape=(3,), dtype="float32"),), rule=case.spec, **changes)
+    tensor = TensorSpec(name="w", shape=(3,), dtype="float32")
+    apply = "worker" if case.optimizer == "Lion" else "server"
+    return JobSpec(name="job", tensors=(tensor,), rule=case.spec, apply=apply, **changes)
 
 
 @every_rule
@@ -460,7 +470,7 @@ def test_a_rule_that_tells_workers_apart_is_refused_where_their_pushes_are_added
 @every_rule
 def test_a_rule_that_has_to_know_what_was_sent_is_refused_with_standbys(case: Case) -> None:
     job = job_of(case, consistency=ConsistencySpec(mode="async"))
-    if Need.PULLS in chosen(case.spec).needs:
+    if Need.PULLS in chosen(case.spec).needs or job.apply == "worker":
         with pytest.raises(JobError, match="leave out --standbys"):
             check_fit(job, standbys=1)
     elif Need.MOMENTUM not in chosen(case.spec).needs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import re
 import signal
@@ -26,6 +27,7 @@ from tests.e2e.support import (
     wait_until,
     write_job,
 )
+from tests.support.jobs import Lion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
@@ -63,6 +65,11 @@ def exchange(lane, sender, contributions, want, sink, *, timeout_s):
 
 {Lane}.exchange = exchange
 """
+
+
+SGD = """optimizer="SGD",
+    optimizer_args={"lr": 0.05, "momentum": 0.9},"""
+LION = "optimizer=Lion, optimizer_args={'lr': 0.005, 'weight_decay': 0.1},"
 
 
 def mid_step(lane: str) -> str:
@@ -104,7 +111,7 @@ def train_and_die(folder: str, lane: str) -> list[tuple[str, int, bool]]:
         ({}, "cuda"),
         pytest.param({"clip_norm": 0.5}, "grpc", marks=pytest.mark.long),
         pytest.param({"clip_norm": 0.5}, "cuda", marks=pytest.mark.long),
-        ({"apply": "worker", "checkpoint_every": 5}, "grpc"),
+        ({"apply": "worker", "checkpoint_every": 5}, "grpc"),  # and with an optimizer from outside torch
     ],
     ids=["eager", "eager-cuda", "voted", "voted-cuda", "workers-apply"],
 )
@@ -113,6 +120,10 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(
 ) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, steps=36, **settings, after=mid_step(lane))
     out = tmp_path / "run"
+    if "apply" in settings:
+        text = job.read_text()
+        assert text.count(SGD) == 1
+        job.write_text(text.replace(SGD, LION).replace("class Points", inspect.getsource(Lion) + "\nclass Points"))
     ends = in_a_fork(train_and_die, folder=str(tmp_path), lane=lane)
     assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
     assert sorted(ends[2:]) == [[task, 0, False] for task in ("chief/0", "ps/0", "ps/1", "worker/1")]
@@ -124,6 +135,10 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(
     noticed = r"worker/1(: a new process replaces a silent one| is dead: last heard)"
     assert any(re.search(noticed, text) for text in told), told
     assert any(re.search(r"worker/0 is dead: last heard .* replicas? .* to worker/1", text) for text in told), told
+    if "apply" in settings:
+        finished = train(job, out, "--workers", "1", "--steps", "40", "--resume")
+        assert finished.code == 0, finished
+        assert summary_of(out)["sha256"] == expected_sha256(job, steps=40)
 
 
 def test_with_exact_error_memory_lossy_jobs_end_in_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:

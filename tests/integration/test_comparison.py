@@ -62,6 +62,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "clipping and a schedule": {"optimizer": "adamw", "clip_norm": 0.05, "schedule": schedule.cosine(warmup_steps=2)},
     "one replica": {"replicas": 1, "model": Rich},
     "worker's optimizer": {"optimizer": "nesterov", "apply": "worker"},
+    "an optimizer from outside torch": {
+        **{"optimizer": "lion", "apply": "worker"},
+        **{"scheduler": by_group, "param_groups": two_groups},
+    },
 }
 
 
@@ -76,6 +80,12 @@ def test_a_scheduler_counts_the_batches_of_an_asynchronous_job(tmp_path: Path) -
     job = make_job("sgd", consistency="async", steps=6, scheduler=warmed_up)
     cluster = InProcessCluster(role=ROLES.__getitem__, out=tmp_path, timeouts=TIMEOUTS)
     assert not differences({6: reference(job).params}, {6: train_served(job, cluster)[6]})
+
+
+def test_an_asynchronous_worker_runs_an_optimizer_from_outside_torch(tmp_path: Path) -> None:
+    job = make_job("lion", consistency="async", apply="worker", steps=6)
+    served = train_served(job, InProcessCluster(role=ROLES.__getitem__, out=tmp_path, timeouts=TIMEOUTS))
+    assert not differences({6: reference(make_job("lion", replicas=1, apply="worker", steps=6)).params}, {6: served[6]})
 
 
 def test_figures_beside_a_loss_are_logged(tmp_path: Path) -> None:

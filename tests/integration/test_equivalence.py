@@ -64,6 +64,15 @@ def test_a_tensor_cut_over_shards_and_buckets_has_the_bits_of_the_uncut_one(
         assert_same_end(cluster.state(), reference(job))
 
 
+@pytest.mark.parametrize(("workers", "ps"), [(1, 1), (2, 3)])
+def test_workers_run_an_optimizer_from_outside_torch_with_the_bits_of_one_process(workers: int, ps: int) -> None:
+    job = make_job("lion", model=Rich, apply="worker", clip_norm=0.5, schedule=schedule.cosine(warmup_steps=2))
+    expected = reference(job)
+    with Cluster(job, ps=ps, bucket_bytes=SMALL_BUCKETS * ps) as cluster:
+        cluster.train(split_evenly(3, workers))
+        assert_same_end(cluster.state(), expected)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "microbatches": {"accumulate": 3, "batch_size": 2},
     "schedule": {"schedule": schedule.cosine(warmup_steps=2)},

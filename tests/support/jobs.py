@@ -74,6 +74,36 @@ def broad() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675, algorithm 2), with a number of its own to keep."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["exp_avg"] = 0, torch.zeros_like(parameter)
+                state["step"] += 1
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                # As in some variants, so that the number matters.
+                rate = group["lr"] / (1.0 + 0.1 * state["step"])
+                parameter.add_(torch.sign(torch.lerp(parameter.grad, state["exp_avg"], first)), alpha=-rate)
+                state["exp_avg"].lerp_(parameter.grad, 1.0 - second)
+
+
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.05}),
     "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9}),
@@ -86,7 +116,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_job(optimizer: str = "momentum", **changes: Any) -> Job:
-    name, arguments = OPTIMIZERS[optimizer]
+    name, arguments = OPTIMIZERS[optimizer] if optimizer != "lion" else (Lion, {"lr": 0.01, "weight_decay": 0.1})
     settings: dict[str, Any] = {
         "model": mlp,
         "loss": mse,

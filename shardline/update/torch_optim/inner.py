@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardline import schedule as schedules
 from shardline.core.spec import InnerSpec, TensorKind, TensorSpec
-from shardline.update.arguments import optimizer_class, torch_arguments, with_hyper
+from shardline.update.arguments import torch_arguments, with_hyper
+from shardline.update.own import optimizer_of
 
 State = dict[Tensor, dict[str, Any]]
 """Of one torch optimizer, by parameter."""
@@ -76,13 +77,7 @@ class InnerOptimizers:
             self._states.setdefault(self._step + 1, {})[replica] = dict(optimizer.state)
 
     def _make(self, state: State | None) -> torch.optim.Optimizer:
-        rule = self._spec.rule
-        groups = [
-            {"params": params, **torch_arguments(rule.name, group)}
-            for params, group in zip(self._grouped, rule.groups, strict=True)
-        ]
-        # Adagrad takes its first accumulators from the constructor's arguments, not from the group's.
-        optimizer = optimizer_class(rule.name)(groups, **torch_arguments(rule.name, rule.groups[0]))
+        optimizer = optimizer_of(self._spec.rule, self._grouped)
         if state is not None:
             optimizer.state.clear()
             optimizer.state.update(

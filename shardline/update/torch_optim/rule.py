@@ -112,7 +112,7 @@ class Torch(UpdateRule):
         """See UpdateRule. For Adafactor's factors."""
         return packing(spec.name, state)
 
-    def make(self, site: Site) -> TorchBucketRule:
+    def make(self, site: Site) -> BucketRule:
         return TorchBucketRule(self, site)
 
 
@@ -173,7 +173,7 @@ def _check_dtype(spec: RuleSpec, tensor: TensorSpec) -> None:
     dtype = DTYPES[tensor.dtype]
     if not (dtype.is_floating_point or dtype.is_complex):
         raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {spec.name} updates floating-point tensors only")
-    if dtype.is_complex and not ALLOWED[spec.name]:
+    if dtype.is_complex and not ALLOWED.get(spec.name):
         raise JobError(f"{spec.name} doesn't support complex parameters, and {tensor.name!r} has dtype {tensor.dtype}")
     if dtype.is_complex and spec.groups[tensor.group].get("fused"):
         raise JobError(

@@ -6,7 +6,7 @@ the state of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class WholeStates:
 
     def __init__(
         self,
-        cls: type[torch.optim.Optimizer],
+        make: Callable[..., torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         rule: UpdateRule,
         site: Site,
@@ -37,7 +37,7 @@ class WholeStates:
             torch.nn.Parameter(torch.empty((1,) * len(spec.shape), dtype=dtype, device=device)) for spec in self._specs
         ]
         self._nothing = [parameter.detach() for parameter in self._parameters]
-        self._optimizer = cls(self._parameters, **arguments)
+        self._optimizer = make(self._parameters, **arguments)
 
     def apply(
         self,
