@@ -51,7 +51,7 @@ from shardline.model import check_extra_state, model_tensors
 from shardline.schedule import complete, constant
 from shardline.scheduler import GroupSettings, MakeScheduler
 from shardline.seams import Resident
-from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
+from shardline.update import check_rule, check_tensors, is_own, rule, rule_from_optimizer
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
@@ -151,28 +151,18 @@ class Job(JobSettings):
         complete(self.schedule, self.steps)
         consistency_of(self.consistency_spec()).needed(self.replicas)
         # Reports a wrong class or argument at the job file's line, before any process starts.
-        self._check_rule()
+        if is_own(self.optimizer):
+            found = rule_from_optimizer(self._optimizer_of([nn.Parameter(torch.zeros(1, 1))]), method=str(self.rule))
+            local = CADENCES.parse(self.cadence).outer_rule is not None
+            check_runner(found, on_workers=self.apply == WORKER or local)
+        else:
+            check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
 
         if self.scheduler is not None:
             constant_rate = self.schedule == constant()
             _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
             if self.param_groups is None:
                 GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
-
-    @property
-    def _own(self) -> bool:
-        """Whether the optimizer is a class from outside torch."""
-        cls = self.optimizer
-        return isinstance(cls, type) and getattr(torch.optim, cls.__name__, None) is not cls
-
-    def _check_rule(self) -> None:
-        method = str(self.rule)
-        if not self._own:
-            check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=method))
-            return
-        check = rule_from_optimizer(self._optimizer_of([nn.Parameter(torch.zeros(1, 1))]), method=method)
-        local = CADENCES.parse(self.cadence).outer_rule is not None
-        check_runner(check, on_workers=self.apply == WORKER or local)
 
     @property
     def shares_layers(self) -> bool:
@@ -256,10 +246,8 @@ class Job(JobSettings):
         try:
             optimizer: torch.optim.Optimizer = cls(groups, **copy.deepcopy(dict(self.optimizer_args)))
         except (TypeError, ValueError) as error:
-            raise JobError(
-                f"{'' if self._own else 'torch.optim.'}{cls.__name__} does not accept optimizer_args or param_groups: "
-                f"{error}"
-            ) from error
+            name = cls.__name__ if is_own(cls) else f"torch.optim.{cls.__name__}"
+            raise JobError(f"{name} does not accept optimizer_args or param_groups: {error}") from error
         return optimizer
 
     def group_settings(self, optimizer: torch.optim.Optimizer) -> GroupSettings | None:

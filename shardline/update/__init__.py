@@ -79,10 +79,9 @@ def weights(spec: RuleSpec) -> Callable[[int], float] | None:
 
 def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torch") -> RuleSpec:
     """The rule of an optimizer with its current param_groups. Raises JobError for one that can't be kept or run."""
-    cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is cls:
-        return arguments.rule_from_optimizer(optimizer, method=method)
-    return own_rule(optimizer, method)
+    if is_own(type(optimizer)):
+        return own_rule(optimizer, method)
+    return arguments.rule_from_optimizer(optimizer, method=method)
 
 
 def check_rule(spec: RuleSpec) -> None:

@@ -112,9 +112,15 @@ def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torc
     return rule(name, groups, method=method)
 
 
-def is_own(name: str) -> bool:
-    """Return whether a rule's name is that of an optimizer from outside torch, such as "lion_pytorch.Lion"."""
-    return "." in name
+def is_own(optimizer: str | type[torch.optim.Optimizer]) -> bool:
+    """Return whether a class is from outside torch, or a rule's name is that of one, such as "lion_pytorch.Lion"."""
+    if isinstance(optimizer, str):
+        return "." in optimizer
+    return (
+        isinstance(optimizer, type)
+        and issubclass(optimizer, torch.optim.Optimizer)
+        and getattr(torch.optim, optimizer.__name__, None) is not optimizer
+    )
 
 
 def own_group(name: str, number: int, defaults: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Argument]:
