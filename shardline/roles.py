@@ -2,10 +2,10 @@
 
 A role from outside the library is one row too, in a file that `--plugin` names:
 
-    ROLES.add(Role(name="aggregator", about="Sum the pushes of a rack.", sends=True, run=run))
+    ROLES.add(Role(name="probe", about="Read what the servers hold.", sends=True, run=run))
 
-It then has the command `shardline aggregator`, a place in cluster.json and in `shardline train --tasks aggregator=2`, a
-row in the status, and whatever its traits say.
+It then has the command `shardline probe`, a place in cluster.json and in `shardline train --tasks probe=2`, a row in
+the status, and whatever its traits say.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ class Role:
         """Whether a job needs its tasks."""
         return self.commands or self.trains
 
+    @property
+    def talks(self) -> bool:
+        """Whether its tasks push to and pull from those that hold shards, which must know their lives."""
+        return self.trains or self.sends
+
+    @property
+    def optional(self) -> bool:
+        """Whether its tasks are started with `--tasks`, and nobody waits for them."""
+        return not (self.needed or self.scores)
+
     def runner(self) -> Callable[[Any], int]:
         """The function that runs a task. Raises UsageError if no installed package has it."""
         run: Callable[[Any], int] = self.run or plugins.installed(ENTRY_POINTS, self.name, f"the role {self.name!r}")
@@ -114,6 +124,11 @@ ROLES = Roles(
     ),
     Role(name="ps", about="Hold shards of the parameters and apply all updates.", holds=True),
     Role(name="worker", about="Train replicas of the job.", trains=True, computes=True),
+    Role(
+        name="aggregator",
+        about="Sum the pushes of the workers of a rack, and pull once for all of them.",
+        sends=True,
+    ),
     # With TF_CONFIG an evaluator may be missing from the cluster spec.
     Role(name="evaluator", about="Score every checkpoint.", scores=True, computes=True, spare=8),
 )

@@ -54,6 +54,8 @@ class Sender:
     timeline: int
     plan_id: str
     who: Identity
+    beside: bool = False
+    """This is its second connection to the shard, beside the one by which it pushes."""
 
 
 Memory = Buffer | torch.Tensor

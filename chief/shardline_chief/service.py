@@ -148,7 +148,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         ps=config.cluster.addresses("ps"),
         workers=config.cluster.num("worker"),
         evaluators=config.cluster.num("evaluator"),
-        others={role: config.cluster.num(role) for role in config.cluster.tasks if role not in ROLES.declared},
+        others={role: config.cluster.num(role) for role in config.cluster.tasks if ROLES[role].optional},
         chief_trains=config.chief_trains,
         min_workers=config.min_workers,
         max_workers=config.max_workers,

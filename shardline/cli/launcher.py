@@ -85,7 +85,7 @@ class LaunchOptions:
     workers: int = 1
     evaluators: int = 0
     tasks: tuple[tuple[str, int], ...] = ()
-    """Number of tasks of each role that a plugin adds."""
+    """Number of tasks of each other role: aggregators, and those that a plugin adds."""
     overrides: tuple[tuple[str, str], ...] = ()
     resume: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -126,9 +126,10 @@ class LaunchOptions:
         if self.workers < 0 or self.evaluators < 0:
             raise UsageError("--workers and --evaluators can't be negative")
         for role, count in self.tasks:
-            if role in ROLES.declared or role not in ROLES:
+            if role not in ROLES or not ROLES[role].optional:
+                what = "has a flag of its own" if role in ROLES else "does not exist, or its plugin is not loaded"
                 instead = "use --ps, --workers or --evaluators, or load its plugin: --plugin FILE"
-                raise UsageError(f"--tasks {role}={count}: no plugin has added this role; {instead}")
+                raise UsageError(f"--tasks {role}={count}: the role {what}; {instead}")
         if self.workers == 0 and not self.chief_trains:
             raise UsageError("--workers is 0, so no task would train; add workers, or use --chief-trains")
         trainers = self.workers + self.chief_trains

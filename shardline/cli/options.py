@@ -206,7 +206,7 @@ tasks = option(
     multiple=True,
     metavar="ROLE=N",
     callback=check_tasks,
-    help="Tasks of a role that a plugin adds; may be repeated.",
+    help="Tasks of another role, such as aggregator=2, or of one that a plugin adds; may be repeated.",
 )
 device = option(
     "--device", default="cpu", callback=check_device, help="cpu, cuda (each task on a machine another GPU) or cuda:N."

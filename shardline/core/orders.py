@@ -89,6 +89,9 @@ class Orders:
     """With posts: random bytes of the chief's process, known to this job's tasks alone, by which workers of a host find
     and recognize each other. A new chief, which has a new term and so other posts' numbers, has other ones."""
 
+    peers: tuple[Post, ...] = ()
+    """Where not all workers exchange with the servers themselves: a worker's aggregators, an aggregator's workers."""
+
     @property
     def work(self) -> tuple[tuple[int, ...], tuple[Post, ...], int]:
         """What this task computes, and with whom."""

@@ -21,7 +21,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Post:
-    """The task that computes one unit of a pipeline, and where to reach it."""
+    """A task that computes one unit of a pipeline, or that another one exchanges with, and where to reach it."""
 
     task: str
     address: str

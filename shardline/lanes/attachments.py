@@ -34,6 +34,8 @@ class Holder:
     task: str
     incarnation: int
     shard: int
+    beside: bool = False
+    """It is the task's second one to this shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +181,13 @@ class Attachments:
     def open(
         self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answers: Answers
     ) -> tuple[int, Opening]:
-        """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
+        """Prepare an attachment in place of the holder's earlier one like it on this shard. Raises LaneUnavailable."""
         offer = self._offers.get(lane)
         if offer is None:
             raise LaneUnavailable(f"this ps offers the lanes grpc, {', '.join(self.lanes) or 'and no other'}")
         for number, held in list(self._held.items()):
-            if held.holder.task == holder.task and held.holder.shard == holder.shard:
+            kept = held.holder
+            if (kept.task, kept.shard, kept.beside) == (holder.task, holder.shard, holder.beside):
                 self._drop(number, "its worker opened another lane")
         if len(self._held) >= MAX_ATTACHMENTS:
             raise LaneUnavailable(f"this ps already has {len(self._held)} attachments, its limit")

@@ -85,12 +85,13 @@ def _histogram(
 
 _WIRE = ("peer", "codec", "lane")
 _DATA = ("ps", "worker")
+_MOVES = (*_DATA, "aggregator")
 
 TABLE: tuple[MetricSpec, ...] = (
     _counter("shardline_push_raw_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as held in memory"),
-    _counter("shardline_push_wire_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as sent after the codec"),
+    _counter("shardline_push_wire_bytes_total", "bytes", _MOVES, _WIRE, "Gradients pushed, as sent after the codec"),
     _counter("shardline_pull_raw_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as held in memory"),
-    _counter("shardline_pull_wire_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as sent after the codec"),
+    _counter("shardline_pull_wire_bytes_total", "bytes", _MOVES, _WIRE, "Parameters pulled, as sent after the codec"),
     _gauge(
         "shardline_codec_error_ratio",
         "ratio",

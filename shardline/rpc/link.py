@@ -362,10 +362,14 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         fenced=message.fenced,
         awaited=tuple(message.awaited),
         barrier=barrier_state_from_proto(message.barrier) if message.HasField("barrier") else None,
-        posts=tuple(
-            Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
-            for post in message.posts
-        ),
+        posts=_posts(message.posts),
         posting=message.posting,
         job_secret=message.job_secret,
+        peers=_posts(message.peers),
+    )
+
+
+def _posts(messages: Iterable[chief_pb2.Post]) -> tuple[Post, ...]:
+    return tuple(
+        Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key) for post in messages
     )

@@ -50,8 +50,8 @@ def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: st
             attachments.drop(named, reason)
 
 
-def holder_of(data: common_pb2.DataHeader) -> Holder:
-    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
+def holder_of(data: common_pb2.DataHeader, *, beside: bool = False) -> Holder:
+    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard, beside=beside)
 
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:

@@ -55,9 +55,8 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
-            number, opening = self._attachments.open(
-                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop(), self
-            )
+            holder, shard = holder_of(data, beside=request.beside), hosted(self._backend, data.shard)
+            number, opening = self._attachments.open(lane, holder, shard, asyncio.get_running_loop(), self)
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
                 outcome=common_pb2.OUTCOME_REFUSED, reason=f"it can't open a {lane} lane: {error}"

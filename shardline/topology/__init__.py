@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from shardline.core.spec import JobSpec
 from shardline.seams import Table
+from shardline.topology.aggregators import Aggregators
 from shardline.topology.base import Hop, Route, Surroundings, Topology
 from shardline.topology.flat import Flat
 
-TOPOLOGIES: Table[Topology] = Table("topology", Flat)
+TOPOLOGIES: Table[Topology] = Table("topology", Flat, Aggregators)
 
 
 def of(job: JobSpec) -> Topology:
@@ -15,4 +16,4 @@ def of(job: JobSpec) -> Topology:
     return TOPOLOGIES.parse(job.topology)
 
 
-__all__ = ["TOPOLOGIES", "Flat", "Hop", "Route", "Surroundings", "Topology", "of"]
+__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "Route", "Surroundings", "Topology", "of"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from shardline.cadence.base import Outgoing
 from shardline.seams import Resident
@@ -21,7 +22,7 @@ class Hop:
     """A task to talk to."""
 
     task: str
-    """Such as "ps/0"."""
+    """Such as "ps/0" or "aggregator/1"."""
     address: str
     """HOST:PORT."""
 
@@ -36,6 +37,10 @@ class Surroundings:
     """Number of workers in the cluster spec."""
     servers: Mapping[int, Hop]
     """The server of each shard, by shard."""
+    aggregators: Mapping[int, Hop] = field(default_factory=dict)
+    """The living aggregators that this worker can reach, by index."""
+    places: int = 0
+    """Number of aggregators in the cluster spec."""
 
 
 class Route:
@@ -68,6 +73,9 @@ class Route:
 
 class Topology(Resident, abc.ABC):
     """Which task a worker talks to for each shard."""
+
+    meets: ClassVar[bool]
+    """Whether workers may exchange with aggregators, of which the chief then tells them."""
 
     @property
     def streams(self) -> bool:

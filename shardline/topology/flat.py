@@ -13,6 +13,7 @@ class Flat(Topology):
     """Each worker exchanges directly with all servers."""
 
     name: ClassVar[str] = "flat"
+    meets: ClassVar[bool] = False
 
     @property
     def streams(self) -> bool:

@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.cluster import ClusterSpec
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement, Post
 from shardline.core.reduce import Block
+from shardline.core.spec import JobSpec, RuleSpec
 from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes import LANES
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
-from shardline.waist import Exchanged, Payload, Push, Sender, ShardService, Sink, Want, Whole
-from tests.conformance.toys.toy_aggregator import Aggregator
+from shardline.waist import Exchanged, Payload, Push, Sender, ShardService, Sink, Standing, Want, Whole
+from shardline_aggregator.aggregator import Aggregator
 from tests.support.lanes import DEADLINE_S, SENDER, KindBench, Mapping, config, payload, usable
 from tests.support.local_shard import LocalShard
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, TIMELINE, W, floats, plan
+from tests.support.waiting import wait_for
 
 MEMBERS = {"worker/0": 1, "worker/1": 1, "aggregator/0": 1}
 
@@ -61,10 +66,6 @@ def trained(weights: Sequence[float], total: float) -> list[float]:
     return [value - RATE * total / 2 for value in weights]
 
 
-def summed(weights: Sequence[float], total: float) -> list[float]:
-    return [total] * len(weights)
-
-
 def shard_of_a_ps(request: pytest.FixtureRequest) -> Subject:
     ps, client = request.getfixturevalue("ps"), request.getfixturevalue("client")
     client.start(replicas=2)
@@ -81,22 +82,42 @@ def ps_over(name: str) -> Callable[[pytest.FixtureRequest], Subject]:
     return make
 
 
+def behind(request: pytest.FixtureRequest, name: str) -> Aggregator:
+    """An aggregator above which is a ps."""
+    ps, client = request.getfixturevalue("ps"), request.getfixturevalue("client")
+    client.start(replicas=2)
+    held, cluster = plan_from_proto(plan()), ClusterSpec({"chief": ("127.0.0.1:1",), "ps": (ps.address,)})
+    cluster = cluster.with_address("aggregator/0", "127.0.0.1:0")
+    settings = dataclasses.replace(config(LANES.parse(name)), role="aggregator", cluster=cluster)
+    rule = RuleSpec(name="SGD", groups=({"lr": RATE},))
+    job = JobSpec(name="plain", tensors=held.tensors, rule=rule, replicas=2)
+    place = Placement(shard=0, task=ps.task, address=ps.address)
+    made = Aggregator(settings, "127.0.0.1:0")
+    made.start()
+    view = JobView(job=job, plan=held, placement=(place,), timeline=TIMELINE)
+    members = [Post(task=task, address="", incarnation=life) for task, life in MEMBERS.items()]
+    made.renew(view, Identity("aggregator/1", 1), members)
+    # As members do: who has not pulled a step has nothing to push.
+    pulled(LocalShard(made, 0), 0)
+    return made
+
+
 def aggregator(request: pytest.FixtureRequest) -> Subject:
-    sums = Aggregator(config(LANES.parse("grpc")), "plain", TIMELINE, plan_from_proto(plan()), MEMBERS, replicas=2)
-    return Subject(lambda: LocalShard(sums, 0), summed, [0.0] * 12, sums.close)
+    made = behind(request, "grpc")
+    return Subject(lambda: LocalShard(made, 0), trained, FIRST_W, made.close)
 
 
 def aggregator_over(name: str) -> Callable[[pytest.FixtureRequest], Subject]:
     def make(request: pytest.FixtureRequest) -> Subject:
-        kind = LANES.parse(name)
-        sums = Aggregator(config(kind), "plain", TIMELINE, plan_from_proto(plan()), MEMBERS, replicas=2)
-        peer = Peer("aggregator/0", sums.address, config(kind).timeouts)
+        kind, made = LANES.parse(name), behind(request, name)
+        peer = Peer("aggregator/0", made.server.address, config(kind).timeouts)
 
         def close() -> None:
             peer.close()
-            sums.close()
+            made.close()
 
-        return Subject(lambda: kind.connect(config(kind), peer, 0, sums.plan.shards[0]), summed, [0.0] * 12, close)
+        spec = plan_from_proto(plan()).shards[0]
+        return Subject(lambda: kind.connect(config(kind), peer, 0, spec), trained, FIRST_W, close)
 
     return make
 
@@ -226,7 +247,13 @@ def test_all_buckets_may_bring_bytes(shard: Subject) -> None:
 
 def test_the_standing_of_replicas_is_the_step_that_they_have_to_work_on(shard: Subject) -> None:
     exchange(shard.service, [push(1.0, RIGHT)])
-    found = shard.service.standing(SENDER, [0, 1], timeout_s=DEADLINE_S)
+
+    def asked() -> Standing:
+        return shard.service.standing(SENDER, [0, 1], timeout_s=DEADLINE_S)
+
+    # Behind an aggregator it is what the servers say, which get the sum a little later.
+    wait_for(lambda: asked().replicas[1] == 1, "the push to be counted")
+    found = asked()
     assert (found.outcome, dict(found.replicas)) == (Outcome.SERVED, {0: 0, 1: 1})
     assert (found.timeline, found.step_max, found.last_seq) == (TIMELINE, 0, 0)
 
@@ -308,11 +335,11 @@ def test_many_use_a_shard_at_once(shard: Subject) -> None:
 # The aggregator alone
 
 
-def test_a_stranger_is_fenced_and_first_values_are_refused() -> None:
-    made = aggregator(pytest.FixtureRequest)  # type: ignore[arg-type]
+def test_a_stranger_is_fenced_and_first_values_are_refused(request: pytest.FixtureRequest) -> None:
+    made = aggregator(request)
     stranger = dataclasses.replace(SENDER, who=Identity("worker/0", 7))
     assert outcomes(exchange(made.service, [push(1.0, LEFT)], who=stranger)) == [Outcome.FENCED]
     first = Push(payloads=Whole([payload(floats([1.0] * 12), bucket) for bucket in range(3)]), init=True)
-    with pytest.raises(ProtocolError, match="an aggregator has no first values"):
+    with pytest.raises(ProtocolError, match="an aggregator takes no first values"):
         exchange(made.service, [first])
     made.end()

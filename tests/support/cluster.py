@@ -122,7 +122,13 @@ class Worker:
             self.source = BatchSource(self.job)
         self.values = named_values(self.model)
         servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
-        around = Surroundings(task=f"worker/{index}", workers=self.job.replicas, servers=servers)
+        around = Surroundings(
+            task=f"worker/{index}",
+            workers=cluster.num_workers or self.job.replicas,
+            servers=servers,
+            aggregators=cluster.aggregators,
+            places=len(cluster.aggregators),
+        )
         route = topology.of(cluster.spec).route(around)
         hops = route.hops()
         peers = {hop: Peer(hop.task, hop.address, cluster.timeouts) for hop in hops.values()}
@@ -250,6 +256,10 @@ class Cluster:
         # A model with few pieces has fewer shards than there are ps.
         self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards) + spare)]
         self.workers: list[Worker] = []
+        self.aggregators: dict[int, Hop] = {}
+        """Those that workers made from now on may go through."""
+        self.num_workers = 0
+        """Of the cluster spec; 0 = one per replica."""
         self.fallbacks: list[tuple[str, str]] = []
         """Lanes that workers asked for and could not use, each with the reason."""
         self.placement = self.make_placement()

@@ -14,6 +14,7 @@ from tests.support.sources import ROOT, nodes_in
 
 ROLES = {
     "shardline_ps": "services",
+    "shardline_aggregator": "services",
     "shardline_worker": "worker",
     "shardline_chief": "chief",
     "shardline_evaluator": "evaluator",
@@ -158,7 +159,7 @@ def may_use_stubs(path: str) -> bool:
     return any(under(path, folder) for folder in SPEAKERS)
 
 
-SPEAKERS = ("services/shardline_ps", "chief/shardline_chief/io")
+SPEAKERS = ("services/shardline_ps", "services/shardline_aggregator", "chief/shardline_chief/io")
 
 
 def refusal(item: Import) -> str | None:

@@ -125,8 +125,11 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
             "--min-workers is 3, but only 2 tasks train.*use at most 2, or more --workers",
         ),
         ({"workers": 1, "chief_trains": True, "min_workers": 3}, "--min-workers is 3, but only 2 tasks train"),
-        ({"tasks": (("worker", 2),)}, "--tasks worker=2: no plugin has added this role; use --ps, --workers or"),
-        ({"tasks": (("agregator", 1),)}, "--tasks agregator=1: no plugin has .* load its plugin: --plugin FILE"),
+        ({"tasks": (("worker", 2),)}, "--tasks worker=2: the role has a flag of its own; use --ps, --workers or"),
+        (
+            {"tasks": (("agregator", 1),)},
+            "--tasks agregator=1: the role does not .* load its plugin: --plugin FILE",
+        ),
         ({"script": True, "evaluators": 1}, "--script allows only workers"),
         ({"script": True, "overrides": (("steps", "9"),)}, "steps is decided by the script itself.*after --"),
         ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size is decided by the script itself.*after --"),

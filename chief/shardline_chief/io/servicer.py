@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from shardline.cluster import MAX_TASKS
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
+from shardline.core.placement import Post
 from shardline.core.status import Traffic, Usage
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
@@ -425,10 +426,15 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         awaited=orders.awaited,
         fenced=orders.fenced,
         barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
-        posts=[
-            chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
-            for post in orders.posts
-        ],
+        posts=_posts_to_proto(orders.posts),
         posting=orders.posting,
         job_secret=orders.job_secret,
+        peers=_posts_to_proto(orders.peers),
     )
+
+
+def _posts_to_proto(posts: Sequence[Post]) -> list[chief_pb2.Post]:
+    return [
+        chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
+        for post in posts
+    ]

@@ -132,7 +132,7 @@ class Heartbeats:
             self._machine.handle(EndAsked(f"stopped: {task} was asked to end, and {why}"), now_s)
             return
         members.leave(task)
-        if member.trains and state.layout.table_sent:
+        if member.talks and state.layout.table_sent:
             self._machine.handle(TrainerLost(member, f"{task} is leaving as requested", "info"), now_s)
         elif member.row.holds and not state.begun:
             state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")

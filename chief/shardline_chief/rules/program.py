@@ -140,7 +140,7 @@ class Program:
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)
             elif member.row.holds:
                 self.machine.handle(ServerLost(member.task, change.sentence), now_s)
-            elif member.trains and state.layout.table_sent:
+            elif member.talks and state.layout.table_sent:
                 self.machine.handle(TrainerLost(member, change.sentence), now_s)
             else:
                 self.machine.handle(StrangerLost(member, change.sentence), now_s)

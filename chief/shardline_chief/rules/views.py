@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from shardline import cadence as cadences
-from shardline import consistency, division
+from shardline import consistency, division, topology
 from shardline.consistency import Clock
 from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
@@ -37,6 +37,9 @@ class AllOrders:
         """held: see posts()."""
         self._state = state
         self._barriers = barriers.states()
+        met = [m for m in state.tasks.members if m.living and m.talks and meets(state)]
+        self._trainers = tuple(member.post for member in met if member.trains)
+        self._between = tuple(member.post for member in met if member.row.sends)
         self._units = {} if _goes_back_first(state) else by_worker(state.work.assignment)
         self._common = Orders(
             phase=state.phase,
@@ -71,6 +74,7 @@ class AllOrders:
             replicas=_replicas(state, self._units.get(task, ())) if member.trains else (),
             init=state.phase is Phase.INIT and state.work.initializer == task,
             barrier=self._barriers.get(task),
+            peers=() if member.row.holds else self._trainers if member.row.sends else self._between,
         )
 
 
@@ -80,12 +84,13 @@ def posts(state: State) -> tuple[Post, ...]:
         return ()
     units = range(division.of(state.job).units)
     members = [state.tasks.members.get(state.work.assignment.get(unit, "")) for unit in units]
-    found = [
-        Post(task=member.task, address=member.address, incarnation=member.incarnation, key=member.key)
-        for member in members
-        if member
-    ]
+    found = [member.post for member in members if member]
     return tuple(found) if len(found) == len(members) else ()
+
+
+def meets(state: State) -> bool:
+    """Whether workers may exchange with other tasks than the servers."""
+    return state.job is not None and topology.of(state.job).meets
 
 
 def _goes_back_first(state: State) -> bool:

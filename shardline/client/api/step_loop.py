@@ -17,7 +17,7 @@ from shardline.client.api.barrier import Barrier
 from shardline.client.api.profile import StepProfile
 from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, TrainingPosition
 from shardline.client.api.workplace import WorkerState, Workplace
-from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Restart, StepFigures, Stopped
+from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Rerouted, Restart, StepFigures, Stopped
 from shardline.client.overlap.gate import StepAgain, StepWatch
 from shardline.client.step.early_push import Expected
 from shardline.client.step.shared_gradients import SharedGradients
@@ -303,7 +303,7 @@ class StepRunner:
             # be reached: the chief decides whether it is dead; it ends the job or announces where its shards are now.
             level = logging.WARNING if isinstance(error, UnreachableError) else logging.INFO
             log.log(level, "looking for the current step again: %s", error or "interrupted")
-            if not isinstance(error, Overtaken):
+            if not isinstance(error, (Overtaken, Rerouted)):
                 self._wait_for_change(orders)
             return False
         stepper.stale = False

@@ -24,11 +24,13 @@ from shardline.client.step.staging import GradientStaging, PushTools
 from shardline.client.step.trainer import RetainedContribution, Trainer, WorkerMethods
 from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
+from shardline.cluster import parse_task
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig, environment
 from shardline.consistency import Clock, Gives
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
+from shardline.core.placement import Post
 from shardline.core.settings import EXACT
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.status import Traffic
@@ -75,6 +77,7 @@ class Workplace:
         self._server: RpcServer | None = None
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
+        self._ways = Ways(config)
         self._reach: Reach | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
@@ -142,21 +145,24 @@ class Workplace:
 
     @property
     def peers(self) -> dict[int, str]:
-        return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
+        return {shard: hop.task for shard, hop in self._ways.hops.items()}
 
     def renew(self, link: ChiefLink) -> None:
         """Make a new trainer if the plan or timeline has changed. The worker is about to locate its step."""
         self.resting = False
         view = link.ask(lambda: link.client.get_job(link.identity))
-        if (
-            self.view is not None
-            and view.plan.plan_id == self.view.plan.plan_id
-            and view.timeline == self.view.timeline
-        ):
+        known = self.view is not None and (view.plan.plan_id, view.timeline) == (
+            self.view.plan.plan_id,
+            self.view.timeline,
+        )
+        route = self._ways.route(link, view)
+        if known and dict(route.hops()) == self._ways.hops:
+            route.close()
             self._bring_wanted(link)
             return
         # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
-        ties = self._tie(link, view)
+        ties = self._tie(link, view, route)
+        self._ways.hops = dict(route.hops())
         self._close_trainer()
         if self.current is not None and self._reach is not None:
             # Its references to tensors would be counted as ours, and be missed when they go.
@@ -211,16 +217,8 @@ class Workplace:
         """Asynchronous mode: acknowledged pushes that are gone because a shard was lost and restored."""
         return self._methods.half.lost if self._methods is not None else 0
 
-    def _tie(self, link: ChiefLink, view: JobView) -> Ties:
-        """Open lanes to the tasks that the job's topology names."""
-        route = topology.of(view.job).route(
-            Surroundings(
-                task=self._config.task,
-                workers=max(1, self._config.cluster.num("worker")),
-                servers={place.shard: Hop(place.task, place.address) for place in view.placement},
-            )
-        )
-
+    def _tie(self, link: ChiefLink, view: JobView, route: Route) -> Ties:
+        """Open lanes to the tasks of a route."""
         hops, count = route.hops(), self._metrics.counter
 
         def fallen_back(lane: str, reason: str) -> None:
@@ -242,6 +240,7 @@ class Workplace:
             timeouts=self._config.timeouts,
             observer=Observer(
                 still_ordered=self._still_ordered,
+                leaves=lambda shard: self._ways.leave(hops[shard]),
                 retried=lambda shard: count("shardline_rpc_retries_total", peer=hops[shard].task).inc(),
                 # Of this timeline's servers.
                 silent=lambda shards: link.suspect({hops[shard].task for shard in shards}, view.timeline),
@@ -346,6 +345,54 @@ class Workplace:
         self._peers.close()
         if self._server is not None:
             self._server.close(grace_s=0.2)
+
+
+class Ways:
+    """A worker's choice among the tasks that its topology allows, as far as it reaches them. Any thread may leave().
+
+    hops: of the route in use.
+    """
+
+    def __init__(self, config: RoleConfig) -> None:
+        self._config = config
+        self.hops: Mapping[int, Hop] = {}
+        self._left: set[int] = set()
+        """Lives of aggregators that did not answer in this timeline."""
+        self._met: Mapping[str, Post] = {}
+        self._timeline = 0
+        self._told = False
+
+    def route(self, link: ChiefLink, view: JobView) -> Route:
+        """The way for now: straight to the servers where an aggregator is away, and for first values."""
+        if view.timeline != self._timeline:
+            self._timeline = view.timeline
+            self._left.clear()
+        cluster, chosen = self._config.cluster, topology.of(view.job)
+        places = cluster.num("aggregator")
+        if chosen.meets and not places and not self._told:
+            self._told = True
+            log.warning("topology %s, but the cluster has no aggregator: workers go to the servers themselves", chosen)
+        self._met = {} if link.orders.init else {post.task: post for post in link.orders.peers}
+        met = [post for post in self._met.values() if post.incarnation not in self._left]
+        return chosen.route(
+            Surroundings(
+                task=self._config.task,
+                workers=max(1, cluster.num("worker")),
+                servers={place.shard: Hop(place.task, place.address) for place in view.placement},
+                aggregators={parse_task(post.task)[1]: Hop(post.task, post.address) for post in met},
+                places=places,
+            )
+        )
+
+    def leave(self, hop: Hop) -> bool:
+        """Use another way from now on, if this is not a server itself."""
+        post = self._met.get(hop.task)
+        if post is None:
+            return False
+        if post.incarnation not in self._left:
+            log.warning("%s at %s is away: going to the servers without it", hop.task, hop.address)
+            self._left.add(post.incarnation)
+        return True
 
 
 class WorkerState:

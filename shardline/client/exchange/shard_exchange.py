@@ -34,6 +34,10 @@ class Overtaken(Restart):
     """The job has gone on without this worker: its step is closed, and the parameters it wants are gone."""
 
 
+class Rerouted(Restart):
+    """What the exchange went through is away, and there is another way to the servers."""
+
+
 class Stopped(Exception):
     """The job does not continue; the message names the step."""
 
@@ -148,6 +152,8 @@ class Observer:
     """A call to this shard is about to be repeated."""
     silent: Callable[[frozenset[int]], None] = lambda shards: None
     """Shards that have been silent long enough to count as dead; called whenever this set changes."""
+    leaves: Callable[[int], bool] = lambda shard: False
+    """A call to this shard has failed; returns whether it went through another task, which is left for another way."""
     not_finite: Callable[[str], None] = lambda name: None
     """The loss (name "loss") or the gradient of a tensor has NaN or infinity."""
 
@@ -247,9 +253,11 @@ class Retrying:
         return Exchanged(acks=tuple(acks), end=None, push_s=push_s)
 
     def _failed(self, error: UnreachableError, silent_s: float) -> None:
-        """After a failed call. Raises Interrupted, or the error itself after the whole timeout."""
+        """After a failed call. Raises Interrupted, Rerouted, or the error itself after the whole timeout."""
         if self._interrupted.is_set():
             raise Interrupted from error
+        if self._observer.leaves(self._shard):
+            raise Rerouted(f"shard {self._shard}: {error}") from error
         if silent_s > self._timeouts.total_s:
             raise error
         if silent_s >= self._timeouts.dead_s:
@@ -273,6 +281,8 @@ class Retrying:
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
+                if self._observer.leaves(self._shard):
+                    raise Rerouted(f"shard {self._shard}: {error}") from error
                 waited_s = awake_s() - start_s
                 if waited_s >= timeout_s:
                     self._note(self._shard, True)

@@ -348,7 +348,7 @@ def _fill_part(frame: data_pb2.PushFrame, item: Payload, offset: int) -> None:
 
 def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
     """Request to open a lane to a shard."""
-    return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)))
+    return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)), beside=sender.beside)
 
 
 def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:

@@ -518,6 +518,7 @@ class Orders(_message.Message):
     POSTS_FIELD_NUMBER: _builtins.int
     POSTING_FIELD_NUMBER: _builtins.int
     JOB_SECRET_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -561,6 +562,12 @@ class Orders(_message.Message):
         job) + replica. Empty without a pipeline.
         """
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Post]:
+        """With a topology in which workers do not all exchange with the servers themselves: a worker's aggregators, and an
+        aggregator's workers.
+        """
+
     def __init__(
         self,
         *,
@@ -582,10 +589,11 @@ class Orders(_message.Message):
         posts: _abc.Iterable[Global___Post] | None = ...,
         posting: _builtins.int = ...,
         job_secret: _builtins.bytes = ...,
+        peers: _abc.Iterable[Global___Post] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "job_secret", b"job_secret", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "job_secret", b"job_secret", "peers", b"peers", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,7 +601,7 @@ Global___Orders: _TypeAlias = Orders  # noqa: Y015
 
 @_typing.final
 class Post(_message.Message):
-    """The task that computes a unit of a pipeline."""
+    """A task that computes a unit of a pipeline, or that another exchanges with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1390,6 +1390,9 @@ class OpenLaneRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
+    beside: _builtins.bool
+    """A second lane of the sender to this shard, beside its first, which stays open: one for pushes, one for pulls."""
     @_builtins.property
     def data(self) -> _common_pb2.DataHeader:
         """`lane` is the requested lane, `shard` the shard."""
@@ -1398,10 +1401,11 @@ class OpenLaneRequest(_message.Message):
         self,
         *,
         data: _common_pb2.DataHeader | None = ...,
+        beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "data", b"data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ class Group(Topology):
     """One worker pushes what all workers have computed, one replica each."""
 
     name: ClassVar[str] = "group"
+    meets: ClassVar[bool] = False
 
     def route(self, around: Surroundings) -> Route:
         return Together(around)

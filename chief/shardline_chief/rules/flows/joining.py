@@ -77,7 +77,7 @@ class Joining:
         )
         answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation, secret=join.secret)
         # A task that joins after the end learns of it from its orders, and exits.
-        if state.ended or not (member.trains and state.layout.table_sent):
+        if state.ended or not (member.talks and state.layout.table_sent):
             if old is not None:
                 # In this timeline no server knows of the old life.
                 state.reassign(old.incarnation)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardline.core.identity import Identity
+from shardline.core.placement import Post
 from shardline.roles import ROLES, Role, trainers
 from shardline.security import holds
 from shardline_chief.rules.actions import Members
@@ -69,6 +70,15 @@ class Member:
     def trains(self) -> bool:
         """Whether it runs replicas."""
         return self.row.trains
+
+    @property
+    def talks(self) -> bool:
+        """Whether servers have to know this life, since it pushes to them and pulls from them."""
+        return self.row.talks
+
+    @property
+    def post(self) -> Post:
+        return Post(task=self.task, address=self.address, incarnation=self.incarnation, key=self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,12 +291,12 @@ class Tasks:
         return len(self.trainers()) < self.settings.min_workers
 
     def table(self, timeline: int) -> Members:
-        """The order that sends the living trainers to every server."""
-        trainers = self.trainers()
+        """The order that sends those who may push to every server."""
+        senders = [member for member in self.members if member.living and member.talks]
         return Members(
             timeline=timeline,
-            members={member.task: member.incarnation for member in trainers},
-            keys={member.task: member.key for member in trainers},
+            members={member.task: member.incarnation for member in senders},
+            keys={member.task: member.key for member in senders},
         )
 
     def missing_ps(self) -> list[int]:

@@ -39,7 +39,7 @@ class ChiefSettings:
     workers: int
     evaluators: int = 0
     others: Mapping[str, int] = field(default_factory=dict)
-    """Number of tasks of each role that a plugin adds."""
+    """Number of tasks of each other role: aggregators, and those that a plugin adds."""
     chief_trains: bool = False
     min_workers: int = 1
     """With fewer tasks that train the job pauses, and ends if that lasts too long."""
