@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardline import cadence, codecs, consistency, division
+from shardline import cadence, codecs, consistency, division, topology
 from shardline.cadence import Cadence, Sends
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Codec, Memory
@@ -191,11 +191,35 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
     if adding is not None:
         _check_momentum(adding, job, mode, pace)
     _check_taken(job)
+    if topology.of(job).meets:
+        _check_between(job, mode)
     parts.check(standbys=standbys, workers=workers)
     _refuse(
         standbys > 0 and Need.PULLS in rule.needs,
         f"update rule {rule} needs {Need.PULLS.value}, which standbys do not receive; leave out --standbys, or choose "
         "another rule",
+    )
+
+
+def _check_between(job: JobSpec, mode: Consistency) -> None:
+    """Refuse what an aggregator can't do for several workers: it adds up whole gradients, and passes one pull on."""
+    who = f"topology {job.topology} has one pull of a step serve several workers"
+    Gives.LASTING_VALUES.need(mode, who, "choose topology='flat', or consistency='sync'")
+    found = codecs.of(job)
+    coded = next((one for one in (*found.ups, *found.downs) if not one.is_view), None)
+    _refuse(
+        coded is not None,
+        f"topology {job.topology} adds up gradients on their way and passes parameters on, which codec {coded} would "
+        "have it decode and encode again; choose topology='flat', or codec='raw'",
+    )
+    _refuse(
+        job.apply == WORKER,
+        f"topology {job.topology} leaves the optimizer to the servers; choose topology='flat', or apply='server'",
+    )
+    _refuse(
+        division.of(job).partial,
+        f"topology {job.topology} is for workers with whole replicas; choose topology='flat' for a pipeline or for "
+        "tensor_parallel",
     )
 
 

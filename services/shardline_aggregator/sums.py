@@ -39,7 +39,7 @@ BEFORE = -1
 
 
 @fixed()
-class Part:
+class BlockSum:
     """A sum of one bucket that has to go to the servers."""
 
     step: int
@@ -56,16 +56,16 @@ def total_of(parts: Mapping[Block, Partial], node: Block, bucket: BucketSpec) ->
     return merge(total_of(parts, left, bucket), total_of(parts, right, bucket), bucket)
 
 
-class Outbox:
+class SumQueue:
     """Sums that have to leave, in order, and the last step that members ask for. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._parts: deque[Part] = deque()
+        self._parts: deque[BlockSum] = deque()
         self._wanted = BEFORE
         self._closed = False
 
-    def put(self, parts: Iterable[Part]) -> None:
+    def put(self, parts: Iterable[BlockSum]) -> None:
         with self._changed:
             self._parts.extend(parts)
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class Outbox:
                 self._wanted = max(self._wanted, step)
                 self._changed.notify_all()
 
-    def take(self, overdue: Callable[[], float | None]) -> list[Part] | None:
+    def take(self, overdue: Callable[[], float | None]) -> list[BlockSum] | None:
         """All that has to leave now; waits for some. None once it is closed.
 
         overdue: puts what has waited too long; returns the seconds until it has to be called again, None = nothing
@@ -127,19 +127,19 @@ class RelayedBucket(Bucket):
         self.opened_s: float | None = None
         """When the first contribution came that has not left; None = all have."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BlockSum]:
         """What has not left yet, as few sums; it counts as left from now on."""
         counted, kept = self.contributions.counted, self.contributions.partials()
         leaving = cover(counted - self.left, self.replicas)
         self.left = set(counted)
         self.opened_s = None
-        return [Part(self.step, self.number, block, total_of(kept, block, self.spec)) for block in leaving]
+        return [BlockSum(self.step, self.number, block, total_of(kept, block, self.spec)) for block in leaving]
 
-    def again(self, block: Block) -> list[Part]:
+    def again(self, block: Block) -> list[BlockSum]:
         """The contributions that a sum consists of, one by one."""
         kept = self.contributions.partials()
         inside = sorted(own for own in kept if block.first <= own.first and own.end <= block.end)
-        return [Part(self.step, self.number, own, replace(kept[own], borrowed=True)) for own in inside]
+        return [BlockSum(self.step, self.number, own, replace(kept[own], borrowed=True)) for own in inside]
 
     def target(self, step: int) -> torch.Tensor:
         """Where the values of a step have to be written, before arrived()."""
@@ -171,7 +171,7 @@ class RelayedBucket(Bucket):
 class RelaySteps(ReplicaSteps):
     """What counts at an aggregator, and what its members get."""
 
-    def __init__(self, storage: Storage, terms: Terms, outbox: Outbox) -> None:
+    def __init__(self, storage: Storage, terms: Terms, outbox: SumQueue) -> None:
         super().__init__(storage, terms)
         self.outbox = outbox
         self.reach = 0
@@ -301,7 +301,7 @@ class RelaySteps(ReplicaSteps):
 class Relaying(Eager):
     """Steps whose sums go to the servers."""
 
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: SumQueue = field(default_factory=SumQueue)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         return RelaySteps(storage, terms, self.outbox)
@@ -419,9 +419,9 @@ class Nothing:
         self.buffer(arrival)
 
 
-def grouped(parts: Sequence[Part]) -> dict[tuple[int, Block], list[Part]]:
+def grouped(parts: Sequence[BlockSum]) -> dict[tuple[int, Block], list[BlockSum]]:
     """Sums by the push that they are part of, in order; of several for one bucket, which are the same, the last."""
-    found: dict[tuple[int, Block], dict[int, Part]] = {}
+    found: dict[tuple[int, Block], dict[int, BlockSum]] = {}
     for part in parts:
         found.setdefault((part.step, part.block), {})[part.bucket] = part
     return {key: list(held.values()) for key, held in found.items()}

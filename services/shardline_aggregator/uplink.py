@@ -15,7 +15,7 @@ from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.rpc.messages.convert import pack_bits
 from shardline.waist import Ack, End, Payload, Push, Sender, Standing, Want, Whole
-from shardline_aggregator.sums import Arriving, Nothing, Part, RelayedShard, grouped
+from shardline_aggregator.sums import Arriving, BlockSum, Nothing, RelayedShard, grouped
 
 log = logging.getLogger("shardline.aggregator")
 AWAY = (Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED, Outcome.FENCED)
@@ -119,7 +119,7 @@ class Uplink:
                 # An exchange ends with the first push that does not count.
                 self._outbox.put(sums)
 
-    def _made(self, sums: Sequence[Part]) -> Push:
+    def _made(self, sums: Sequence[BlockSum]) -> Push:
         """The push of one block's sums."""
         step, block = sums[0].step, sums[0].block
         hyper, nonfinite = self._steps.extras(step, block)
@@ -145,7 +145,7 @@ class Uplink:
         payloads = Whole(items, empty)
         return Push(payloads=payloads, step=step, block=block, hyper=hyper, nonfinite=nonfinite, partial=True)
 
-    def _judge(self, push: Push, sums: Sequence[Part], ack: Ack) -> None:
+    def _judge(self, push: Push, sums: Sequence[BlockSum], ack: Ack) -> None:
         if ack.accepted:
             self._count("push", push.payloads.nbytes)
             if ack.mismatch:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from shardline.errors import JobError
 from shardline.testing import reference
 from tests.support.aggregators import Aggregated
-from tests.support.cluster import assert_same_end
+from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import Wide, make_job
 
 
@@ -30,3 +33,48 @@ def test_one_push_goes_up_and_one_pull_serves_all() -> None:
         size = cluster.plan.shards[0].nbytes
         assert cluster.moved["pull", "ps/0"] <= size * (job.steps + 1)
         assert cluster.moved["push", "ps/0"] <= size * (4 + 5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_norm": 0.1},
+        {"nan_policy": "skip"},
+        {"bucket": True},
+    ],
+    ids=str,
+)
+def test_all_synchronous_steps_go_through(settings: dict[str, Any]) -> None:
+    small = settings.pop("bucket", False)
+    job = make_job("momentum", topology="aggregators", model=Wide, replicas=3, steps=4, **settings)
+    with Aggregated(job, ps=2, aggregators=2, workers=3, bucket_bytes=256 if small else None) as cluster:
+        cluster.train([[0], [1], [2]])
+        assert_same_end(cluster.state(), reference(job))
+
+
+def test_local_training_goes_through() -> None:
+    ends = []
+    for topology, cluster_of, more in (("flat", Cluster, {}), ("aggregators", Aggregated, {"workers": 3})):
+        job = make_job("sgd", topology=topology, model=Wide, replicas=3, steps=4, cadence="diloco:every=2")
+        with cluster_of(job, **more) as cluster:
+            cluster.train([[0], [1], [2]])
+            ends.append(cluster.state())
+    for name, value in ends[0].params.items():
+        assert same_bits(value, ends[1].params[name]), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"consistency": "async"}, "one pull of a step serve several workers, but in consistency async"),
+        ({"consistency": "sync:spares=1", "replicas": 2}, "the servers go on without a slow worker"),
+        ({"codec": "fp16"}, "which codec fp16 would have it decode"),
+        ({"codec_down": "bf16"}, "which codec bf16 would have it decode"),
+        ({"apply": "worker"}, "leaves the optimizer to the servers"),
+    ],
+    ids=str,
+)
+def test_what_an_aggregator_can_not_do_is_refused_before_training(settings: dict[str, Any], sentence: str) -> None:
+    job = make_job("sgd", topology="aggregators", **settings)
+    with pytest.raises(JobError, match=sentence):
+        job.spec(job.build_model())

@@ -120,6 +120,9 @@ class Stepper:
         """Whether the next step may begin while the previous one is exchanged."""
         if seen.over or seen.orders.phase not in OPEN or seen.orders.timeline != seen.timeline:
             return False
+        if seen.orders.peers != self.begun.peers:
+            # Another way to the servers is there, or one is gone.
+            return False
         return not seen.last_done if seen.assigned else self.leases.has_next
 
     def next(self, seen: Seen) -> Do:
@@ -139,7 +142,7 @@ class Stepper:
                 # A spare worker: nothing to do until replicas are assigned to it.
                 self.begun, self.stale = orders, True
                 return Do.WAIT
-            if self.stale or orders.work != self.begun.work:
+            if self.stale or orders.work != self.begun.work or orders.peers != self.begun.peers:
                 return Do.LOCATE
             self.todo = self.todo or set(self.begun.replicas)
             return Do.FINISH if seen.last_done else Do.BEGIN

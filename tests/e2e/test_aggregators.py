@@ -1,0 +1,43 @@
+"""Real workers behind real aggregators, which die in the middle of steps: the bits of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.support import (
+    PATIENCE_S,
+    expected_sha256,
+    mortal_cluster,
+    slow_job,
+    summary_of,
+    train,
+    wait_for_event,
+    wait_until,
+    write_job,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+
+
+def test_three_workers_behind_two_aggregators_end_where_one_process_does(tmp_path: Path) -> None:
+    job, out = write_job(tmp_path / "job.py", steps=12, replicas=6, topology="aggregators"), tmp_path / "out"
+    finished = train(job, out, "--ps", "2", "--workers", "3", "--tasks", "aggregator=2")
+    assert finished.code == 0, finished
+    assert summary_of(out)["sha256"] == expected_sha256(job)
+
+
+def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(tmp_path: Path) -> None:
+    job = slow_job(tmp_path / "job.py", step_s=0.03, steps=240, replicas=4, topology="aggregators")
+    out = tmp_path / "out"
+    with mortal_cluster(job, out, workers=4, tasks=(("aggregator", 2),)) as cluster:
+        for number in range(3):
+            # Whoever has come back is used again.
+            log = out / "logs" / f"worker-{2 * (number % 2)}.log"
+            used = f"aggregator/{number % 2} at"
+            wait_until(lambda: log.read_text().count(used) > 2 * (number // 2), "its way goes through it")  # noqa: B023
+            cluster.kill(f"aggregator/{number % 2}", restart=True)
+            wait_for_event(out, "joined", f"^aggregator/{number % 2} ", more_than=1 + number // 2)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    assert summary_of(out)["sha256"] == expected_sha256(job)
