@@ -34,11 +34,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from shardline import division, methods
-from shardline.cadence import CADENCES
+from shardline.cadence import CADENCES, Rounds
 from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
-from shardline.consistency import CONSISTENCIES
+from shardline.consistency import CONSISTENCIES, Clock
 from shardline.consistency import of as consistency_of
+from shardline.core.scores import MOST, Scores
 from shardline.core.settings import WORKER, JobSettings, check_field, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
@@ -162,7 +163,7 @@ class Job(JobSettings):
             constant_rate = self.schedule == constant()
             _require(constant_rate, "schedule", self.schedule, "leave it out where the job has a scheduler")
             if self.param_groups is None:
-                GroupSettings(self.scheduler, self._optimizer_of, [dict(self.optimizer_args)])
+                self.group_settings(self._optimizer_of([nn.Parameter(torch.zeros(1, 1))]))
 
     @property
     def shares_layers(self) -> bool:
@@ -254,11 +255,23 @@ class Job(JobSettings):
         """Settings that `scheduler` gives an optimizer's groups; None if the job has none."""
         if self.scheduler is None:
             return None
-        return GroupSettings(self.scheduler, self._optimizer_of, optimizer.param_groups)
+        settings = GroupSettings(
+            self.scheduler, self._optimizer_of, optimizer.param_groups, every=max(1, self.checkpoint_every)
+        )
+        if settings.follows_scores:
+            _check_follows_scores(self)
+        return settings
 
-    def scheduled(self, steps: Iterable[int], optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """Yield the steps of a training loop, each once the optimizer's groups have their settings for it."""
+    def scheduled(
+        self, steps: Iterable[int], optimizer: torch.optim.Optimizer, *, scores: Callable[[], Scores] = tuple
+    ) -> Iterator[int]:
+        """Yield the steps of a training loop, each once the optimizer's groups have their settings for it.
+
+        scores: returns those that ReduceLROnPlateau follows; see shardline.core.scores.
+        """
         settings = self.group_settings(optimizer)
+        if settings is not None:
+            settings.scores = scores
         for step in steps:
             if settings is not None:
                 settings.set(optimizer, step)
@@ -288,7 +301,7 @@ class Job(JobSettings):
         Raises JobError for a model or a data set that can't be trained on.
         """
         optimizer = self.build_optimizer(model)
-        self.group_settings(optimizer)
+        settings = self.group_settings(optimizer)
         check_extra_state(model, self.extra_state)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
         tensors = assigned(model_tensors(model, optimizer.param_groups, rule=found), self.codec_tensors)
@@ -309,6 +322,7 @@ class Job(JobSettings):
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
             hosts=parts.hosts(model),
+            follows_scores=settings is not None and settings.follows_scores,
         )
         spec = divide(spec)
         check_fit(spec)
@@ -381,6 +395,24 @@ def _unpacked(loader: DataLoader[Any], job: Job) -> dict[str, Any]:
         "collate": job.collate or loader.collate_fn,
         "loaders": job.loaders or loader.num_workers,
     }
+
+
+def _check_follows_scores(job: Job) -> None:
+    """Raise JobError for a job whose learning rate can't follow scores."""
+    every, what = job.checkpoint_every, "scheduler is a ReduceLROnPlateau, which follows the scores of `evaluate`"
+    if job.evaluate is None or not every:
+        raise JobError(f"{what} every checkpoint_every steps: set both, and start an evaluator (--evaluators 1)")
+    mode, rounds = consistency_of(job.consistency_spec()), CADENCES.parse(job.cadence).rounds
+    if mode.clock is Clock.VERSION or rounds != Rounds():
+        raise JobError(
+            f"{what} by the step, which consistency {mode} with cadence {job.cadence} has none of that all workers "
+            "share; choose consistency='sync' and cadence='every-step', or another scheduler"
+        )
+    if job.steps // every > MOST:
+        raise JobError(
+            f"{what}: {job.steps} steps with checkpoint_every={every} are {job.steps // every} scores, and {MOST} are "
+            f"the limit; set checkpoint_every to at least {-(-job.steps // MOST)}"
+        )
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shardline.core.scores import Scores, followed
 from shardline.core.settings import short
 from shardline.errors import JobError, calling
 
@@ -20,15 +21,20 @@ class GroupSettings:
     """Settings of an optimizer's groups by step.
 
     The scheduler changes a stand-in: an optimizer of the same class whose groups hold one matrix of one element each
-    (Muon takes no scalars). It is stepped as often as the training, and made anew to go back, so the settings follow
-    from the step alone.
+    (Muon takes no scalars). It is stepped as often as the training, ReduceLROnPlateau once per score, and made anew to
+    go back, so the settings follow from the step and the scores before it.
     """
 
-    def __init__(self, make: MakeScheduler, build: BuildOptimizer, groups: Iterable[Mapping[str, Any]]) -> None:
-        """build(groups) makes an optimizer like the one that trains with these groups.
+    def __init__(
+        self, make: MakeScheduler, build: BuildOptimizer, groups: Iterable[Mapping[str, Any]], *, every: int
+    ) -> None:
+        """build(groups) makes an optimizer like the one that trains with these groups. every: steps between scores.
 
-        Raises JobError if make(optimizer) raises, or returns no scheduler that follows the step alone.
+        Raises JobError if make(optimizer) raises, or returns no scheduler of this optimizer.
         """
+        self._every = every
+        self.scores: Callable[[], Scores] = tuple
+        """Returns the scores that are known; see shardline.core.scores."""
         self._make = make
         self._build = build
         self._given = [{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups]
@@ -41,11 +47,6 @@ class GroupSettings:
         self._step = 0
         with calling("scheduler(optimizer)"):
             self._scheduler = self._make(self._optimizer)
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise JobError(
-                "scheduler(optimizer) returned a ReduceLROnPlateau, which follows a metric; a job's scheduler follows "
-                "the step alone: return another scheduler, or train a script that steps it"
-            )
         if not isinstance(self._scheduler, LRScheduler):
             raise JobError(
                 f"scheduler(optimizer) returned {short(self._scheduler)}; it must return a scheduler of "
@@ -62,15 +63,25 @@ class GroupSettings:
                 f"{len(self._optimizer.param_groups)}; set groups in Job.param_groups"
             )
 
+    @property
+    def follows_scores(self) -> bool:
+        """Whether the scheduler follows scores instead of the step."""
+        return isinstance(self._scheduler, ReduceLROnPlateau)
+
     def at(self, step: int) -> Sequence[Mapping[str, Any]]:
         """Settings of each group at a step, without "params". Raises JobError if the scheduler raises."""
-        if step < self._step:
+        scores = followed(self.scores(), step, self._every) if self.follows_scores else []
+        count = len(scores) if self.follows_scores else step
+        if count < self._step:
             self._begin()
         with calling(f"scheduler.step(), for step {step},"):
-            while self._step < step:
-                # Without gradients it changes nothing; a scheduler warns if it is stepped first.
-                self._optimizer.step()
-                self._scheduler.step()
+            while self._step < count:
+                if isinstance(self._scheduler, ReduceLROnPlateau):
+                    self._scheduler.step(scores[self._step])
+                else:
+                    # Without gradients it changes nothing; a scheduler warns if it is stepped first.
+                    self._optimizer.step()
+                    self._scheduler.step()
                 self._step += 1
         return [
             {key: value for key, value in group.items() if key in given}

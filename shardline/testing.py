@@ -27,6 +27,7 @@ from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whole_square_sums
+from shardline.core.scores import counts
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource
 from shardline.errors import JobError, NonFiniteError
@@ -83,6 +84,8 @@ def reference(
     with torch_threads(job.threads):
         run = _Run(job, choices)
         if start is not None:
+            if run.spec.follows_scores:
+                raise JobError("reference() can't continue a job that follows scores: these are of its whole history")
             run.load(start)
         losses = [run.step() for _ in range(run.at, job.steps if steps is None else steps)]
         return run.result(tuple(losses))
@@ -111,12 +114,19 @@ class _Run:
         self.stepper: _Stepper | _RuleStepper = (
             _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
         )
+        self.scores: list[tuple[int, float | None]] = []
+        """Those that the job's ReduceLROnPlateau follows."""
+        if isinstance(self.stepper, _Stepper) and self.stepper.settings is not None:
+            self.stepper.settings.scores = lambda: self.scores
         self.at = 0
         self.version = 0
         self.skipped: list[int] = []
 
     def step(self) -> float:
         """One step; returns the mean loss over its replicas."""
+        if self.spec.follows_scores and counts(self.at, self.spec.checkpoint_every):
+            metrics = self.job.score(self.model)
+            self.scores.append((self.at, metrics[self.spec.best_metric or next(iter(metrics))]))
         replicas = sorted(self.choices[self.at]) if self.choices else range(self.spec.replicas)
         before = copies(self.buffers)
         after = before

@@ -76,6 +76,7 @@ def run(config: RoleConfig) -> int:
             chief_uuid=uuid.uuid4().hex,
             job_secret=secrets.token_bytes(JOB_SECRET_BYTES),
             before=known.summary if nothing_left else {},
+            scores=known.scores_until(resume.step) if resume is not None else {},
         )
         try:
             journal.write(

@@ -80,12 +80,17 @@ def foreign_parameters(loss: torch.Tensor, known: Collection[int]) -> Iterator[n
         todo.extend(new)
 
 
+def scheduled_steps(session: Session, job: Job, optimizer: ShardlineOptimizer) -> Iterator[int]:
+    """Yield the job's steps, each once the optimizer has the settings of the job's scheduler for it."""
+    return job.scheduled(session.steps(), optimizer, scores=lambda: session.link.orders.scores)
+
+
 def run_replicas(
     session: Session, optimizer: ShardlineOptimizer, model: nn.Module, job: Job, source: BatchSource
 ) -> None:
     """Train an attached model until the job ends."""
     watched = dataclasses.replace(job, loss=WatchedLoss(job.loss, session.log))
-    for step in job.scheduled(session.steps(), optimizer):
+    for step in scheduled_steps(session, job, optimizer):
         with session.attempt():
             for replica in session.replicas:
                 session.begin_replica(replica)

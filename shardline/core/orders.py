@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shardline.core.fixed import fixed
 from shardline.core.placement import Placement, Post
 from shardline.core.plan import Plan
+from shardline.core.scores import Scores
 from shardline.core.spec import JobSpec
 
 LOST, REPEATED = "lost_updates", "repeated_batches"
@@ -88,6 +89,8 @@ class Orders:
     job_secret: bytes = field(default=b"", repr=False)
     """With posts: random bytes of the chief's process, known to this job's tasks alone, by which workers of a host find
     and recognize each other. A new chief, which has a new term and so other posts' numbers, has other ones."""
+    scores: Scores = ()
+    """Where the job's learning rate follows scores: those of this history; see shardline.core.scores."""
 
     peers: tuple[Post, ...] = ()
     """Where not all workers exchange with the servers themselves: a worker's aggregators, an aggregator's workers."""

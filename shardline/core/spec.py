@@ -198,6 +198,8 @@ class JobSpec(Settings):
     """Whether the user's own script drives the steps."""
     hosts: tuple[tuple[int, ...], ...] = ()
     """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See docs/pipelines.md."""
+    follows_scores: bool = False
+    """Whether the learning rate follows the evaluator's scores; see shardline.core.scores."""
 
     # The chief asks for these at every heartbeat, so they are looked up in the tensors once.
 

@@ -366,6 +366,7 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         posting=message.posting,
         job_secret=message.job_secret,
         peers=_posts(message.peers),
+        scores=tuple((one.step, one.value if one.HasField("value") else None) for one in message.scores),
     )
 
 

@@ -20,6 +20,7 @@ from tests.e2e.support import (
     events,
     expected_sha256,
     in_a_fork,
+    json_lines,
     mortal_cluster,
     summary_of,
     train,
@@ -221,3 +222,28 @@ def test_where_workers_apply_another_one_brings_the_last_state_if_the_first_is_k
     assert finished.code == 0, finished.err
     found = summary_of(out)
     assert (found["checkpoint_step"], found["sha256"]) == (12, expected_sha256(job)), events(out)
+
+
+PLATEAU = """import time
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+def plateau(optimizer):
+    return ReduceLROnPlateau(optimizer, patience=0, threshold=0.2, factor=0.3)
+"""
+
+
+def test_a_learning_rate_that_follows_scores_is_the_same_after_deaths_and_when_resumed(tmp_path: Path) -> None:
+    fields = {"replicas": 2, "checkpoint_every": 10, "best_metric": "loss", "after_loss": "time.sleep(0.01)"}
+    job, out = write_job(tmp_path / "job.py", imports=PLATEAU, **fields, steps=50), tmp_path / "run"
+    job.write_text(job.read_text().replace('optimizer="SGD",', 'optimizer="SGD", scheduler=plateau,'))
+    with mortal_cluster(job, out, evaluators=1) as cluster:
+        wait_for_event(out, "evaluation", "^step 20: ")
+        for task in ("chief/0", "evaluator/0", "worker/0"):
+            cluster.kill(task)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    assert summary_of(out)["sha256"] == expected_sha256(job)
+    finished = train(job, out, "--workers", "1", "--evaluators", "1", "--steps", "70", "--resume")
+    assert finished.code == 0, finished
+    assert summary_of(out)["sha256"] == expected_sha256(job, steps=70)
+    rates = {line["logged"]["learning_rate"] for line in json_lines(out / "logs" / "steps.jsonl")}
+    assert len(rates) >= 3, rates

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,9 @@ from shardline.core.orders import Phase
 from shardline.errors import FencedError, JobError, TaskLostError
 from shardline_chief.rules.actions import Cut
 from shardline_chief.rules.messages import Beat
-from tests.support.chief_cluster import JOIN, Cluster, T, make_job, phase, running
+from shardline_chief.rules.replay import replay
+from tests.support.chief_cluster import JOIN, Cluster, FakeResume, T, make_job, phase, running
+from tests.support.mortal_chief import Mortal
 
 # Evaluation
 
@@ -41,6 +44,76 @@ def test_a_job_ends_once_its_patience_with_the_scores_is_over() -> None:
         cluster.settle()
     assert cluster.program.state.phase is Phase.STOPPING
     assert "stopped: the 2 scores since step 3 are no better than its own" in cluster.text()
+
+
+def following(**settings: Any) -> Mortal:
+    """A running job whose learning rate follows the scores of each tenth step, with an evaluator."""
+    cluster = Mortal(job=make_job(follows_scores=True, checkpoint_every=10, best_metric="loss"), **settings)
+    cluster.start()
+    cluster.join("evaluator", 0)
+    return cluster
+
+
+def score(cluster: Cluster, step: int, metrics: dict[str, float]) -> None:
+    cluster.program.state.saves.committed(step, "")
+    failure = "" if metrics else "out of memory"
+    cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], step, metrics, failure, cluster.now_s)
+    cluster.settle()
+
+
+def test_orders_have_the_scores_that_a_learning_rate_follows_also_of_the_next_chief() -> None:
+    cluster = following(evaluators=1)
+    # Before the first step, between two checkpoints, and again after the job has gone back: these are for people.
+    for step, loss in ((0, 9.0), (10, 0.5), (15, 0.4), (20, None), (30, 0.25), (30, 7.0), (20, 7.0)):
+        score(cluster, step, {"accuracy": 0.1, "loss": loss} if loss is not None else {})
+    expected = ((10, 0.5), (20, None), (30, 0.25))
+    assert all(cluster.orders(task).scores == expected for task in ("worker/0", "worker/1"))
+    remembered = cluster.next_chief()
+    cluster.hear()
+    assert cluster.program.state.figures.followed == dict(expected)
+    assert [*remembered.scores_until(20)] == [0, 10, 15, 20]
+    plain = running(checkpoint_every=10)
+    plain.join("evaluator", 0)
+    score(plain, 10, {"loss": 0.5})
+    assert plain.orders("worker/0").scores == ()
+
+
+def test_a_resumed_run_follows_the_scores_of_the_one_before() -> None:
+    job = make_job(follows_scores=True, checkpoint_every=10)
+    scores = {10: {"loss": 0.5}, 15: {"loss": 0.4}, 20: {}}
+    cluster = Cluster(job=job, resume=FakeResume(), scores=scores, evaluators=1)
+    assert cluster.program.state.figures.followed == {10: 0.5, 20: None}
+    known = replay(
+        [
+            {"kind": "chief", "term": 1, "resume": None},
+            *({"kind": "evaluation", "term": 1, "step": n, "metrics": [["loss", n]], "best": False} for n in (10, 20)),
+            {"kind": "chief", "term": 2, "resume": 10},
+        ]
+    )
+    assert (known.metrics, known.followed) == ({}, {10: {"loss": 10.0}})
+
+
+def test_a_score_that_nobody_makes_is_given_up_and_the_job_goes_on() -> None:
+    cluster = following(evaluators=1)
+    score(cluster, 10, {"loss": 0.5})
+    cluster.advance(30)
+    # The evaluator is at work, for however long.
+    cluster.program.state.saves.committed(20, "")
+    for _ in range(3):
+        cluster.tick(T)
+    assert cluster.orders("worker/0").scores == ((10, 0.5),)
+    del cluster.lives["evaluator/0"]
+    for _ in range(4):
+        cluster.tick(T / 2)
+    assert cluster.orders("worker/0").scores == ((10, 0.5), (20, None))
+    assert f"no evaluator scored step 20 within {T:g} s; the learning rate stays as it is" in cluster.text()
+
+
+def test_a_learning_rate_that_follows_scores_needs_an_evaluator() -> None:
+    cluster = Cluster(job=make_job(follows_scores=True, checkpoint_every=10))
+    cluster.ask("ps", 0)
+    cluster.ask("ps", 1)
+    assert "follows the scores of an evaluator, and the cluster has none" in cluster.program.state.reason
 
 
 def test_a_best_metric_that_evaluate_does_not_return_ends_the_job_at_the_first_score() -> None:

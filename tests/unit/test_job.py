@@ -71,6 +71,10 @@ def with_another_group(optimizer: torch.optim.Optimizer) -> StepLR:
     return StepLR(optimizer, 2)
 
 
+def score(model: nn.Module) -> dict[str, float]:
+    return {"loss": 0.0}
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
@@ -225,7 +229,20 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
             r"Job\.epochs is 2, but the data set has no len\(\); give steps instead",
         ),
         ({"scheduler": StepLR}, r"scheduler\(optimizer\) raised TypeError: .*step_size"),
-        ({"scheduler": ReduceLROnPlateau}, r"a ReduceLROnPlateau, which follows a metric"),
+        ({"scheduler": ReduceLROnPlateau, "evaluate": None}, r"follows the scores of `evaluate` every .*: set both"),
+        ({"scheduler": ReduceLROnPlateau, "checkpoint_every": 0}, r"set both, and start an evaluator"),
+        (
+            {"scheduler": ReduceLROnPlateau, "checkpoint_every": 5, "evaluate": score, "consistency": "async"},
+            r"consistency async with cadence every-step has none of that all workers share",
+        ),
+        (
+            {"scheduler": ReduceLROnPlateau, "checkpoint_every": 5, "evaluate": score, "cadence": "diloco:every=4"},
+            r"with cadence diloco:every=4 has none",
+        ),
+        (
+            {"scheduler": ReduceLROnPlateau, "checkpoint_every": 1, "evaluate": score, "steps": 9000},
+            r"9000 steps with checkpoint_every=1 are 9000 scores, and 4096 are the limit; set .* at least 3",
+        ),
         ({"scheduler": lambda optimizer: None}, r"scheduler\(optimizer\) returned None; it must return a scheduler"),
         (
             {"scheduler": lambda _: StepLR(ELSEWHERE, 2)},
@@ -296,6 +313,35 @@ def test_settings_of_groups_follow_from_the_step_alone() -> None:
     settings = job.group_settings(job.build_optimizer(job.build_model()))
     assert settings is not None
     assert [settings.at(step)[0]["lr"] for step in (0, 5, 1, 2, 0)] == [1.0, 0.25, 1.0, 0.5, 1.0]
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=1, cooldown=1, threshold=0.1, min_lr=0.01)
+
+
+def test_reduce_lr_on_plateau_follows_the_scores_as_in_torch() -> None:
+    job = make_job(
+        **{"scheduler": plateau, "optimizer_args": {"lr": 1.0}, "steps": 60, "checkpoint_every": 3, "evaluate": score}
+    )
+    model = job.build_model()
+    settings, optimizer = job.group_settings(job.build_optimizer(model)), job.build_optimizer(model)
+    assert settings is not None and job.spec(model).follows_scores
+    told: list[tuple[int, float | None]] = []
+    settings.scores = lambda: told
+    theirs, expected, found = plateau(optimizer), [], []
+    for number, value in enumerate(
+        [1.0, 0.99, 0.98, None, 0.97, 0.5, 0.5, math.nan, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2]
+    ):
+        told.append((3 * (number + 1), value))
+        if value is not None:
+            theirs.step(value)
+        expected.append(optimizer.param_groups[0]["lr"])
+        found.append(settings.at(3 * (number + 2))[0]["lr"])
+    assert found == expected and len(set(expected)) >= 4
+    # Until its step comes, a score that is known changes nothing; a loop that goes back finds the same rates.
+    for step in (0, 5, 50, 5, 14, 20):
+        due = [number for number, (at, _) in enumerate(told) if at + 3 <= step]
+        assert settings.at(step)[0]["lr"] == ([1.0, *expected][len(due)])
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_the_jobs() -> None:

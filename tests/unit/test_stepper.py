@@ -138,3 +138,12 @@ def test_only_a_loop_over_steps_leaves_its_step_when_its_replicas_move() -> None
     assert not located(iterating=False).still_ordered(RUNNING, 2, assigned=True)
     assert located().interrupts(moved, 1, assigned=True)
     assert not located().interrupts(moved, 1, assigned=False)
+
+
+def test_a_step_whose_learning_rate_waits_for_a_score_is_not_begun() -> None:
+    waiting = replace(SEEN, rated=False)
+    assert (located().next(waiting), located().next(SEEN)) == (Do.WAIT, Do.BEGIN)
+    assert not located().runs_on(waiting) and located().runs_on(SEEN)
+    # The job's last step is done, or it goes back: neither needs a rate.
+    assert located().next(replace(seen(SEEN, stop_step=3), rated=False)) is Do.FINISH
+    assert located().next(replace(seen(SEEN, timeline=2), rated=False)) is Do.LOCATE

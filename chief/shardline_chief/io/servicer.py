@@ -430,6 +430,7 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         posting=orders.posting,
         job_secret=orders.job_secret,
         peers=_posts_to_proto(orders.peers),
+        scores=[chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores],
     )
 
 

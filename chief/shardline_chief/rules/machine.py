@@ -143,6 +143,7 @@ def _of_servers(flows: Flows) -> Rows:
             (ANY, failover.told),
             (at(Stage.FIRST_CUT), reconcile.first_cut_told),
             (TRAINING | TAKEOVER, checkpointing.observe),
+            (TRAINING, flows.scoring.observe),
             (TRAINING | ENDING, checkpointing.told),
         ),
         on.OrderAnswered: (

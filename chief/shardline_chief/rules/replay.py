@@ -69,6 +69,8 @@ class Remembered:
     """Asynchronous mode: a copy of the leases, including the open ones."""
     metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """The evaluator's scores, by step; empty if it could not score that one."""
+    followed: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """The first score of each step of this history, also of the runs from which this one was resumed."""
     best: tuple[int, Mapping[str, float]] | None = None
     began_s: float | None = None
     """Unix time at which training began."""
@@ -104,6 +106,10 @@ class Remembered:
     def choices(self) -> Choices:
         """With spares: whose gradients made the steps of the surviving history."""
         return Choices(self.first_chosen, tuple(self.chosen))
+
+    def scores_until(self, step: int) -> dict[int, Mapping[str, float]]:
+        """The first score of each step of this history up to one."""
+        return {at: metrics for at, metrics in self.followed.items() if at <= step}
 
     def _choose(self, choices: Choices) -> None:
         self.first_chosen, self.chosen = choices.first, list(choices.made)
@@ -151,6 +157,7 @@ class Remembered:
                 # A list, to keep the order: the first metric may decide which is best.
                 step, metrics = int(entry["step"]), {str(name): float(value) for name, value in entry["metrics"]}
                 self.metrics[step] = metrics
+                self.followed.setdefault(step, metrics)
                 if entry["best"]:
                     self.best = (step, metrics)
             case "stopping":
@@ -173,6 +180,7 @@ class Remembered:
             self._choose(before.choices.until(int(step)))
             self.earlier = (*before.earlier, before.job) if before.job is not None else before.earlier
             self.first_step = self.base_step = self.checkpoint_step = int(step)
+            self.followed = before.scores_until(int(step))
 
     # Who holds what
 

@@ -55,6 +55,7 @@ class AllOrders:
             posts=held,
             posting=(state.settings.term << 32) + state.work.postings if held else 0,
             job_secret=state.settings.job_secret if held else b"",
+            scores=tuple(state.figures.followed.items()),
         )
 
     def of(self, task: str, incarnation: int) -> Orders:

@@ -16,7 +16,7 @@ from shardline import schedule
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import clip_scale, global_norm, is_finite, mean_, tree_sum, whole_square_sums
 from shardline.data import BatchSource, replica_gradients
-from shardline.errors import NonFiniteError, telling
+from shardline.errors import JobError, NonFiniteError, telling
 from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import named_tensors, named_values, persistent_buffers
@@ -38,6 +38,8 @@ class PlainTraining:
             torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: schedule.factor(factors, step)
         )
         self._scheduler = make(self._optimizer)
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise JobError("the job's scheduler follows the scores of an evaluator, and a comparison has none")
         self._source = BatchSource(job)
         spec = job.spec(self._model)
         self._plan: Plan | None = make_plan(spec.tensors, 1) if job.clip_norm > 0.0 else None

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardline_pipeline as pipeline
 from shardline.client.api.session import Session
+from shardline.client.job_loop import scheduled_steps
 from shardline.core.spec import JobSpec
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import JobError
@@ -74,7 +75,7 @@ class RankWorker:
         self._office.on_interrupt = self._team.interrupt
         tell_ready(session.config.ready_fd, session.link.task)
         try:
-            for step in self._job.scheduled(session.steps(), self._optimizer):
+            for step in scheduled_steps(session, self._job, self._optimizer):
                 with session.attempt():
                     self._gather(step)
                     if self._runner is None:

@@ -10,6 +10,7 @@ from torch import nn
 import shardline_pipeline as pipeline
 from shardline.client.api.session import Session
 from shardline.client.applied.worker_optimizer import OptimizerBuckets
+from shardline.client.job_loop import scheduled_steps
 from shardline.client.partners import Hooks
 from shardline.config import RoleConfig
 from shardline.core.spec import JobSpec
@@ -46,7 +47,7 @@ class PartsWorker:
         run = _Stream if goes_back(spec) else _Stages
         loop = run(session, job, model, source)
         memory = MemoryCheck(session, office_of(session), model)
-        for step in job.scheduled(session.steps(), optimizer):
+        for step in scheduled_steps(session, job, optimizer):
             with session.attempt():
                 memory.check()
                 # No name for what it returns: gradients go when they are applied.

@@ -53,6 +53,7 @@ class Seen:
     resting: bool  # the servers know that this worker pushes nothing
     resends: bool  # a failed exchange is repeated with the same gradients: computing them again takes other workers
     retained: bool  # a loop that can't repeat a step has kept its contribution to the open one
+    rated: bool = True  # the learning rate of the next step is known
 
     @property
     def over(self) -> bool:
@@ -120,8 +121,8 @@ class Stepper:
         """Whether the next step may begin while the previous one is exchanged."""
         if seen.over or seen.orders.phase not in OPEN or seen.orders.timeline != seen.timeline:
             return False
-        if seen.orders.peers != self.begun.peers:
-            # Another way to the servers is there, or one is gone.
+        if seen.orders.peers != self.begun.peers or not seen.rated:
+            # Another way to the servers is there, or one is gone; or the step's learning rate waits for a score.
             return False
         return not seen.last_done if seen.assigned else self.leases.has_next
 
@@ -145,7 +146,9 @@ class Stepper:
             if self.stale or orders.work != self.begun.work or orders.peers != self.begun.peers:
                 return Do.LOCATE
             self.todo = self.todo or set(self.begun.replicas)
-            return Do.FINISH if seen.last_done else Do.BEGIN
+            if seen.last_done:
+                return Do.FINISH
+            return Do.BEGIN if seen.rated else Do.WAIT
         if not seen.script:
             if self.finished or (seen.leaving and not self.leases.has_next):
                 return Do.REST

@@ -31,6 +31,7 @@ from shardline.consistency import Clock, Gives
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
 from shardline.core.placement import Post
+from shardline.core.scores import known
 from shardline.core.settings import EXACT
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.core.status import Traffic
@@ -451,6 +452,8 @@ class WorkerState:
             script=trainer.job.script,
             resting=self.place.resting,
             resends=trainer.methods.parts.partial,
+            rated=not trainer.job.follows_scores
+            or known(link.orders.scores, trainer.half.job_step, trainer.job.checkpoint_every),
             retained=self.retained is not None,
         )
 

@@ -260,6 +260,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         samples=job.samples,
         script=job.script,
         hosts=[plan_pb2.StageHosts(workers=numbers) for numbers in job.hosts],
+        follows_scores=job.follows_scores,
     )
 
 
@@ -278,6 +279,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         samples=message.samples,
         script=message.script,
         hosts=tuple(tuple(stage.workers) for stage in message.hosts),
+        follows_scores=message.follows_scores,
     )
 
 

@@ -519,6 +519,7 @@ class Orders(_message.Message):
     POSTING_FIELD_NUMBER: _builtins.int
     JOB_SECRET_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -568,6 +569,10 @@ class Orders(_message.Message):
         aggregator's workers.
         """
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___FollowedScore]:
+        """Where the job's learning rate follows scores: those of this history, by rising steps. Workers wait for them."""
+
     def __init__(
         self,
         *,
@@ -590,14 +595,41 @@ class Orders(_message.Message):
         posting: _builtins.int = ...,
         job_secret: _builtins.bytes = ...,
         peers: _abc.Iterable[Global___Post] | None = ...,
+        scores: _abc.Iterable[Global___FollowedScore] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "job_secret", b"job_secret", "peers", b"peers", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "job_secret", b"job_secret", "peers", b"peers", "phase", b"phase", "posting", b"posting", "posts", b"posts", "reason", b"reason", "replicas", b"replicas", "scores", b"scores", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Orders: _TypeAlias = Orders  # noqa: Y015
+
+@_typing.final
+class FollowedScore(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """A multiple of the job's checkpoint_every."""
+    value: _builtins.float
+    """The evaluator's, of the metric that decides `best`; absent if the step was not scored."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        value: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "step", b"step", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___FollowedScore: _TypeAlias = FollowedScore  # noqa: Y015
 
 @_typing.final
 class Post(_message.Message):

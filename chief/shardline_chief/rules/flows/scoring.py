@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from shardline.core.orders import Phase
+from shardline.core.scores import Scores, awaited, known
 from shardline.errors import FencedError, JobError, nearest
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, MarkBest
-from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed
+from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed, ShardsTold
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
@@ -30,6 +31,8 @@ class Scoring:
         self._deadline_s = 0.0
         self._order = 0
         """Number of the last question for figures."""
+        self._waiting: tuple[int, float] | None = None
+        """The step whose score workers wait for, and since when nobody makes it."""
 
     def report(self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str) -> bool:
         """Take in a checkpoint's score; returns whether it is the best so far.
@@ -60,6 +63,7 @@ class Scoring:
                 figures.best = (step, dict(metrics))
                 state.outbox.actions.append(MarkBest(step=step, metrics=dict(metrics)))
         figures.score(step, metrics)
+        figures.follow(step, metrics, state.job)
         # A list of pairs, to keep the order: the first metric may decide which is best.
         state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
         self._miss_best(metrics)
@@ -88,6 +92,33 @@ class Scoring:
         since = sum(bool(metrics) for step, metrics in self.state.figures.metrics.items() if step > best[0])
         if since >= job.patience:
             self.state.emit(EndAsked(f"stopped: the {since} scores since step {best[0]} are no better than its own"))
+
+    # Scores that the learning rate follows
+
+    def observe(self, event: ShardsTold, now_s: float) -> None:
+        """Give up a score that workers wait for, once nobody is about to make it."""
+        state, job = self.state, self.state.job
+        if job is None or not job.follows_scores or state.phase is not Phase.RUNNING:
+            return
+        step = awaited(state.progress.step, job.checkpoint_every)
+        if known(self.followed, state.progress.step, job.checkpoint_every):
+            self._waiting = None
+        elif self._waiting is None or self._waiting[0] != step or self._works():
+            self._waiting = step, now_s
+        elif now_s - self._waiting[1] >= state.timeouts.lost_s:
+            state.figures.follow(step, {}, job)
+            state.record("evaluation", step=step, metrics=[], best=False)
+            why = f"no evaluator scored step {step} within {state.timeouts.lost_s:g} s"
+            state.say("evaluator", f"{why}; the learning rate stays as it is", "warning")
+
+    def _works(self) -> bool:
+        """Return whether an evaluator has something to score."""
+        newest = self.state.saves.checkpoint_step
+        return bool(self.state.tasks.members.living("evaluator")) and newest not in self.state.figures.metrics
+
+    @property
+    def followed(self) -> Scores:
+        return tuple(self.state.figures.followed.items())
 
     # The last checkpoint
 

@@ -68,6 +68,11 @@ class Start:
                 state.settings.replayed.check(job)
             plan = state.settings.plan(job)
             check_fit(job, standbys=state.settings.standbys, workers=state.settings.workers)
+            if job.follows_scores and not state.settings.evaluators:
+                raise JobError(
+                    f"the learning rate of job {job.name!r} follows the scores of an evaluator, and the cluster has "
+                    "none: add one (--evaluators 1)"
+                )
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
         except ShardlineError as error:

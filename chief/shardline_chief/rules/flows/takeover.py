@@ -264,6 +264,8 @@ def _recall(state: State, known: Remembered, now_s: float, trained_s: float) -> 
     state.tasks.machine, state.tasks.finished = known.machine, set(known.finished)
     for step, metrics in known.metrics.items():
         state.figures.score(step, metrics)
+    for step, metrics in known.followed.items():
+        state.figures.follow(step, metrics, known.job)
     state.figures.best, state.figures.dropped_memories = known.best, known.dropped_memories
     state.figures.lives |= known.lives
     if known.began_s is not None:

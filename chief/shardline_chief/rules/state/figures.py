@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from shardline.core.scores import counts
 from shardline.core.spec import JobSpec
 from shardline.core.status import Traffic, Usage
 from shardline.job import lowest_is_best
@@ -31,6 +32,8 @@ class JobFigures:
         """Current faults that do not stop the job, by subject: "checkpoint", "journal"."""
         self.metrics: dict[int, Mapping[str, float]] = {}
         """The evaluator's newest scores, by step."""
+        self.followed: dict[int, float | None] = {}
+        """Scores that the learning rate follows, if it does, by rising steps; see shardline.core.scores."""
         self.best: tuple[int, Mapping[str, float]] | None = None
         self.names: set[str] = set()
         """Names of all metrics of this run."""
@@ -66,6 +69,14 @@ class JobFigures:
             oldest = next(iter(self.metrics))
             del self.metrics[oldest]
             self.unscored.pop(oldest, None)
+
+    def follow(self, step: int, metrics: Mapping[str, float], job: JobSpec | None) -> None:
+        """Have the learning rate follow a score, {} if there is none, where it does; the first one of a step counts."""
+        last = next(reversed(self.followed), 0)
+        if job is None or not job.follows_scores or step <= last or not counts(step, job.checkpoint_every):
+            return
+        name = job.best_metric or next(iter(metrics), "")
+        self.followed[step] = metrics.get(name)
 
     def better(self, metrics: Mapping[str, float], job: JobSpec | None) -> bool:
         """Whether these metrics beat the best so far; the first ones do, unless they are not finite.

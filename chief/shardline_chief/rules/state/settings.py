@@ -53,6 +53,8 @@ class ChiefSettings:
     """The run to repeat."""
     before: Mapping[str, Any] = field(default_factory=dict)
     """Summary of the chief that ended the job; empty if none did."""
+    scores: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Where a run is resumed: the scores of its steps until then, by rising steps."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     out: str = ""
 

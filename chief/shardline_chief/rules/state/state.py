@@ -119,6 +119,8 @@ class State:
         least = max(self.settings.min_workers, division.of(job).team)
         self.tasks.settings = dataclasses.replace(self.settings, min_workers=least)
         self.progress.mode = consistency.of(job.consistency)
+        for step, metrics in self.settings.scores.items():
+            self.figures.follow(step, metrics, job)
 
     def emit(self, event: Event) -> None:
         """Queue an event for the machine, to be handled once the calling rule has returned."""
