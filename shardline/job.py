@@ -24,7 +24,7 @@ import copy
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from shardline.codecs import assigned, keep_whole
 from shardline.codecs import of as codecs_of
 from shardline.consistency import CONSISTENCIES, Clock
 from shardline.consistency import of as consistency_of
-from shardline.core.scores import MOST, Scores
+from shardline.core.scores import MOST
 from shardline.core.settings import WORKER, JobSettings, check_field, short
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
@@ -261,21 +261,6 @@ class Job(JobSettings):
         if settings.follows_scores:
             _check_follows_scores(self)
         return settings
-
-    def scheduled(
-        self, steps: Iterable[int], optimizer: torch.optim.Optimizer, *, scores: Callable[[], Scores] = tuple
-    ) -> Iterator[int]:
-        """Yield the steps of a training loop, each once the optimizer's groups have their settings for it.
-
-        scores: returns those that ReduceLROnPlateau follows; see shardline.core.scores.
-        """
-        settings = self.group_settings(optimizer)
-        if settings is not None:
-            settings.scores = scores
-        for step in steps:
-            if settings is not None:
-                settings.set(optimizer, step)
-            yield step
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The plain torch.optim object over the model's own parameters.

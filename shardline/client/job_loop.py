@@ -82,7 +82,13 @@ def foreign_parameters(loss: torch.Tensor, known: Collection[int]) -> Iterator[n
 
 def scheduled_steps(session: Session, job: Job, optimizer: ShardlineOptimizer) -> Iterator[int]:
     """Yield the job's steps, each once the optimizer has the settings of the job's scheduler for it."""
-    return job.scheduled(session.steps(), optimizer, scores=lambda: session.link.orders.scores)
+    settings = job.group_settings(optimizer)
+    if settings is not None:
+        settings.scores = lambda: session.link.orders.scores
+    for step in session.steps():
+        if settings is not None:
+            settings.set(optimizer, step)
+        yield step
 
 
 def run_replicas(
