@@ -14,8 +14,10 @@ from shardline.errors import ShardlineError
 from shardline.host.process import Termination, tell_ready
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
+from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
+from shardline.rpc.usage import UsageMeter
 from shardline_aggregator.aggregator import Aggregator
 
 log = logging.getLogger("shardline.aggregator")
@@ -49,7 +51,12 @@ def run(config: RoleConfig) -> int:
 
 def _serve(config: RoleConfig, aggregator: Aggregator, applicant: Applicant, termination: Termination) -> int:
     link = ChiefLink(
-        config.cluster.chief, config.timeouts, applicant, cancelled=termination.event, security=config.security
+        config.cluster.chief,
+        config.timeouts,
+        applicant,
+        cancelled=termination.event,
+        facts=BeatFacts(usage=UsageMeter("cpu").read),
+        security=config.security,
     )
     try:
         termination.call(link.cancel_join)

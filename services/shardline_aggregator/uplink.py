@@ -167,23 +167,30 @@ class Uplink:
     def _pull_all(self) -> None:
         sink, step = Arriving(self._shard), -1
         while (wanted := self._outbox.wanted(step)) is not None:
-            lacking = self._steps.lacking(wanted)
-            if lacking:
-                follows = all(bucket.step == wanted - 1 for bucket in lacking) and wanted > 0
-                want = Want(
-                    step=wanted,
-                    have_step=wanted - 1 if follows else None,
-                    buckets=[bucket.number for bucket in lacking],
-                    wait_s=self._timeouts.server_wait_s,
-                )
-                before = sink.wire_bytes
-                done = self._pull.exchange(self._puller, (), want, sink, timeout_s=self._timeouts.rpc_s)
-                self._count("pull", sink.wire_bytes - before)
-                assert done.end is not None
-                if not self._taken(wanted, done.end):
-                    continue
-            self._steps.reach = max(self._steps.reach, wanted)
-            step = wanted
+            if wanted > 0 and self._steps.lacking(wanted - 1):
+                # Steps were missed; another member may still need the one before.
+                self._fetch(wanted - 1, sink)
+            if self._fetch(wanted, sink):
+                self._steps.reach = max(self._steps.reach, wanted)
+                step = wanted
+
+    def _fetch(self, wanted: int, sink: Arriving) -> bool:
+        """Pull what the buckets lack of a step; False if it has to be asked for again."""
+        lacking = self._steps.lacking(wanted)
+        if not lacking:
+            return True
+        follows = all(bucket.step == wanted - 1 for bucket in lacking) and wanted > 0
+        want = Want(
+            step=wanted,
+            have_step=wanted - 1 if follows else None,
+            buckets=[bucket.number for bucket in lacking],
+            wait_s=self._timeouts.server_wait_s,
+        )
+        before = sink.wire_bytes
+        done = self._pull.exchange(self._puller, (), want, sink, timeout_s=self._timeouts.rpc_s)
+        self._count("pull", sink.wire_bytes - before)
+        assert done.end is not None
+        return self._taken(wanted, done.end)
 
     def _taken(self, wanted: int, end: End) -> bool:
         """Whether nothing more has to be done for this step."""
