@@ -49,6 +49,7 @@ from shardline.fit import check_fit, check_runner, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
 from shardline.model import check_extra_state, model_tensors
+from shardline.pretrained import pretrained
 from shardline.schedule import complete, constant
 from shardline.scheduler import GroupSettings, MakeScheduler
 from shardline.seams import Resident
@@ -308,6 +309,7 @@ class Job(JobSettings):
             samples=self.samples,
             hosts=parts.hosts(model),
             follows_scores=settings is not None and settings.follows_scores,
+            pretrained=pretrained(model),
         )
         spec = divide(spec)
         check_fit(spec)

@@ -15,6 +15,8 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError
 from shardline.security import Security
 
+EXPORTERS = "shardline.exporters"
+"""Entry points that write a checkpoint as another library does."""
 VIEWERS = "shardline.viewers"
 """Entry points that serve the page of a run from its files."""
 
@@ -68,18 +70,23 @@ def page(runs: tuple[Path, ...], port: int, token_file: Path | None) -> int:
     return code
 
 
-@click.command(short_help="Export a checkpoint as one plain PyTorch file.")
+@click.command(short_help="Export a checkpoint as a PyTorch file, or as a folder of transformers.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.safetensors|OUT.pt")
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.safetensors|OUT.pt|FOLDER")
 @click.option("--best", is_flag=True, help="The best checkpoint of a run, by its metric, instead of the newest.")
-def export(checkpoint: Path, out: Path, best: bool) -> int:
+@click.option("--hf", is_flag=True, help="A new folder that from_pretrained() of transformers, or of peft, reads.")
+def export(checkpoint: Path, out: Path, best: bool, hf: bool) -> int:
     """Write the parameters of CHECKPOINT as one state_dict that loads in PyTorch without Shardline.
+
+    With --hf, as a folder with the model's config and weights; of a model of peft its adapters alone.
 
     CHECKPOINT: a run's --out, its folder of checkpoints, one of these (step-00000100), or the file `best` or `latest`
     there.
     """
     from shardline.checkpoint import export as write
 
+    if hf:
+        write = plugins.installed(EXPORTERS, "hf", "--hf")
     for warning in write(checkpoint, out, best=best).warnings:
         print(f"shardline: {warning}", file=sys.stderr)
     print(out)

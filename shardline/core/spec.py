@@ -56,6 +56,10 @@ def itemsize(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
+MAX_PRETRAINED = 1 << 20
+"""Characters of a job's `pretrained`; of a larger one nothing is kept."""
+
+
 class TensorKind(enum.Enum):
     PARAM = "param"
     """Updated by the rule."""
@@ -200,6 +204,9 @@ class JobSpec(Settings):
     """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See docs/pipelines.md."""
     follows_scores: bool = False
     """Whether the learning rate follows the evaluator's scores; see shardline.core.scores."""
+    pretrained: str = field(default="", compare=False)
+    """How the model's own library makes it anew, see shardline.pretrained; "" = not known. Not part of the identity:
+    another version of the library writes it otherwise."""
 
     # The chief asks for these at every heartbeat, so they are looked up in the tensors once.
 
@@ -232,7 +239,8 @@ def flattened(job: JobSpec) -> dict[str, Any]:
 def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
-            _flatten(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, out)
+            if item.compare:
+                _flatten(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, out)
     elif isinstance(value, Mapping):
         for key in sorted(value):
             _flatten(value[key], f"{path}.{key}", out)

@@ -116,7 +116,7 @@ LAYERS = (
     ("cadence", "consistency", "methods"),
     ("division", "beside"),
     ("topology",),
-    ("checkpoint", "model", "fit"),
+    ("checkpoint", "model", "fit", "pretrained"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),
     ("server", "config"),

@@ -15,6 +15,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
 from shardline.model import check_extra_state, model_tensors
+from shardline.pretrained import pretrained
 from shardline.update import check_tensors, rule_from_optimizer
 
 SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))
@@ -80,6 +81,7 @@ def script_spec(
             "threads": torch.get_num_threads(),
         },  # type: ignore[arg-type]
         script=True,
+        pretrained=pretrained(model),
     )
     job = divide(job)
     check_fit(job)

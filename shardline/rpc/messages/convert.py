@@ -14,6 +14,7 @@ from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
 from shardline.core.settings import KINDS, Settings, known
 from shardline.core.spec import (
     DTYPES,
+    MAX_PRETRAINED,
     Argument,
     ConsistencySpec,
     InnerSpec,
@@ -261,6 +262,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         script=job.script,
         hosts=[plan_pb2.StageHosts(workers=numbers) for numbers in job.hosts],
         follows_scores=job.follows_scores,
+        pretrained=job.pretrained,
     )
 
 
@@ -280,6 +282,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         script=message.script,
         hosts=tuple(tuple(stage.workers) for stage in message.hosts),
         follows_scores=message.follows_scores,
+        pretrained=short(message.pretrained, "configuration of the model", MAX_PRETRAINED),
     )
 
 

@@ -495,6 +495,7 @@ class JobSpec(_message.Message):
     INNER_FIELD_NUMBER: _builtins.int
     HOSTS_FIELD_NUMBER: _builtins.int
     FOLLOWS_SCORES_FIELD_NUMBER: _builtins.int
+    PRETRAINED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     best_metric: _builtins.str
     """Name of the evaluation metric that decides `best`, and whether lower is better."""
@@ -505,6 +506,10 @@ class JobSpec(_message.Message):
     """True if the user's own script drives the steps (it can't be rewound)."""
     follows_scores: _builtins.bool
     """The learning rate follows the evaluator's scores: see Orders.scores."""
+    pretrained: _builtins.str
+    """JSON from which the model's own library makes it anew, for `shardline export --hf`; empty if it can't. Not part of
+    the identity.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -543,10 +548,11 @@ class JobSpec(_message.Message):
         inner: Global___InnerSpec | None = ...,
         hosts: _abc.Iterable[Global___StageHosts] | None = ...,
         follows_scores: _builtins.bool = ...,
+        pretrained: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "inner", b"inner", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "follows_scores", b"follows_scores", "hosts", b"hosts", "inner", b"inner", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "follows_scores", b"follows_scores", "hosts", b"hosts", "inner", b"inner", "name", b"name", "pretrained", b"pretrained", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
