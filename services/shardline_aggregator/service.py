@@ -32,7 +32,7 @@ def run(config: RoleConfig) -> int:
     metrics = Metrics(config.role, config.task)
 
     def count(kind: str, peer: str, nbytes: int) -> None:
-        labels = {"peer": peer, "codec": "raw", "lane": "up"}
+        labels = {"peer": peer, "codec": "raw", "lane": "sum"}
         metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(nbytes)
 
     aggregator = Aggregator(config, config.cluster.address(config.task), count=count)

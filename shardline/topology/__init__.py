@@ -7,8 +7,9 @@ from shardline.seams import Table
 from shardline.topology.aggregators import Aggregators
 from shardline.topology.base import Hop, Route, Surroundings, Topology
 from shardline.topology.flat import Flat
+from shardline.topology.local_sum import LocalSum
 
-TOPOLOGIES: Table[Topology] = Table("topology", Flat, Aggregators)
+TOPOLOGIES: Table[Topology] = Table("topology", Flat, Aggregators, LocalSum)
 
 
 def of(job: JobSpec) -> Topology:
@@ -16,4 +17,4 @@ def of(job: JobSpec) -> Topology:
     return TOPOLOGIES.parse(job.topology)
 
 
-__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "Route", "Surroundings", "Topology", "of"]
+__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "LocalSum", "Route", "Surroundings", "Topology", "of"]

@@ -14,6 +14,7 @@ class Aggregators(Topology):
 
     name: ClassVar[str] = "aggregators"
     meets: ClassVar[bool] = True
+    speaks: ClassVar[bool] = False
 
     @property
     def streams(self) -> bool:

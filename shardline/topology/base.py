@@ -41,6 +41,10 @@ class Surroundings:
     """The living aggregators that this worker can reach, by index."""
     places: int = 0
     """Number of aggregators in the cluster spec."""
+    neighbours: tuple[str, ...] = ()
+    """Where workers are aggregators: the living ones of this host, in order, with this one."""
+    speaker: Hop | None = None
+    """The first of them; None if this worker can't reach it."""
 
 
 class Route:
@@ -76,6 +80,8 @@ class Topology(Resident, abc.ABC):
 
     meets: ClassVar[bool]
     """Whether workers may exchange with aggregators, of which the chief then tells them."""
+    speaks: ClassVar[bool]
+    """Whether workers are aggregators themselves, the first of each host for all there."""
 
     @property
     def streams(self) -> bool:

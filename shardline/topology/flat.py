@@ -14,6 +14,7 @@ class Flat(Topology):
 
     name: ClassVar[str] = "flat"
     meets: ClassVar[bool] = False
+    speaks: ClassVar[bool] = False
 
     @property
     def streams(self) -> bool:

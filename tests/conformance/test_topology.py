@@ -78,5 +78,5 @@ def test_flat_is_straight_to_the_servers() -> None:
 
 
 def test_what_does_not_exist_is_refused() -> None:
-    with pytest.raises(JobError, match="choose from flat, aggregators"):
+    with pytest.raises(JobError, match="choose from flat, aggregators, local-sum"):
         make_job(topology="star")

@@ -41,3 +41,14 @@ def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(tmp_path: P
             wait_for_event(out, "joined", f"^aggregator/{number % 2} ", more_than=1 + number // 2)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
     assert summary_of(out)["sha256"] == expected_sha256(job)
+
+
+def test_one_host_has_one_speaker_and_another_after_its_death(tmp_path: Path) -> None:
+    job = slow_job(tmp_path / "job.py", step_s=0.03, steps=160, replicas=4, topology="local-sum")
+    out = tmp_path / "out"
+    with mortal_cluster(job, out, workers=4, ps=1) as cluster:
+        log = out / "logs" / "worker-3.log"
+        wait_until(lambda: "worker/0 at" in log.read_text(), "its way goes through the first worker")
+        cluster.kill("worker/0", restart=True)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    assert summary_of(out)["sha256"] == expected_sha256(job)

@@ -301,6 +301,7 @@ def test_role_folders_are_no_packages() -> None:
 
 CLIENT = (
     "partners",
+    "ways",
     "exchange",
     "layout",
     "watch",

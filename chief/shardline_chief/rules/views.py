@@ -39,7 +39,8 @@ class AllOrders:
         self._barriers = barriers.states()
         met = [m for m in state.tasks.members if m.living and m.talks and meets(state)]
         self._trainers = tuple(member.post for member in met if member.trains)
-        self._between = tuple(member.post for member in met if member.row.sends)
+        speak = state.job is not None and topology.of(state.job).speaks
+        self._between = self._trainers if speak else tuple(member.post for member in met if member.row.sends)
         self._units = {} if _goes_back_first(state) else by_worker(state.work.assignment)
         self._common = Orders(
             phase=state.phase,

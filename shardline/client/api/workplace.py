@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from shardline import codecs, division, topology
+from shardline import codecs, division
 from shardline.cadence import Sends
 from shardline.client.api.stepper import Seen, Stepper
 from shardline.client.applied.worker_optimizer import ServerStates
@@ -24,13 +24,12 @@ from shardline.client.step.staging import GradientStaging, PushTools
 from shardline.client.step.trainer import RetainedContribution, Trainer, WorkerMethods
 from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
-from shardline.cluster import parse_task
+from shardline.client.ways import Ways
 from shardline.codecs import coding_of
 from shardline.config import RoleConfig, environment
 from shardline.consistency import Clock, Gives
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
-from shardline.core.placement import Post
 from shardline.core.scores import known
 from shardline.core.settings import EXACT
 from shardline.core.spec import JobSpec, TensorKind
@@ -44,7 +43,7 @@ from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
-from shardline.topology import Hop, Route, Surroundings
+from shardline.topology import Route
 from shardline.waist import Memory, Sender, Standing
 
 log = logging.getLogger("shardline.client")
@@ -78,7 +77,7 @@ class Workplace:
         self._server: RpcServer | None = None
         self._still_ordered = still_ordered
         self._peers = Peers(config.timeouts, config.security)
-        self._ways = Ways(config)
+        self.ways = Ways(config)
         self._reach: Reach | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
@@ -109,6 +108,7 @@ class Workplace:
         Raises UsageError for overlap together with zero_copy.
         """
         parts = division.of(job)
+        self.ways.meet(job, self._metrics)
         if parts.worker is not None:
             self.partners = parts.worker.partners(self._config, self._metrics, self._hooks)
         from_file = not (job.script or parts.partial)
@@ -130,6 +130,8 @@ class Workplace:
 
     def serve(self) -> str:
         """Start this worker's server, on which partners call; returns its address."""
+        if self.ways.speaker is not None:
+            return self.ways.speaker.start()
         self._server = server_of(self._config, self.partners)
         return self._server.start()
 
@@ -146,7 +148,7 @@ class Workplace:
 
     @property
     def peers(self) -> dict[int, str]:
-        return {shard: hop.task for shard, hop in self._ways.hops.items()}
+        return {shard: hop.task for shard, hop in self.ways.hops.items()}
 
     def renew(self, link: ChiefLink) -> None:
         """Make a new trainer if the plan or timeline has changed. The worker is about to locate its step."""
@@ -156,14 +158,14 @@ class Workplace:
             self.view.plan.plan_id,
             self.view.timeline,
         )
-        route = self._ways.route(link, view)
-        if known and dict(route.hops()) == self._ways.hops:
+        route = self.ways.route(link, view)
+        if known and dict(route.hops()) == self.ways.hops:
             route.close()
             self._bring_wanted(link)
             return
         # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
         ties = self._tie(link, view, route)
-        self._ways.hops = dict(route.hops())
+        self.ways.hops = dict(route.hops())
         self._close_trainer()
         if self.current is not None and self._reach is not None:
             # Its references to tensors would be counted as ours, and be missed when they go.
@@ -241,7 +243,7 @@ class Workplace:
             timeouts=self._config.timeouts,
             observer=Observer(
                 still_ordered=self._still_ordered,
-                leaves=lambda shard: self._ways.leave(hops[shard]),
+                leaves=lambda shard: self.ways.leave(hops[shard]),
                 retried=lambda shard: count("shardline_rpc_retries_total", peer=hops[shard].task).inc(),
                 # Of this timeline's servers.
                 silent=lambda shards: link.suspect({hops[shard].task for shard in shards}, view.timeline),
@@ -343,57 +345,10 @@ class Workplace:
         if self.partners is not None:
             self.partners.close()
         self._close_trainer()
+        self.ways.close()
         self._peers.close()
         if self._server is not None:
             self._server.close(grace_s=0.2)
-
-
-class Ways:
-    """A worker's choice among the tasks that its topology allows, as far as it reaches them. Any thread may leave().
-
-    hops: of the route in use.
-    """
-
-    def __init__(self, config: RoleConfig) -> None:
-        self._config = config
-        self.hops: Mapping[int, Hop] = {}
-        self._left: set[int] = set()
-        """Lives of aggregators that did not answer in this timeline."""
-        self._met: Mapping[str, Post] = {}
-        self._timeline = 0
-        self._told = False
-
-    def route(self, link: ChiefLink, view: JobView) -> Route:
-        """The way for now: straight to the servers where an aggregator is away, and for first values."""
-        if view.timeline != self._timeline:
-            self._timeline = view.timeline
-            self._left.clear()
-        cluster, chosen = self._config.cluster, topology.of(view.job)
-        places = cluster.num("aggregator")
-        if chosen.meets and not places and not self._told:
-            self._told = True
-            log.warning("topology %s, but the cluster has no aggregator: workers go to the servers themselves", chosen)
-        self._met = {} if link.orders.init else {post.task: post for post in link.orders.peers}
-        met = [post for post in self._met.values() if post.incarnation not in self._left]
-        return chosen.route(
-            Surroundings(
-                task=self._config.task,
-                workers=max(1, cluster.num("worker")),
-                servers={place.shard: Hop(place.task, place.address) for place in view.placement},
-                aggregators={parse_task(post.task)[1]: Hop(post.task, post.address) for post in met},
-                places=places,
-            )
-        )
-
-    def leave(self, hop: Hop) -> bool:
-        """Use another way from now on, if this is not a server itself."""
-        post = self._met.get(hop.task)
-        if post is None:
-            return False
-        if post.incarnation not in self._left:
-            log.warning("%s at %s is away: going to the servers without it", hop.task, hop.address)
-            self._left.add(post.incarnation)
-        return True
 
 
 class WorkerState:
@@ -460,6 +415,7 @@ class WorkerState:
     def ordered(self, orders: Orders) -> None:
         """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
         trainer, link, timeline = self.place.current, self.joined, self.place.timeline
+        self.place.ways.heard(orders)
         if trainer is None or link is None or timeline is None:
             return
         assigned = trainer.half.shares_steps

@@ -565,8 +565,8 @@ class Orders(_message.Message):
 
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Post]:
-        """With a topology in which workers do not all exchange with the servers themselves: a worker's aggregators, and an
-        aggregator's workers.
+        """With a topology in which workers do not all exchange with the servers themselves: a worker's aggregators (all
+        workers, where these are aggregators), and an aggregator's workers.
         """
 
     @_builtins.property

@@ -72,6 +72,7 @@ class Group(Topology):
 
     name: ClassVar[str] = "group"
     meets: ClassVar[bool] = False
+    speaks: ClassVar[bool] = False
 
     def route(self, around: Surroundings) -> Route:
         return Together(around)
