@@ -107,7 +107,7 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     codecs = of(Settings(codec=work.codec, codec_down=work.codec_down))
     specs = keep_whole(codecs, tensor_specs(work))
-    plan = make_plan(specs, work.ps)
+    plan = make_plan(specs, work.ps, shares=work.shares or None)
     placement = tuple(Placement(shard=s, task=f"ps/{s}", address=address) for s, address in enumerate(addresses))
     job = JobSpec(
         name="bench",

@@ -47,6 +47,8 @@ class Work:
     zero_copy: bool = False
     workers: int = 1
     ps: int = 1
+    shares: tuple[float, ...] = ()
+    """The part of the parameters that each ps holds; empty = equal parts."""
     tls: Path | None = None
     """Folder with cert.pem and key.pem, the certificate being its own CA."""
 
@@ -55,6 +57,8 @@ class Work:
         flags = ["--megabytes", self.megabytes, "--tensors", self.tensors, "--steps", self.steps]
         flags += ["--warmup", self.warmup, "--codec", self.codec, "--lane", self.lane, "--workers", self.workers]
         flags += ["--ps", self.ps]
+        if self.shares:
+            flags += ["--shares", ",".join(map(str, self.shares))]
         if self.codec_down:
             flags += ["--codec-down", self.codec_down]
         if self.kilobytes is not None:
@@ -201,6 +205,7 @@ def serve(address: str, index: int, tls: Path | None) -> None:
 @click.option("--megabytes", type=click.FloatRange(min=0.001), default=64.0, show_default=True)
 @click.option("--tensors", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--kilobytes", type=(float, float), help="Sizes of the tensors from, to, instead of --megabytes.")
+@click.option("--shares", default="", help="The part of the parameters of each ps: 0.25,0.75. Default: equal.")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--codec", default="raw", show_default=True)
@@ -214,10 +219,12 @@ def serve(address: str, index: int, tls: Path | None) -> None:
 @click.option("--serve", "serve_at", metavar="HOST:PORT", help="Be one ps only.")
 @click.option("--connect", metavar="HOST:PORT[,...]", help="Be one worker only, of these ps.")
 @click.option("--index", type=click.IntRange(0), default=0, help="Of this ps or worker.")
-def main(serve_at: str | None, connect: str | None, index: int, tls: bool, tls_dir: Path | None, **flags: Any) -> None:
+def main(
+    serve_at: str | None, connect: str | None, index: int, tls: bool, tls_dir: Path | None, shares: str, **flags: Any
+) -> None:
     """Parse, run, print."""
     process.settle_environment()
-    work = Work(**flags, tls=tls_dir)
+    work = Work(**flags, tls=tls_dir, shares=tuple(float(share) for share in shares.split(",") if share))
     if serve_at is not None:
         serve(serve_at, index, tls_dir)
         # Torch takes its time to be taken to pieces, and the other side waits for the end of this process.

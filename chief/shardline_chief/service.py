@@ -12,8 +12,9 @@ from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
-from shardline.cluster import parse_address
+from shardline.cluster import ANY_HOST, ClusterSpec, parse_address
 from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
+from shardline.core.shares import uneven_shares
 from shardline.core.spec import JobSpec
 from shardline.errors import UsageError
 from shardline.host.awake import awake_s
@@ -139,6 +140,13 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
     return job.spec(job.build_model())
 
 
+def shares_in(cluster: ClusterSpec, *, chief_trains: bool) -> tuple[float, ...]:
+    """The share of each ps by its machine, if cluster.json names the machines; empty if all shares are equal."""
+    servers, workers = ([parse_address(one)[0] for one in cluster.addresses(role)] for role in ("ps", "worker"))
+    workers += [parse_address(cluster.chief)[0]] * chief_trains
+    return () if ANY_HOST in {*servers, *workers} else uneven_shares(servers, workers)
+
+
 def settings_of(config: RoleConfig) -> ChiefSettings:
     """Settings from the command line; term, UUID and secret are set later."""
     check_standbys(config.standbys, config.cluster.num("ps"))
@@ -155,6 +163,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         max_workers=config.max_workers,
         inexact=config.inexact,
         bucket_bytes=config.bucket_mb << 20,
+        shares=shares_in(config.cluster, chief_trains=config.chief_trains),
         standbys=config.standbys,
         replayed=run_to_replay(config.replay) if config.replay is not None else None,
         timeouts=config.timeouts,

@@ -13,6 +13,7 @@ import click
 
 from shardline.cli import options, quantities
 from shardline.cluster import parse_address, read_spec
+from shardline.core.shares import uneven_shares
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
 from shardline_pipeline.cli.report import plain_bytes, plain_time
@@ -208,11 +209,12 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         workers, servers = len(spec.addresses("worker")), len(spec.addresses("ps"))
         if not workers:
             raise UsageError(f"--cluster {flags['cluster']} has no worker; a simulation needs some")
-        machines = {
-            f"{role}/{index}": parse_address(address)[0]
-            for role in ("ps", "worker")
-            for index, address in enumerate(spec.addresses(role))
-        }
+        hosts = {role: [parse_address(one)[0] for one in spec.addresses(role)] for role in ("ps", "worker")}
+        if "*" not in {*hosts["ps"], *hosts["worker"]} and (shares := uneven_shares(hosts["ps"], hosts["worker"])):
+            # The others hold nothing.
+            hosts["ps"] = [host for host, share in zip(hosts["ps"], shares, strict=True) if share]
+            servers = len(hosts["ps"])
+        machines = {f"{role}/{index}": host for role in hosts for index, host in enumerate(hosts[role])}
         # The address of a task that takes any place is *; it runs on some machine of its own.
         machines = {task: host for task, host in machines.items() if host != "*"}
     links = Network(

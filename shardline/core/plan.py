@@ -203,11 +203,19 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
     return pieces
 
 
-def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int | None = None) -> Plan:
+def make_plan(
+    tensors: Sequence[TensorSpec],
+    num_shards: int,
+    *,
+    bucket_bytes: int | None = None,
+    shares: Sequence[float] | None = None,
+) -> Plan:
     """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
 
-    bucket_bytes: None = according to the size of a shard. Every fragment is balanced by itself, because fragments are
-    exchanged one at a time: what follows is said of a model in one fragment, and holds for each of several.
+    bucket_bytes: None = according to the size of a shard. shares: the part of the bytes that each shard gets, above 0,
+    1 in all; None = equal parts, which a model with fewer pieces than shards gets in any case. Every fragment is
+    balanced by itself, because fragments are exchanged one at a time: what follows is said of a model in one fragment
+    and equal parts.
 
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean if tensors can be cut
@@ -236,34 +244,41 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
     fragments = len({tensor.fragment for tensor in tensors})
     finest = total // (12 * num_shards * fragments) if num_shards > 1 else bucket_bytes
+    if shares is not None:
+        finest = int(min(shares) * total) // (12 * fragments)
     target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, finest))
     pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
 
+    placed = _place(pieces, tensors, shares or [1] * num_shards)
+    if shares is not None and not all(placed):
+        return make_plan(tensors, num_shards, bucket_bytes=bucket_bytes)
     shards = []
-    for held in _place(pieces, tensors, num_shards):
+    for held in placed:
         held.sort(key=lambda p: (p.tensor, p.first_row))
         if held:
             shards.append(ShardSpec(buckets=tuple(_pack(held, tensors, bucket_bytes))))
     return Plan(tuple(tensors), tuple(shards))
 
 
-def _place(pieces: Sequence[_Piece], tensors: Sequence[TensorSpec], num_shards: int) -> list[list[_Piece]]:
+def _place(pieces: Sequence[_Piece], tensors: Sequence[TensorSpec], shares: Sequence[float]) -> list[list[_Piece]]:
     """The pieces of each shard: largest first onto the one that has the least of its fragment, then the least of all.
+
+    The least for its share.
 
     Ties by plan order, so the result is a function of the inputs alone. Equally large pieces of a tensor then change
     places, so that neighbours are on one shard, where they become one slice.
     """
-    parts = {tensor.fragment: [0] * num_shards for tensor in tensors}
-    loads = [0] * num_shards
-    placed: list[list[_Piece]] = [[] for _ in range(num_shards)]
+    parts = {tensor.fragment: [0.0] * len(shares) for tensor in tensors}
+    loads = [0.0] * len(shares)
+    placed: list[list[_Piece]] = [[] for _ in shares]
     ordered = sorted(pieces, key=lambda p: (-p.nbytes, p.tensor, p.first_row))
     for (_, number), group in itertools.groupby(ordered, key=lambda p: (p.nbytes, p.tensor)):
         part, size = parts[tensors[number].fragment], itemsize(tensors[number].dtype)
         alike, chosen = list(group), []
         for piece in alike:
-            _, _, shard = min(zip(part, loads, range(num_shards), strict=True))
-            part[shard] += padded(piece.elements) * size
-            loads[shard] += padded(piece.elements) * size
+            _, _, shard = min(zip(part, loads, range(len(shares)), strict=True))
+            part[shard] += padded(piece.elements) * size / shares[shard]
+            loads[shard] += padded(piece.elements) * size / shares[shard]
             chosen.append(shard)
         for piece, shard in zip(alike, sorted(chosen), strict=True):
             placed[shard].append(piece)

@@ -19,6 +19,7 @@ from tests.e2e.support import (
     RUN_ID,
     HandCluster,
     assert_refused,
+    events,
     expected_sha256,
     free_ports,
     processes,
@@ -197,3 +198,29 @@ def check_metrics(task: str, address: str) -> None:
 def test_tf_config_of_another_shape_is_refused_in_a_sentence(tmp_path: Path) -> None:
     finished = shardline("worker", env={"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}})})
     assert_refused(finished, 2, r"TF_CONFIG has no object \"task\"")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_servers_beside_workers_hold_less_than_one_on_a_machine_of_its_own(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.py", width=40_000, replicas=4, steps=10)
+    out = tmp_path / "out"
+    with HandCluster.write(tmp_path, ps=3, worker=4) as cluster:
+        machines = {"chief": [1], "ps": [21, 22, 25], "worker": [21, 22, 23, 24]}
+        cluster.tasks = {
+            role: [
+                f"127.0.0.{number}:{one.rpartition(':')[2]}" for number, one in zip(machines[role], every, strict=True)
+            ]
+            for role, every in cluster.tasks.items()
+        }
+        cluster.path.write_text(json.dumps(cluster.tasks))
+        cluster.start("chief/0", "--job", job, "--out", out)
+        for task in ("ps/0", "ps/1", "ps/2"):
+            cluster.start(task)
+        for index in range(4):
+            cluster.start(f"worker/{index}", "--job", job)
+        for task, command in cluster.commands.items():
+            assert command.finish().code == 0, (task, command.finish())
+    (said,) = [text for text in events(out, "plan") if text.startswith("plan ")]
+    assert re.search(r"cut for the machines' links: 30 % on ps/0, 30 % on ps/1, 40 % on ps/2", said), said
+    assert summary_of(out)["sha256"] == expected_sha256(job)

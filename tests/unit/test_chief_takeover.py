@@ -496,6 +496,18 @@ def test_another_job_is_named_and_the_same_is_not() -> None:
     assert "for a number of parameter servers other than 2, with another --bucket-mb or by another version" in reason
 
 
+def test_a_run_goes_on_with_the_shares_that_it_began_with() -> None:
+    tensors = tuple(TensorSpec(name=f"t{number}", shape=(500, 256), dtype="float32") for number in range(8))
+    cluster = Mortal(job=make_job(tensors=tensors), shares=(0.25, 0.75))
+    cluster.start()
+    plan = cluster.program.state.layout.plan
+    assert plan is not None and [shard.nbytes // 1_024_000 for shard in plan.shards] == [1, 3]
+    assert "cut for the machines' links: 25 % on ps/0, 75 % on ps/1" in cluster.text()
+    # As one of an earlier version, or with another cluster.json.
+    cluster.next_chief()
+    assert cluster.settings.shares == (0.25, 0.75) and cluster.program.state.layout.plan == plan
+
+
 def test_a_start_that_takes_nothing_over_begins_a_run_of_its_own() -> None:
     cluster = mortal()
     cluster.note("closed")

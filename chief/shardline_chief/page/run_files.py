@@ -116,8 +116,12 @@ class RunFiles:
 
     def _read_journal(self, path: Path) -> None:
         known = self._known = replay(read_entries(path.parent))
-        plan = make_plan(known.job.tensors, known.shards) if known.job is not None and known.shards else None
-        self._shard_bytes = tuple(shard.nbytes for shard in plan.shards) if plan is not None else ()
+        self._shard_bytes = ()
+        if known.job is not None and known.shards:
+            held = [share for share in known.shares if share]
+            shares = held if len(held) == known.shards else None
+            plan = make_plan(known.job.tensors, known.shards, shares=shares)
+            self._shard_bytes = tuple(shard.nbytes for shard in plan.shards)
 
     def _read_trace(self, path: Path) -> None:
         if self._known.job is not None:

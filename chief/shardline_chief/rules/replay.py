@@ -38,6 +38,8 @@ class Remembered:
     plan_id: str = ""
     shards: int = 0
     """Number of shards in the plan."""
+    shares: tuple[float, ...] = ()
+    """The part of the model of each server, 0 = none; empty = equal parts."""
     timeline: int = 0
     """The newest timeline begun; 0 = none."""
     active: bool = False
@@ -128,6 +130,7 @@ class Remembered:
                 self.job = job_from_json(entry["spec"])
             case "plan":
                 self.plan_id, self.shards = str(entry["plan_id"]), int(entry.get("shards", 0))
+                self.shares = tuple(float(share) for share in entry.get("shares", ()))
             case "timeline" | "standbys" | "failover":
                 self._placed(entry)
             case "running":
@@ -318,7 +321,7 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
         if phrases:
             return "; ".join(phrases)
     if remembered.plan_id:
-        plan = settings.plan(known)
+        plan = settings.cut_as(remembered.shares).plan(known)
         if plan.plan_id != remembered.plan_id:
             servers = f"a number of parameter servers other than {len(settings.ps)}"
             return f"its parameters were cut for {servers}, with another --bucket-mb or by another version"

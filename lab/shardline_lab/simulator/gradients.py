@@ -18,7 +18,7 @@ from shardline.codecs.base import PLAIN_TURN, Memory, Turn
 from shardline.codecs.coding import Coding, JobCoding
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient, flat_bucket
-from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.plan import BucketSpec, Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import UsageError
@@ -69,7 +69,7 @@ def training_contents(job: Job, setup: Setup) -> Contents:
         raise UsageError(
             f"--gradients can't simulate codec {remembering[0]}, which remembers what it has sent; leave it out"
         )
-    plan, model = make_plan(setup.job.tensors, setup.servers), job.build_model()
+    plan, model = setup.plan(), job.build_model()
     shared = Shared(
         job=job,
         spec=setup.job,

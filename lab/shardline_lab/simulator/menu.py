@@ -14,7 +14,6 @@ from shardline.codecs import CODECS
 from shardline.codecs.auto import undecided
 from shardline.codecs.base import Memory
 from shardline.consistency import CONSISTENCIES, Gives
-from shardline.core.plan import make_plan
 from shardline.division import PIPELINES, WholeModel
 from shardline.errors import JobError
 from shardline.job import Job
@@ -161,7 +160,7 @@ def _result(setup: Setup, known: dict[tuple[object, ...], Result]) -> Result:
     """The simulation's result, shared by codecs of the same size."""
     job = setup.job
     if pipeline.of(job).staged:
-        plan = make_plan(job.tensors, setup.servers)
+        plan = setup.plan()
         moved = tuple((*one.push_bytes, *one.pull_bytes) for own in stage_buckets(setup, plan) for _, one in own)
         place = (job.pipeline, job.replicas, moved)
         if place not in known:

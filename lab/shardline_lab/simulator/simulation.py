@@ -15,6 +15,7 @@ from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import clip_scale, global_norm
+from shardline.core.shares import uneven_shares
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import UsageError
 from shardline.topology import Flat
@@ -113,6 +114,14 @@ class Setup:
                     f"{f'worker/0 to worker/{last}' if last else 'worker/0 alone'}"
                 )
 
+    def plan(self) -> Plan:
+        """How the job's tensors are cut over the servers, as the chief would."""
+        servers, workers = (
+            [self.machines.get(f"{role}/{index}", f"{role}/{index}") for index in range(count)]
+            for role, count in (("ps", self.servers), ("worker", self.workers))
+        )
+        return make_plan(self.job.tensors, self.servers, shares=uneven_shares(servers, workers) or None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -127,7 +136,7 @@ class Contents:
 
 def timing_contents(setup: Setup) -> Contents:
     """The bytes of each server, in as many buckets as the timing needs."""
-    plan = make_plan(setup.job.tensors, setup.servers)
+    plan = setup.plan()
     servers = []
     for number in range(len(plan.shards)):
         pushes, pulls = (

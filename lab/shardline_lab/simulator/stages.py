@@ -17,7 +17,7 @@ from shardline.consistency import Gives
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
 from shardline.core.orders import PassReport
-from shardline.core.plan import Plan, make_plan
+from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 from shardline.errors import InternalError, UsageError
 from shardline_lab.simulator.clock import VirtualClock
@@ -238,7 +238,7 @@ class PipelineSimulation:
         self.steps = setup.steps or job.steps
         self.push_bytes = self.pull_bytes = self.parcel_bytes = 0.0
         self.timeline = Timeline(self.stages, job.replicas, self.count)
-        plan = make_plan(job.tensors, setup.servers)
+        plan = setup.plan()
         contents = stage_buckets(setup, plan)
         self.servers = self._make_servers(plan, contents)
         self.buckets = [

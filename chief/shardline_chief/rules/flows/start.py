@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline import consistency, division
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
-from shardline.core.plan import balance
+from shardline.core.plan import Plan, balance
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
@@ -85,7 +85,15 @@ class Start:
         if self._complete(job):
             self._nothing_left(now_s)
             return
-        members = state.tasks.members.living("ps")
+        self._place(job, plan)
+
+    def _place(self, job: JobSpec, plan: Plan) -> None:
+        state = self.state
+        servers = state.tasks.members.living("ps")
+        members = [member for member in servers if state.settings.holds(member.index)]
+        if len(members) < len(servers):
+            without = [member.task for member in servers if member not in members]
+            state.say("plan", f"{', '.join(without)} will not hold any shard: the workers there need their links")
         # A small model may have fewer shards than there are ps: the last ones then hold nothing.
         placement = tuple(
             Placement(shard=shard, task=member.task, address=member.address)
@@ -96,13 +104,20 @@ class Start:
             state.say(
                 "plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will not hold any shard"
             )
-        state.record("plan", plan_id=plan.plan_id, shards=len(plan.shards), replicas=job.replicas, job=job.name)
+        shares, shards = state.settings.shares, len(plan.shards)
+        state.record("plan", plan_id=plan.plan_id, shards=shards, shares=shares, replicas=job.replicas, job=job.name)
         buckets = sum(len(shard.buckets) for shard in plan.shards)
         size = sum(shard.nbytes for shard in plan.shards)
+        where = f"largest {balance(plan):.2f} of the mean"
+        if shares and shards == len(members):
+            parts = [
+                f"{100 * shard.nbytes / size:.0f} % on {place.task}"
+                for shard, place in zip(plan.shards, placement, strict=True)
+            ]
+            where = f"cut for the machines' links: {', '.join(parts)}"
         state.say(
             "plan",
-            f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {len(plan.shards)} shards, "
-            f"largest {balance(plan):.2f} of the mean",
+            f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {shards} shards, {where}",
         )
         self.reconcile.place(placement)
 

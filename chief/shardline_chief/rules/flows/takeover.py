@@ -75,6 +75,7 @@ class Takeover:
 
     def _take_up_history(self, job: JobSpec) -> None:
         state, known = self.state, self._known
+        state.tasks.settings = state.settings.cut_as(known.shares)
         state.layout.plan = state.settings.plan(job)
         state.saves.ledger = CutLedger(state.layout.filled)
         state.layout.placement = known.placement

@@ -49,6 +49,8 @@ class ChiefSettings:
     """Standbys of each shard: 0 or 1."""
     bucket_bytes: int = 0
     """Target size of a bucket; 0 = by the size of a shard."""
+    shares: tuple[float, ...] = ()
+    """The part of the model for each ps, by index, 0 = none; empty = equal parts. See core.shares."""
     replayed: Replayed | None = None
     """The run to repeat."""
     before: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +67,16 @@ class ChiefSettings:
 
     def plan(self, job: JobSpec) -> Plan:
         """How the job's tensors are cut over the parameter servers. Raises JobError."""
-        return make_plan(job.tensors, len(self.ps), bucket_bytes=self.bucket_bytes or None)
+        held = [share for share in self.shares if share]
+        return make_plan(job.tensors, len(held or self.ps), bucket_bytes=self.bucket_bytes or None, shares=held or None)
+
+    def cut_as(self, shares: tuple[float, ...]) -> ChiefSettings:
+        """These settings with the shares of a run that is to go on, if it has as many servers."""
+        return dataclasses.replace(self, shares=shares if len(shares) == len(self.ps) else ())
+
+    def holds(self, index: int) -> bool:
+        """Whether a ps gets a shard at the start, where there are enough."""
+        return not self.shares or self.shares[index] > 0.0
 
 
 def as_chosen(job: JobSpec, ours: JobSpec) -> JobSpec:
