@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.client.api.stateful import Stateful
 from tests.e2e.support import (
     PATIENCE_S,
     assert_refused,
@@ -16,7 +18,9 @@ from tests.e2e.support import (
     traced,
     train,
     wait_for_step,
+    wait_until,
 )
+from tests.unit.test_stateful import Loader, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
@@ -126,6 +130,59 @@ def test_a_script_with_barriers_goes_on_after_a_death(tmp_path: Path, dying: str
         said = (out / "logs" / f"worker-{replica}.log").read_text()
         assert "met in step 55" in said
         assert said.count("met after the loop") == 1
+
+
+LOADING = """
+import sys
+import time
+from pathlib import Path
+import torch
+import shardline
+from tests.unit.test_stateful import Loader
+
+session = shardline.connect()
+model = torch.nn.Linear(1, 1)
+optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+batches = session.stateful(Loader(11 + session.replica))
+with open(Path(__file__).with_name(f"read-{session.replica}"), "a") as read:
+    for step in session.steps(int(sys.argv[1])):
+        sample = next(batches)
+        if step in (15, 27) and session.replica == 0:
+            Path(__file__).with_name(f"stands-{step}").touch()
+            while not Path(__file__).with_name(f"go-{step}").exists():
+                time.sleep(0.01)
+        optimizer.zero_grad()
+        model(torch.ones(1, 1) * sample).sum().backward()
+        optimizer.step()
+        print(step, sample, file=read, flush=True)
+session.close()
+"""
+
+
+@pytest.mark.processes
+def test_a_stateful_loader_reads_in_one_order_over_deaths_rollbacks_and_a_resume(tmp_path: Path) -> None:
+    script, out = tmp_path / "loading.py", tmp_path / "run"
+    script.write_text(LOADING)
+    every = (("checkpoint_every", "10"),)
+    with mortal_cluster(script, out, script=True, script_args=("45",), overrides=every) as cluster:
+        for step, dying in ((15, "worker/1"), (27, "ps/0")):
+            wait_until((tmp_path / f"stands-{step}").exists, f"step {step}")
+            cluster.kill(dying)
+            (tmp_path / f"go-{step}").touch()
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, [cluster.log_tail(task, 30) for task in cluster.tasks()]
+    assert summary_of(out)["steps"] == 45
+    resumed = LaunchOptions(
+        job=script, out=out, script=True, script_args=("60",), overrides=every, workers=2, resume=True
+    )
+    with LocalCluster(resumed) as cluster:
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, [cluster.log_tail(task, 30) for task in cluster.tasks()]
+    for replica in (0, 1):
+        lines = [line.split() for line in (tmp_path / f"read-{replica}").read_text().splitlines()]
+        unbroken = steps(Stateful(Loader(11 + replica), None), range(60))
+        # Of a step that was made again too. A worker that was killed in a step may not have written it.
+        assert all(unbroken[int(step)] == int(sample) for step, sample in lines)
+        assert len({step for step, _ in lines}) >= 59
+        assert len(lines) > 60, "the job went back to step 20"
 
 
 def test_what_only_a_script_itself_can_say_is_refused_as_a_flag(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import logging
 from types import TracebackType
 from typing import Self
 
+from shardline import cadence as cadences
+from shardline.client.api.stateful import HasState, Stateful
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.shard_exchange import Interrupted, Restart
 from shardline.config import RoleConfig
@@ -19,6 +21,7 @@ from shardline.errors import (
     ShardlineError,
     TaskLostError,
     UnreachableError,
+    UsageError,
     job_error,
     where_raised,
 )
@@ -54,6 +57,31 @@ class JobMember:
     def link(self) -> ChiefLink:
         """Link to the chief. Raises UsageError before attach()."""
         return self._loop.runner.now.link
+
+    def stateful(self, loader: HasState) -> Stateful:
+        """Keep a loader's state by step; next() of what this returns is the open step's batch, epoch after epoch.
+
+        loader: torchdata's StatefulDataLoader, or anything with state_dict and load_state_dict. Call it after attach(),
+        before a loop over steps(), and draw before optimizer.step(). After a restart, --resume or a rollback the loader
+        stands where it stood before that step. Its states are in the run's folder (SHARDLINE_OUT).
+
+        Raises UsageError for what has no state and for jobs in which steps can't be made again.
+        """
+        job = self._loop.trainer.job
+        if not isinstance(loader, HasState):
+            raise UsageError(
+                f"stateful() takes a loader with state_dict() and load_state_dict(), such as torchdata's "
+                f"StatefulDataLoader; {type(loader).__name__} has none"
+            )
+        if not self._loop.runner.now.assigned or self._loop.place.wishes.overlap or cadences.of(job).rounds.ticks > 1:
+            raise UsageError(
+                "stateful() needs consistency 'sync', cadence 'every-step' and no overlap: elsewhere a step may have "
+                "left before the state of the next one is kept"
+            )
+        number, out = len(self._loop.stateful), self.config.out
+        folder = out.absolute() / "stateful" / f"{self.config.task.replace('/', '-')}-{number}" if out else None
+        self._loop.stateful.append(Stateful(loader, folder))
+        return self._loop.stateful[-1]
 
     def _join(self, spec: JobSpec) -> None:
         """Get admitted by the chief, and begin. Raises SystemExit if this process is asked to end first."""

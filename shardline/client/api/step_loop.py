@@ -15,6 +15,7 @@ import torch
 from shardline.cadence.base import Hyper
 from shardline.client.api.barrier import Barrier
 from shardline.client.api.profile import StepProfile
+from shardline.client.api.stateful import Stateful
 from shardline.client.api.stepper import OPEN, Do, LoopMistakes, MissingSteps, TrainingPosition
 from shardline.client.api.workplace import WorkerState, Workplace
 from shardline.client.exchange.shard_exchange import Interrupted, Overtaken, Rerouted, Restart, StepFigures, Stopped
@@ -541,6 +542,8 @@ class StepLoop:
         """The optimizer's numbers that differ from the job's, once it is attached."""
         self.loss: float | None = None
         """The open step's, for logs."""
+        self.stateful: list[Stateful] = []
+        """Loaders of a script whose states are kept by step."""
         self.logged: dict[str, float] = {}
         """The open step's other figures, for curves."""
 
@@ -590,6 +593,8 @@ class StepLoop:
                 self._expect_by_itself()
                 if self.profile is not None:
                     self.profile.at(number)
+                for loader in self.stateful:
+                    loader.enter(number)
                 yield number
         except JobError as error:
             # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
@@ -751,6 +756,8 @@ class StepLoop:
             raise error
         runner.missing_steps.reset()
         self.mistakes.about_to_step()
+        for loader in self.stateful:
+            loader.leave(self._now.number, self.trainer.job.checkpoint_every)
         if not self._reports.contributed:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(self.gradients(), loss=loss or self.loss)

@@ -1,0 +1,196 @@
+"""Data loaders with a state in a script: kept by step, so that a step that is made again reads the same samples."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from shardline.core.settings import short
+from shardline.core.spec import DTYPE_NAMES, DTYPES
+from shardline.errors import JobError, UsageError
+from shardline.host import files
+
+STATE_BYTES = 64 << 20
+"""Most bytes of a state's file."""
+RECENT = 3
+"""The newest steps whose state is kept: a worker may have to make its last one again."""
+CHECKPOINTS = 16
+"""Steps of checkpoints whose state is kept, before the newest: the job goes back to one."""
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """What session.stateful() takes: torchdata's StatefulDataLoader, or anything with these methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Stateful(Iterator[Any]):
+    """A loader whose next batch is that of the open step; it begins again when it is exhausted.
+
+    Its states are files of the run's folder, by step: each is written before the gradients of the step before it leave,
+    so whatever step the job goes on from has one.
+    """
+
+    def __init__(self, loader: HasState, folder: Path | None) -> None:
+        """folder: of the files; None = states are kept in memory, and end with the process."""
+        self._loader = loader
+        self._folder = folder
+        self._batches: Iterator[Any] | None = None
+        self._states: dict[int, str] = {}
+        """The newest ones, as JSON."""
+        self._at: int | None = None
+        """The step before which the loader stands; None = unknown."""
+
+    def __next__(self) -> Any:
+        """Return the next batch. Raises StopIteration for a loader without any, UsageError for one without batches."""
+        if self._batches is None:
+            self._batches = self._begin()
+        batch = next(self._batches, self)
+        if batch is self:
+            self._batches = self._begin()
+            batch = next(self._batches)
+        self._at = None
+        return batch
+
+    def _begin(self) -> Iterator[Any]:
+        if not isinstance(self._loader, Iterable):
+            raise UsageError(f"{type(self._loader).__name__} has a state, but no batches: it can't be iterated over")
+        return iter(self._loader)
+
+    def enter(self, step: int) -> None:
+        """Stand before a step. Raises JobError if its state is not there, or is another loader's."""
+        if self._at is None and not self._states and step == 0:
+            self._keep(0)
+        elif self._at != step:
+            self._restore(step)
+        self._at = step
+
+    def leave(self, step: int, every: int) -> None:
+        """Keep the state before the next step; what is drawn from now on belongs to that. every: checkpoint_every."""
+        if not self._states:
+            raise UsageError("session.stateful() needs a loop over session.steps(), which can make a step again")
+        self._keep(step + 1)
+        self._at = step + 1
+        self._forget(step + 1, every)
+
+    def _keep(self, step: int) -> None:
+        held = [self._loader.state_dict(), [one.get_state() for one in self._generators()]]
+        state = {"loader": self._about(), "state": encode(held, type(self._loader).__name__)}
+        text = self._states[step] = json.dumps(state)
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                files.replace(self._path(step), text.encode(), durable=False)
+            except OSError as error:
+                raise JobError(f"the loader's state can't be written to {self._path(step)}: {error.strerror}") from None
+
+    def _restore(self, step: int) -> None:
+        text = self._states.get(step)
+        if text is None and self._folder is not None:
+            with contextlib.suppress(OSError):
+                text = files.read_text(self._path(step), STATE_BYTES)
+        if text is None:
+            where = f"there is no {self._path(step)}" if self._folder is not None else "SHARDLINE_OUT names no folder"
+            raise JobError(
+                f"the state of the {type(self._loader).__name__} before step {step} is not here ({where}); start the "
+                "worker where it was, with the folder of its run"
+            )
+        found = json.loads(text)
+        if found["loader"] != self._about():
+            raise JobError(
+                f"the state before step {step} is of a loader with {_words(found['loader'])}, and this one has "
+                f"{_words(self._about())}; resume with the one that it was"
+            )
+        try:
+            held, generators = decode(found["state"])
+            self._loader.load_state_dict(held)
+            self._batches = self._begin() if isinstance(self._loader, Iterable) else None
+            # An iterator of torchdata draws its epoch's order as it is made; the next epoch's comes from these.
+            for generator, state in zip(self._generators(), generators, strict=True):
+                generator.set_state(state)
+        except Exception as error:
+            raise JobError(
+                f"the loader refuses its state before step {step}: {type(error).__name__}: {error}"
+            ) from error
+        self._states[step] = text
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators of a DataLoader and its sampler, whose states torchdata restores for one epoch only."""
+        found = [getattr(one, "generator", None) for one in (self._loader, getattr(self._loader, "sampler", None))]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+    def _about(self) -> dict[str, Any]:
+        """What a loader has to have in common with the one whose state it takes."""
+        length: int | None = None
+        with contextlib.suppress(TypeError):
+            length = len(self._loader)  # type: ignore[arg-type]
+        workers, size = (getattr(self._loader, name, None) for name in ("num_workers", "batch_size"))
+        about = {"class": type(self._loader).__name__, "batches": length, "num_workers": workers, "batch_size": size}
+        return {name: value for name, value in about.items() if isinstance(value, str | int)}
+
+    def _forget(self, step: int, every: int) -> None:
+        """Drop the states that nobody goes back to from this step."""
+        for old in [old for old in self._states if old <= step - RECENT]:
+            del self._states[old]
+        old = step - RECENT
+        if self._folder is not None:
+            doomed = [old] if old > 0 and (not every or old % every) else []
+            doomed += [old - CHECKPOINTS * every] if every and old % every == 0 and old > CHECKPOINTS * every else []
+            for number in doomed:
+                self._path(number).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"step-{step:08d}.json"
+
+
+def _words(about: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in about.items())
+
+
+def encode(value: Any, where: str) -> Any:
+    """A state as JSON, exactly. Raises JobError, with its place, for a value that can't be kept."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), base64.b64encode(data).decode()]}
+    raise JobError(
+        f"the loader's state has {short(value)} at {where}, which can't be kept: numbers, texts, bytes, tensors, "
+        "lists, tuples and dicts can"
+    )
+
+
+def decode(value: Any) -> Any:
+    """The inverse of encode()."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tuple":
+        return tuple(map(decode, content))
+    if kind == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
+    dtype, shape, data = content
+    octets = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
+    return octets.view(DTYPES[dtype]).reshape(shape) if data else torch.empty(shape, dtype=DTYPES[dtype])
