@@ -48,7 +48,7 @@ def test_a_loader_goes_on_in_the_order_of_an_unbroken_run(
 
 def test_a_loader_with_other_processes_or_another_length_is_refused(tmp_path: Path) -> None:
     steps(Stateful(loader(0), tmp_path), range(3))
-    with pytest.raises(JobError, match="num_workers 0.*, and this one has .*num_workers 2"):
+    with pytest.raises(JobError, match=r"num_workers 0.*, and this one has .*num_workers 2"):
         Stateful(loader(2), tmp_path).enter(3)
-    with pytest.raises(JobError, match="batches 5.*, and this one has .*batches 6"):
+    with pytest.raises(JobError, match=r"batches 5.*, and this one has .*batches 6"):
         Stateful(loader(0, length=12), tmp_path).enter(3)
