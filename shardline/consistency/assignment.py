@@ -53,14 +53,14 @@ def assign(
 
 
 def _blocks(workers: Sequence[str], replicas: int) -> dict[int, str]:
-    """Contiguous runs of lengths as equal as possible; aligned if the counts are powers of two."""
-    base, extra = divmod(replicas, len(workers))
-    result, first = {}, 0
-    for number, worker in enumerate(workers):
-        count = base + (number < extra)
-        result.update(dict.fromkeys(range(first, first + count), worker))
-        first += count
-    return result
+    """Contiguous runs of lengths as equal as possible; aligned if the counts are powers of two.
+
+    Longer ones are spread evenly, so that neighbours, such as those of a host, have as many as others: 8 replicas of
+    6 workers are 4 of the first 3.
+    """
+    ends = [number * replicas // len(workers) for number in range(len(workers) + 1)]
+    runs = zip(workers, ends, ends[1:], strict=False)
+    return {replica: worker for worker, first, end in runs for replica in range(first, end)}
 
 
 def replicas_of(assignment: Mapping[int, str], worker: str) -> tuple[int, ...]:
