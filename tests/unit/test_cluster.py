@@ -96,7 +96,7 @@ def test_bad_task_name_is_refused(text: str) -> None:
         ({"ps": None}, '"ps" is a JSON null'),
         ({"ps": "h:1"}, '"ps" is a JSON string'),
         ({"worker": []}, '"worker" is an empty list'),
-        ({"master": ["h:1"]}, "a role 'master'; the roles are chief, ps, worker or evaluator"),
+        ({"master": ["h:1"]}, "a role 'master'; the roles are chief, ps, worker, aggregator or evaluator"),
         ({"chief": ["a:1", "b:1"]}, "one chief"),
         ({"evaluator": ["H1:1"]}, "ps/0 and evaluator/0 have the same address H1:1"),
         ({"worker": ["h3:1", "h4:x"]}, "worker/1 is 'h4:x'"),
