@@ -372,6 +372,11 @@ def _unpacked(loader: DataLoader[Any], job: Job) -> dict[str, Any]:
         )
     if loader.batch_size is None:
         raise JobError("Job.dataset is a DataLoader without a batch_size; give its data set and Job.batch_size")
+    if loader.worker_init_fn is not None and loader.num_workers:
+        raise JobError(
+            "Job.dataset is a DataLoader with a worker_init_fn, which a job's loaders would not call; leave it out, "
+            "and have the data set prepare itself where a process first reads from it"
+        )
     if job.batch_size not in (0, loader.batch_size):
         raise JobError(
             f"Job.batch_size is {job.batch_size}, and that of the DataLoader {loader.batch_size}; leave one out"

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardline
 from shardline.client.api.session import Session
-from shardline.errors import ClusterSpecError, JobError
+from shardline.errors import ClusterSpecError, JobError, UsageError
 from tests.support.services import Services, backward, make_model
 
 STEPS = 6
@@ -54,6 +54,8 @@ def test_a_script_without_a_cluster_ends_in_the_bits_of_a_cluster_of_one_worker(
     threads = torch.get_num_threads()
     session = shardline.connect(**settings)  # type: ignore[arg-type]
     assert torch.get_num_threads() == threads
+    with pytest.raises(UsageError, match="connected as worker/0 already; close that session before"):
+        shardline.connect()
     model = train(session)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name

@@ -219,6 +219,10 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
             r"a DataLoader with a RandomSampler, but the job has an order of its own",
         ),
         (
+            {"dataset": DataLoader([1, 2], num_workers=1, worker_init_fn=print), "batch_size": 0},
+            r"a DataLoader with a worker_init_fn, which a job's loaders would not call; leave it out",
+        ),
+        (
             {"dataset": DataLoader([1, 2], batch_size=None), "batch_size": 0},
             r"Job\.dataset is a DataLoader without a batch_size",
         ),

@@ -72,6 +72,11 @@ def connect(
     files.check_descriptors()
     beside = contextlib.ExitStack()
     alone = not any((cluster, task, environment("cluster"), environment("task"), os.environ.get("TF_CONFIG")))
+    if alone and _session is not None and not _session.owner.ended:
+        raise UsageError(
+            f"this process is connected as {_session.config.task} already; close that session before connect() starts "
+            "another one without a cluster"
+        )
     if alone:
         cluster, task = _start_beside(beside), "worker/0"
     config = _config(cluster, task, timeout_s, device)
