@@ -72,11 +72,6 @@ def connect(
     files.check_descriptors()
     beside = contextlib.ExitStack()
     alone = not any((cluster, task, environment("cluster"), environment("task"), os.environ.get("TF_CONFIG")))
-    if alone and _session is not None and not _session.owner.ended:
-        raise UsageError(
-            f"this process is connected as {_session.config.task} already; close that session before connect() starts "
-            "another one without a cluster"
-        )
     if alone:
         cluster, task = _start_beside(beside), "worker/0"
     config = _config(cluster, task, timeout_s, device)
@@ -128,6 +123,11 @@ def _check_process() -> None:
 
 def _start_beside(beside: contextlib.ExitStack) -> str:
     """Start a chief and a server in this process; returns their cluster.json. Raises ClusterSpecError, UsageError."""
+    if _session is not None and not _session.owner.ended:
+        raise UsageError(
+            f"this process is connected as {_session.config.task} already; close that session before connect() starts "
+            "another one without a cluster"
+        )
     script = Path(sys.argv[0]).name or "train.py"
     start = f"start the script with `shardline train --script {script}`"
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
