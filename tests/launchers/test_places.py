@@ -146,7 +146,7 @@ def test_a_tfjob_with_dynamic_workers_finds_its_chief_by_the_names_of_pods() -> 
 
 
 def test_a_tf_config_that_is_wrong_is_refused_with_what_is_wrong() -> None:
-    assert "it must be chief, ps, worker or evaluator" in refusal(tfjob("driver", 0))
+    assert "it must be chief, ps, worker, aggregator or evaluator" in refusal(tfjob("driver", 0))
     assert "task ps/2 is not in the cluster spec" in refusal(tfjob("ps", 2))
     assert "TF_CONFIG is not JSON" in refusal({"TF_CONFIG": "{cluster"})
     assert 'no object "cluster"' in refusal({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'})
