@@ -211,7 +211,8 @@ class Lies:
             found["exit_code"] == 0
             and found["lost_updates"] == LOST
             and best["step"] == 0
-            and all(value is not None for value in best["metrics"].values())
+            # The metric that decides; the others of a score may be NaN.
+            and next(iter(best["metrics"].values())) is not None
             and steps == list(range(STEPS)) == [line["step"] for line in lines]
         )
         targets = (self.host.out / "prometheus-targets.json").read_text()
