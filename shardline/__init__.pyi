@@ -53,7 +53,9 @@ from .integrations.distributed import DistributedOptimizer as DistributedOptimiz
 from .integrations.distributed import init_process_group as init_process_group
 from .integrations.notebook import launch as launch
 from .job import Job as Job
+from .topology.aggregators import Aggregators as Aggregators
 from .topology.flat import Flat as Flat
+from .topology.local_sum import LocalSum as LocalSum
 from .update.dana import DANA as DANA
 from .update.dc_asgd import DCASGD as DCASGD
 from .update.gap_aware import GapAware as GapAware

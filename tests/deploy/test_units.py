@@ -34,6 +34,7 @@ SPEC = {
     "ps": ["10.0.0.2:2222", "10.0.0.3:2222"],
     "worker": ["10.0.0.4:2222", "10.0.0.5:2222"],
     "evaluator": ["10.0.0.6:2222"],
+    "aggregator": ["10.0.0.7:2222"],
 }
 FLAGS = {
     parameter.envvar: parameter

@@ -56,6 +56,7 @@ class Told:
     def __init__(self, view: JobView) -> None:
         self.view = view
         self.identity = Identity("worker/0", 1)
+        self.orders = Orders()
         self.client = SimpleNamespace(get_job=lambda who: self.view)
         self.suspected: list[tuple[set[str], int]] = []
 

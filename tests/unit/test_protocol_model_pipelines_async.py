@@ -42,7 +42,7 @@ def test_no_schedule_of_deaths_changes_a_gradient_or_stops_the_job(pipeline: str
 @pytest.mark.parametrize("pipeline", ["flush", "stash"])
 def test_replicas_that_may_be_a_step_ahead_never_wait_for_each_other_for_ever(pipeline: str) -> None:
     # Each with workers of its own: those that have stages of several replicas bind these to each other.
-    counts = played(range(6), pipeline, consistency=PACED, replicas=2, workers=6)
+    counts = played(range(9), pipeline, consistency=PACED, replicas=2, workers=6)
     assert counts["held"] > 20 and counts["kills"] > 12 and counts["checked"] > 400
 
 

@@ -18,7 +18,7 @@ def report(replica: int) -> StepReport:
 
 
 def test_waiting_for_batches_is_not_computing() -> None:
-    reports = StepReports(Metrics("worker", "worker/0"))
+    reports = StepReports(Metrics("worker", "worker/0"), None)
     reports.began_s -= 100.0
     reports.read(40.0)
     reports.read(10.0)
@@ -33,7 +33,7 @@ def test_waiting_for_batches_is_not_computing() -> None:
 
 
 def test_ticks_of_a_step_add_up_and_another_step_begins_at_zero() -> None:
-    reports = StepReports(Metrics("worker", "worker/0"))
+    reports = StepReports(Metrics("worker", "worker/0"), None)
     reports.read(2.0)
     reports.add(report(0), waited_s=0.0)
     reports.next_tick()
