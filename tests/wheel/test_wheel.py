@@ -20,7 +20,7 @@ import pytest
 from native import build
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("", "_ps", "_worker", "_chief", "_evaluator", "_pipeline", "_lab", "_launchers")
+PACKAGES = ("", "_ps", "_aggregator", "_worker", "_chief", "_evaluator", "_pipeline", "_lab", "_launchers")
 pytestmark = pytest.mark.wheel
 
 

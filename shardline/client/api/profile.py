@@ -75,11 +75,14 @@ class StepProfile:
             self._stop()
 
     def exchanged(self, figures: StepFigures) -> None:
-        """Add the exchange of a step that has been closed."""
+        """Add the exchange of a step that has been closed, unless it began before the first step of the trace."""
         if self._profiler is None:
             return
+        first_s = next(iter(self._began.values()))
         for shard, outcome in figures.outcomes.items():
             start_s = outcome.began_s
+            if start_s < first_s:
+                continue
             for name, seconds in zip(("push", "wait", "pull"), outcome.parts(start_s), strict=True):
                 span = {"ph": "X", "cat": "shardline", "name": name, "ts": start_s * 1e6, "dur": seconds * 1e6}
                 self._exchanges.append({**span, "tid": FIRST_LINE + shard})
