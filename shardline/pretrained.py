@@ -32,7 +32,7 @@ def pretrained(model: nn.Module | Mapping[str, Any]) -> str:
 
 
 def _is_a(value: object, package: str, name: str) -> bool:
-    """Whether its class is one of that name, of a package that need not be installed."""
+    """Find the class by its name and package, which need not be installed, among those of the value."""
     return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(value).__mro__)
 
 

@@ -65,7 +65,7 @@ class GroupSettings:
 
     @property
     def follows_scores(self) -> bool:
-        """Whether the scheduler follows scores instead of the step."""
+        """Return whether the scheduler follows scores instead of the step."""
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     def at(self, step: int) -> Sequence[Mapping[str, Any]]:

@@ -33,6 +33,9 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
         pairs += [("the state of the update rule", _states(job), _states(stored))]
     if Gives.SAME_BITS in consistency.of(job.consistency).gives:
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _IDENTITY]
+    if job.follows_scores and stored.follows_scores:
+        # It says which scores the learning rate has followed.
+        pairs += [("checkpoint_every", job.checkpoint_every, stored.checkpoint_every)]
     blocking = [
         *_tensor_differences(stored, job),
         *[f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs],

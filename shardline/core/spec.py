@@ -203,7 +203,7 @@ class JobSpec(Settings):
     hosts: tuple[tuple[int, ...], ...] = ()
     """In a pipeline: numbers of the workers of each stage; () = the chief chooses. See docs/pipelines.md."""
     follows_scores: bool = False
-    """Whether the learning rate follows the evaluator's scores; see shardline.core.scores."""
+    """The learning rate follows the evaluator's scores; see shardline.core.scores."""
     pretrained: str = field(default="", compare=False)
     """How the model's own library makes it anew, see shardline.pretrained; "" = not known. Not part of the identity:
     another version of the library writes it otherwise."""

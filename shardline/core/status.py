@@ -125,7 +125,7 @@ class StepMeans:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a task's process uses of its machine; 0 = not known."""
+    """Processor, memory and GPU that a task's process uses; 0 = not known."""
 
     cores: float = 0.0
     """Cores that it computes on, on average since it was measured last; 1.5 = one and a half."""

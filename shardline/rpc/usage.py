@@ -1,4 +1,4 @@
-"""What this process uses of its machine: cores, memory, and its GPU."""
+"""Measure this process: cores, memory, and its GPU."""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@ SHAPES = ((4, 3), (5,))
 STATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 NEEDS = "a job's optimizer keeps per parameter tensors of its shape and numbers, which it makes in its first step"
 
+TORCHS = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"}
+"""Attributes of torch's own optimizers."""
 TEMPLATES: dict[str, torch.optim.Optimizer] = {}
 """Optimizers without parameters, by the name of their rule, in a process that has their class."""
 
@@ -100,9 +102,18 @@ class OwnStates(WholeStates):
 
         super().__init__(make, arguments, rule, site, kinds)
         self._numbers = rule.python_numbers(site.dtype)
+        self._own = own_attributes(self._optimizer)
 
-    def apply(self, *given: Any) -> None:
-        super().apply(*given)
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        present: Sequence[bool] | None,
+        arguments: Mapping[str, Any],
+        source: Tensor | None = None,
+    ) -> None:
+        super().apply(values, gradient, present, arguments, source)
+        _check_unchanged(self._site.spec.name, self._optimizer, arguments, self._own)
         for parameter, spec in zip(self._parameters, self._specs, strict=True):
             for name, state in self._optimizer.state.get(parameter, {}).items():
                 kind = self._kinds.get(name)
@@ -174,10 +185,43 @@ def twin(template: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -
     """An optimizer with all that another one's constructor has set, and these parameter groups."""
     made = object.__new__(type(template))
     made.__dict__.update(template.__dict__)
+    made.__dict__.update(own_attributes(template))
     made.state, made.param_groups = defaultdict(dict), []
     for group in groups:
         made.add_param_group({**copy.deepcopy(template.defaults), **group})
     return made
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A copy of what an optimizer keeps beside its state and its parameter groups."""
+    return {name: copy.deepcopy(value) for name, value in vars(optimizer).items() if name not in TORCHS}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Compare two attributes by their contents."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return len(one) == len(other) and all(map(_alike, one.values(), other.values()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, bool | int | float | complex | str | bytes | set | frozenset):
+        return bool(one == other)
+    return _alike(vars(one), vars(other)) if hasattr(one, "__dict__") and not callable(one) else True
+
+
+def _check_unchanged(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
+    """Raise JobError if a step has changed the parameter group, or what the optimizer keeps beside its state."""
+    found = optimizer.param_groups[0]
+    changed = [f"{key!r} in its parameter group" for key, value in group.items() if not _alike(found[key], value)]
+    now = {key: value for key, value in vars(optimizer).items() if key not in TORCHS}
+    changed += [f"{key!r} as an attribute" for key in now if key not in own or not _alike(now[key], own[key])]
+    if changed:
+        raise JobError(f"{name} keeps {changed[0]} from step to step, which checkpoints can't; {NEEDS}")
 
 
 def optimizer_of(rule: RuleSpec, params: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
@@ -274,16 +318,13 @@ def _stepped(
     try:
         optimizer = twin(template, [{"params": params, **group}])
         before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        own = own_attributes(optimizer)
         for sign in (1.0, -0.5):
             for parameter in params:
                 parameter.grad = torch.linspace(-1.0, sign, parameter.numel(), dtype=dtype).reshape(parameter.shape)
             eager.step(optimizer)
     except Exception as error:
         raise JobError(f"{name} can't step with gradients alone: {type(error).__name__}: {error}") from error
-    after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    changed = [key for key in after if key not in before or after[key] != before[key]]
-    if changed:
-        raise JobError(
-            f"{name} keeps {changed[0]!r} in its parameter group from step to step, which checkpoints can't; {NEEDS}"
-        )
+    after = optimizer.param_groups[0]
+    _check_unchanged(name, optimizer, {**{key: None for key in after if key != "params"}, **before}, own)
     return [parameter.detach() for parameter in params], [dict(optimizer.state[one]) for one in params]

@@ -40,6 +40,14 @@ def keeps_text(optimizer: Own, parameter: torch.Tensor, _: dict[str, Any]) -> No
     optimizer.state[parameter]["phase"] = "warm"
 
 
+def counts_on_itself(optimizer: Own, _: torch.Tensor, __: dict[str, Any]) -> None:
+    optimizer.__dict__["count"] = getattr(optimizer, "count", 0) + 1
+
+
+def remembers_on_itself(optimizer: Own, parameter: torch.Tensor, _: dict[str, Any]) -> None:
+    optimizer.__dict__.setdefault("memory", {}).setdefault(parameter, torch.zeros_like(parameter)).add_(parameter.grad)
+
+
 def by_others(optimizer: Own, parameter: torch.Tensor, group: dict[str, Any]) -> None:
     parameter.sub_(sum(one.grad.norm() for one in group["params"]))
 
@@ -70,6 +78,8 @@ def spec_of(update: Callable[..., Any], **defaults: Any) -> RuleSpec:
         (keeps_text, "keeps a state 'phase' 'warm'"),
         (by_others, "by what other parameters have, or at random"),
         (at_random, "by what other parameters have, or at random"),
+        (counts_on_itself, "keeps 'count' as an attribute from step to step, which checkpoints can't"),
+        (remembers_on_itself, "keeps 'memory' as an attribute"),
         (fails, "can't step with gradients alone: RuntimeError: closure is missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a job keeps of a model's own configuration. tests/scripts has the real libraries."""
+"""A model's own configuration in its job. tests/scripts has the real libraries."""
 
 from __future__ import annotations
 

@@ -104,3 +104,23 @@ def test_states_are_kept_exactly() -> None:
         assert torch.equal(one, other)
     with pytest.raises(JobError, match=r"has <object .*> at loader\['a'\]\[1\], which can't be kept"):
         encode({"a": [1, object()]}, "loader")
+
+
+@pytest.mark.parametrize("every", [0, 5, 1000])
+@pytest.mark.parametrize("kept", ["in files", "in memory"])
+def test_the_step_that_a_process_began_with_is_kept_and_the_multiples_of_checkpoint_every(
+    tmp_path: Path, every: int, kept: str
+) -> None:
+    unbroken = steps(Stateful(Loader(), None), range(60))
+    folder = tmp_path / "states"
+    steps(Stateful(Loader(), folder), range(37), every=every)
+    if kept == "in files":
+        loader = Stateful(Loader(), folder)
+        assert steps(loader, range(37, 60), every=every) == unbroken[37:]
+        back = 37
+    else:
+        loader = Stateful(Loader(), None)
+        assert steps(loader, range(60), every=every) == unbroken
+        back = 0
+    for step in (back, 55) if every == 5 else (back,):
+        assert steps(loader, range(step, step + 2), every=every) == unbroken[step : step + 2]

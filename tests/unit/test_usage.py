@@ -1,4 +1,4 @@
-"""What a task's process uses of its machine: measured, told, and shown."""
+"""Cores, memory and GPU of a task's process: measured, told, and shown."""
 
 from __future__ import annotations
 

@@ -21,12 +21,13 @@ STATE_BYTES = 64 << 20
 RECENT = 3
 """The newest steps whose state is kept: a worker may have to make its last one again."""
 CHECKPOINTS = 16
-"""Steps of checkpoints whose state is kept, before the newest: the job goes back to one."""
+"""Newest multiples of checkpoint_every whose state is kept, beside that of the step that this process began with: the
+job may go back to one."""
 
 
 @runtime_checkable
 class HasState(Protocol):
-    """What session.stateful() takes: torchdata's StatefulDataLoader, or anything with these methods."""
+    """A loader for session.stateful(): torchdata's StatefulDataLoader, or anything with these methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -37,16 +38,17 @@ class Stateful(Iterator[Any]):
     """A loader whose next batch is that of the open step; it begins again when it is exhausted.
 
     Its states are files of the run's folder, by step: each is written before the gradients of the step before it leave,
-    so whatever step the job goes on from has one.
+    so whatever step the job goes on from has one. Without a folder they are in memory, and end with the process.
     """
 
     def __init__(self, loader: HasState, folder: Path | None) -> None:
-        """folder: of the files; None = states are kept in memory, and end with the process."""
         self._loader = loader
         self._folder = folder
         self._batches: Iterator[Any] | None = None
         self._states: dict[int, str] = {}
-        """The newest ones, as JSON."""
+        """As JSON; with a folder the newest ones alone."""
+        self._first: int | None = None
+        """The step that this process began with."""
         self._at: int | None = None
         """The step before which the loader stands; None = unknown."""
 
@@ -68,6 +70,8 @@ class Stateful(Iterator[Any]):
 
     def enter(self, step: int) -> None:
         """Stand before a step. Raises JobError if its state is not there, or is another loader's."""
+        if self._first is None:
+            self._first = step
         if self._at is None and not self._states and step == 0:
             self._keep(0)
         elif self._at != step:
@@ -129,7 +133,7 @@ class Stateful(Iterator[Any]):
         return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
     def _about(self) -> dict[str, Any]:
-        """What a loader has to have in common with the one whose state it takes."""
+        """Facts that a loader has in common with the one whose state it takes."""
         length: int | None = None
         with contextlib.suppress(TypeError):
             length = len(self._loader)  # type: ignore[arg-type]
@@ -139,14 +143,15 @@ class Stateful(Iterator[Any]):
 
     def _forget(self, step: int, every: int) -> None:
         """Drop the states that nobody goes back to from this step."""
-        for old in [old for old in self._states if old <= step - RECENT]:
-            del self._states[old]
         old = step - RECENT
+        kept = every > 0 and old % every == 0
+        for number in {old - CHECKPOINTS * every if kept else old} - {self._first}:
+            if number > 0:
+                self._states.pop(number, None)
+                if self._folder is not None:
+                    self._path(number).unlink(missing_ok=True)
         if self._folder is not None:
-            doomed = [old] if old > 0 and (not every or old % every) else []
-            doomed += [old - CHECKPOINTS * every] if every and old % every == 0 and old > CHECKPOINTS * every else []
-            for number in doomed:
-                self._path(number).unlink(missing_ok=True)
+            self._states.pop(old, None)
 
     def _path(self, step: int) -> Path:
         assert self._folder is not None
@@ -192,5 +197,7 @@ def decode(value: Any) -> Any:
     if kind == "bytes":
         return base64.b64decode(content)
     dtype, shape, data = content
-    octets = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
-    return octets.view(DTYPES[dtype]).reshape(shape) if data else torch.empty(shape, dtype=DTYPES[dtype])
+    if not data:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    octets = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+    return octets.view(DTYPES[dtype]).reshape(shape)

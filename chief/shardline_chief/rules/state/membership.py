@@ -73,7 +73,7 @@ class Member:
 
     @property
     def talks(self) -> bool:
-        """Whether servers have to know this life, since it pushes to them and pulls from them."""
+        """Servers have to know this life, since it pushes to them and pulls from them."""
         return self.row.talks
 
     @property

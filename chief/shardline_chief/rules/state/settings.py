@@ -75,7 +75,7 @@ class ChiefSettings:
         return dataclasses.replace(self, shares=shares if len(shares) == len(self.ps) else ())
 
     def holds(self, index: int) -> bool:
-        """Whether a ps gets a shard at the start, where there are enough."""
+        """Return whether a ps gets a shard at the start, where there are enough."""
         return not self.shares or self.shares[index] > 0.0
 
 
