@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import logging
 import re
 import shutil
 import socket
@@ -518,7 +519,8 @@ def test_each_warning_is_logged_once_until_the_certificate_is_replaced(
     assert security.expires() == end.timestamp()
     own.renew()
     security.watch()
-    assert not caplog.messages
+    # That the new one is read may be said, now or later.
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert security.expires() > end.timestamp() + 86400
 
 
