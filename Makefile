@@ -225,7 +225,7 @@ e2e: $(STAMP)
 	@test -n "$$SHARDLINE_E2E_IMAGE" -o -n "$$TORCH_INDEX_URL" -o -n "$$(find wheelhouse -name 'torch-*.whl')" || \
 		$(BIN)/pip download --quiet --disable-pip-version-check --no-deps -c constraints.txt -d wheelhouse torch
 	SHARDLINE_E2E=1 TORCH=$${TORCH:-$$($(BIN)/python -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')} \
-		$(BIN)/pytest -q -n 2 --dist loadfile --durations=5 tests/containers $(ARGS)
+		$(BIN)/pytest -q --durations=5 tests/containers $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -q --hypothesis-profile long tests $(ARGS)
