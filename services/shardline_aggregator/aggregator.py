@@ -268,7 +268,10 @@ class Aggregator:
     # What a member asks first
 
     async def ready_for(self, timeline: int, admits: Callable[[], bool]) -> None:
-        """Wait, for a while, until this aggregator has the orders by which a sender came here. On the loop."""
+        """Wait, for a while, until this aggregator has the orders by which a sender came here. On the loop.
+
+        Raises UnreachableError if it does not get them: the sender then goes to the servers.
+        """
         loop, deadline_s = asyncio.get_running_loop(), awake_s() + self._config.timeouts.rpc_s / 4
         while (timeline > self.timeline or not admits()) and awake_s() < deadline_s:
             future: asyncio.Future[None] = loop.create_future()
@@ -279,6 +282,8 @@ class Aggregator:
             finally:
                 timer.cancel()
                 self._changed.discard(future)
+        if timeline > self.timeline or not admits():
+            raise UnreachableError("this aggregator does not have the orders by which its member came")
 
     async def standing(self, shard: int, replicas: Sequence[int]) -> Standing:
         """What the servers answer."""

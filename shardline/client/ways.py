@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -59,6 +60,8 @@ class Speaker:
         self._sums: HostSums = make(config, config.cluster.address(config.task), count=count)
         self._members: Sequence[Post] = ()
         self._task = ""
+        self._lock = threading.Lock()
+        """Orders come on the heartbeat thread while the session's thread renews."""
 
     def start(self) -> str:
         """Serve; returns the address at which the other workers of the host find it."""
@@ -66,17 +69,19 @@ class Speaker:
 
     def renew(self, view: JobView, who: Identity, orders: Orders) -> None:
         """Sum for the host's workers in this timeline, if this one is the first."""
-        found, self._task = mates(orders.peers, who.task), who.task
-        if len(found) > 1 and found[0].task == who.task and self._sums.timeline != view.timeline:
-            self._members = found
-            self._sums.renew(view, who, found)
+        with self._lock:
+            found, self._task = mates(orders.peers, who.task), who.task
+            if len(found) > 1 and found[0].task == who.task and self._sums.timeline != view.timeline:
+                self._members = found
+                self._sums.renew(view, who, found)
 
     def heard(self, orders: Orders) -> None:
         """Take in that workers have come or gone. Called on the heartbeat thread."""
-        found = mates(orders.peers, self._task)
-        if self._sums.timeline and found != self._members:
-            self._members = found
-            self._sums.admit_members(found)
+        with self._lock:
+            found = mates(orders.peers, self._task)
+            if self._sums.timeline and found != self._members:
+                self._members = found
+                self._sums.admit_members(found)
 
     def close(self) -> None:
         self._sums.close()
