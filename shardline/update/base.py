@@ -349,12 +349,16 @@ class BucketRule(ABC):
             raise ProtocolError(f"present has {len(present)} bits for a bucket of {count} slices")
         return None if all(present) else tuple(bool(bit) for bit in present)
 
-    def check_state(
+    def checked(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> None:
-        """Raise CheckpointError for a state that is not declared: unknown key, wrong length, dtype or number."""
+    ) -> tuple[dict[str, Tensor], list[bool]]:
+        """The tensors of a state without the values of the parameters, and a flag for each slice.
+
+        Raises CheckpointError for a state that is not declared: unknown key, wrong length, dtype or number.
+        """
         what = f"state of a bucket under {self.label}"
         count = len(self.site.bucket.slices)
+        tensors, initialized = without_values(tensors), list(initialized) or [False] * count
         if len(initialized) != count:
             raise CheckpointError(f"{what}: {len(initialized)} initialized flags for {count} slices")
         for key in (*tensors, *scalars):
@@ -378,6 +382,7 @@ class BucketRule(ABC):
                 there = name in (scalars if state.scalar else tensors)
                 if not there and not state.per_worker and (state.scalar or self.length_of(name)):
                     raise CheckpointError(f"{what}: {name!r} is missing")
+        return tensors, initialized
 
     def length_of(self, key: str) -> int:
         """Number of elements of this bucket's flat state."""

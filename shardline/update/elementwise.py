@@ -51,7 +51,6 @@ from shardline.update.base import (
     padding_positions,
     parse_state_key,
     state_key,
-    without_values,
 )
 
 
@@ -263,9 +262,7 @@ class ElementwiseBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        begun = list(initialized) or [False] * len(self.site.bucket.slices)
-        given = without_values(tensors)
-        self.check_state(given, scalars, begun)
+        given, begun = self.checked(tensors, scalars, initialized)
         self.kept.load(given, scalars)
         self._begun = begun
 

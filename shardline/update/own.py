@@ -25,7 +25,7 @@ from shardline.errors import JobError
 from shardline.host.process import torch_threads
 from shardline.host.python_file import PREFIX
 from shardline.update.arguments import is_own, optimizer_class, own_group, torch_arguments
-from shardline.update.base import BucketRule, RuleState, Site, StateSpec, Update, without_values
+from shardline.update.base import BucketRule, RuleState, Site, StateSpec, Update
 from shardline.update.torch_optim import eager
 from shardline.update.torch_optim.rule import Torch
 from shardline.update.torch_optim.whole import WholeStates
@@ -162,9 +162,7 @@ class OwnBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        begun = list(initialized) or [False] * len(self.site.bucket.slices)
-        given = without_values(tensors)
-        self.check_state(given, scalars, begun)
+        given, begun = self.checked(tensors, scalars, initialized)
         self._running = None
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in given.items()} if any(begun) else {}
         numbers = {name: tuple(float(one) for one in found) for name, found in scalars.items()} if any(begun) else {}

@@ -22,7 +22,6 @@ from shardline.update.base import (
     Update,
     UpdateRule,
     padding_positions,
-    without_values,
 )
 from shardline.update.elementwise import Run, States
 from shardline.update.torch_optim.rule import Torch
@@ -118,9 +117,7 @@ class WrappingBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        begun = list(initialized) or [False] * len(self.site.bucket.slices)
-        given = without_values(tensors)
-        self.check_state(given, scalars, begun)
+        given, begun = self.checked(tensors, scalars, initialized)
         self.inner.load(
             {key: tensor for key, tensor in given.items() if not self.kept.owns(key)},
             {key: numbers for key, numbers in scalars.items() if not self.kept.owns(key)},

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from shardline.client.api.step_loop import StepReports
+from shardline.client.api.step_reports import StepReports
 from shardline.core.orders import StepReport
 from shardline.data import BatchSource
 from shardline.observability.metrics import Metrics

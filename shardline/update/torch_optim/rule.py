@@ -20,7 +20,7 @@ from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSp
 from shardline.errors import JobError
 from shardline.host.process import torch_threads
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
-from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule, without_values
+from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule
 from shardline.update.torch_optim import adam, eager
 from shardline.update.torch_optim.runs import ElementwiseStates, rounds_by_position
 from shardline.update.torch_optim.whole import WholeStates
@@ -155,9 +155,7 @@ class TorchBucketRule(BucketRule):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        begun = list(initialized) or [False] * len(self.site.bucket.slices)
-        given = without_values(tensors)
-        self.check_state(given, scalars, begun)
+        given, begun = self.checked(tensors, scalars, initialized)
         if not any(begun):
             self._states.set_state({}, {}, begun)
             return
