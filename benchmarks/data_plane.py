@@ -33,7 +33,6 @@ from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.security import Security
-from shardline.topology import Hop, Route
 from shardline.update import rule
 
 if TYPE_CHECKING:
@@ -206,11 +205,9 @@ def make(
     view: JobView, values: Mapping[str, torch.Tensor], lanes: Mapping[int, Lane], index: int, *, zero_copy: bool = False
 ) -> Trainer:
     """A trainer straight to the servers."""
-    servers = {place.shard: Hop(place.task, place.address) for place in view.placement}
     ties = Ties(
         who=Identity(f"worker/{index}"),
         index=index,
-        route=Route(servers),
         lanes=lanes,
         timeouts=TIMEOUTS,
         observer=Observer(),

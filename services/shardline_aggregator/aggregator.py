@@ -103,7 +103,7 @@ class Aggregator:
 
     def renew(self, view: JobView, who: Identity, members: Sequence[Post]) -> None:
         """Begin a timeline: shards without values, and new ways to their servers."""
-        self._leave()
+        self.leave()
         job = view.job
         sender = Sender(job=job.name, timeline=view.timeline, plan_id=view.plan.plan_id, who=who)
         loop = self.server.loop
@@ -135,22 +135,22 @@ class Aggregator:
             self.job, self._trouble = job.name, ""
             self._signals, self.shards, self._uplinks = signals, shards, uplinks
             self.generation += 1
-            self.timeline = view.timeline
+            self.timeline, self._members = view.timeline, {post.task: post for post in members}
+            self._look()
 
         self.server.run(begin(), timeout_s=CLOSE_S)
         for uplink in uplinks.values():
             uplink.start()
-        self.admit_members(members)
         log.info("timeline %#x: sums for %d shards, pulls once for all", view.timeline, len(shards))
 
     def admit_members(self, members: Sequence[Post]) -> None:
-        """Only these push and pull from now on."""
+        """Only these push and pull, soon. Returns at once."""
 
-        async def admit() -> None:
+        def admit() -> None:
             self._members = {post.task: post for post in members}
             self._look()
 
-        self.server.run(admit(), timeout_s=CLOSE_S)
+        self.server.loop.call_soon_threadsafe(admit)
 
     def _look(self) -> None:
         """Wake who waits for other orders. On the loop."""
@@ -159,8 +159,10 @@ class Aggregator:
             if not future.done():
                 future.set_result(None)
 
-    def _leave(self) -> None:
-        """End the current timeline: nobody waits for it any more."""
+    def leave(self) -> None:
+        """End the current timeline, if there is one: nobody waits for it any more."""
+        if not self._uplinks:
+            return
 
         async def leave() -> None:
             self.generation += 1
@@ -293,7 +295,7 @@ class Aggregator:
         async def close_lanes() -> None:
             self.attachments.close()
 
-        self._leave()
+        self.leave()
         if self.server.address:
             self.server.run(close_lanes(), timeout_s=CLOSE_S)
         self.server.close(grace_s=0.2)

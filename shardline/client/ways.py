@@ -17,7 +17,7 @@ from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
 from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink
-from shardline.topology import Hop, Route, Surroundings
+from shardline.topology import Hop, Surroundings
 
 log = logging.getLogger("shardline.client")
 
@@ -35,6 +35,8 @@ class HostSums(Protocol):
     def renew(self, view: JobView, who: Identity, members: Sequence[Post]) -> None: ...
 
     def admit_members(self, members: Sequence[Post]) -> None: ...
+
+    def leave(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -58,7 +60,6 @@ class Speaker:
 
         make: Any = plugins.installed(ENTRY_POINTS, "sum", "the sum of a host's workers (topology local-sum)")
         self._sums: HostSums = make(config, config.cluster.address(config.task), count=count)
-        self._members: Sequence[Post] = ()
         self._task = ""
         self._lock = threading.Lock()
         """Orders come on the heartbeat thread while the session's thread renews."""
@@ -67,21 +68,23 @@ class Speaker:
         """Serve; returns the address at which the other workers of the host find it."""
         return self._sums.start()
 
-    def renew(self, view: JobView, who: Identity, orders: Orders) -> None:
-        """Sum for the host's workers in this timeline, if this one is the first."""
+    def renew(self, link: ChiefLink, view: JobView) -> None:
+        """Sum for the host's workers in this timeline if this one is the first, else for nobody."""
         with self._lock:
-            found, self._task = mates(orders.peers, who.task), who.task
-            if len(found) > 1 and found[0].task == who.task and self._sums.timeline != view.timeline:
-                self._members = found
-                self._sums.renew(view, who, found)
+            self._task = link.task
+            found = mates(link.orders.peers, link.task)
+            if len(found) < 2 or found[0].task != link.task:
+                self._sums.leave()
+            elif self._sums.timeline != view.timeline:
+                self._sums.renew(view, link.identity, found)
+            else:
+                self._sums.admit_members(found)
 
     def heard(self, orders: Orders) -> None:
         """Take in that workers have come or gone. Called on the heartbeat thread."""
         with self._lock:
-            found = mates(orders.peers, self._task)
-            if self._sums.timeline and found != self._members:
-                self._members = found
-                self._sums.admit_members(found)
+            if self._sums.timeline:
+                self._sums.admit_members(mates(orders.peers, self._task))
 
     def close(self) -> None:
         self._sums.close()
@@ -90,7 +93,7 @@ class Speaker:
 class Ways:
     """A worker's choice among the tasks that its topology allows, as far as it reaches them. Any thread may leave().
 
-    hops: of the route in use.
+    hops: those in use, by shard.
     """
 
     def __init__(self, config: RoleConfig) -> None:
@@ -118,10 +121,10 @@ class Ways:
         if self.speaker is not None:
             self.speaker.close()
 
-    def route(self, link: ChiefLink, view: JobView) -> Route:
-        """The way for now: straight to the servers where an aggregator is away, and for first values."""
+    def choose(self, link: ChiefLink, view: JobView) -> Mapping[int, Hop]:
+        """The way for now, by shard: straight to the servers where an aggregator is away, and for first values."""
         if self.speaker is not None:
-            self.speaker.renew(view, link.identity, link.orders)
+            self.speaker.renew(link, view)
         if view.timeline != self._timeline:
             self._timeline = view.timeline
             self._left.clear()
@@ -140,9 +143,14 @@ class Ways:
         if chosen.speaks:
             near = mates(tuple(self._met.values()), link.task)
             first = Hop(near[0].task, near[0].address) if near and near[0] in met else None
-            return chosen.route(replace(around, neighbours=tuple(post.task for post in near), speaker=first))
+            return chosen.hops(replace(around, neighbours=tuple(post.task for post in near), speaker=first))
         aggregators = {parse_task(post.task)[1]: Hop(post.task, post.address) for post in met}
-        return chosen.route(replace(around, aggregators=aggregators, places=places))
+        return chosen.hops(replace(around, aggregators=aggregators, places=places))
+
+    def lost(self, orders: Orders) -> bool:
+        """Return whether an aggregator in use is not among those that the chief names."""
+        used = {hop.task for hop in self.hops.values()}
+        return any(post.task in used and post not in orders.peers for post in self._met.values())
 
     def leave(self, hop: Hop) -> bool:
         """Use another way from now on, if this is not a server itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.core.spec import JobSpec
 from shardline.seams import Table
 from shardline.topology.aggregators import Aggregators
-from shardline.topology.base import Hop, Route, Surroundings, Topology
+from shardline.topology.base import Hop, Surroundings, Topology
 from shardline.topology.flat import Flat
 from shardline.topology.local_sum import LocalSum
 
@@ -17,4 +17,4 @@ def of(job: JobSpec) -> Topology:
     return TOPOLOGIES.parse(job.topology)
 
 
-__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "LocalSum", "Route", "Surroundings", "Topology", "of"]
+__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "LocalSum", "Surroundings", "Topology", "of"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.topology.base import Route, Surroundings, Topology
+from shardline.topology.base import Hop, Surroundings, Topology
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,7 @@ class Aggregators(Topology):
     meets: ClassVar[bool] = True
     speaks: ClassVar[bool] = False
 
-    @property
-    def streams(self) -> bool:
-        return True
-
-    def route(self, around: Surroundings) -> Route:
+    def hops(self, around: Surroundings) -> Mapping[int, Hop]:
         """The workers are cut into runs of neighbours, one for each aggregator in the cluster spec.
 
         Neighbours have neighbouring replicas, and only those can be summed in advance.
@@ -29,5 +26,5 @@ class Aggregators(Topology):
         places = max(around.places, 1)
         mine = around.aggregators.get(min(int(index) * places // around.workers, places - 1))
         if mine is None or role != "worker":
-            return Route(around.servers)
-        return Route(dict.fromkeys(around.servers, mine))
+            return around.servers
+        return dict.fromkeys(around.servers, mine)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.topology.base import Route, Surroundings, Topology
+from shardline.topology.base import Hop, Surroundings, Topology
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,5 @@ class Flat(Topology):
     meets: ClassVar[bool] = False
     speaks: ClassVar[bool] = False
 
-    @property
-    def streams(self) -> bool:
-        return True
-
-    def route(self, around: Surroundings) -> Route:
-        return Route(around.servers)
+    def hops(self, around: Surroundings) -> Mapping[int, Hop]:
+        return around.servers

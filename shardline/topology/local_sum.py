@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.topology.base import Route, Surroundings, Topology
+from shardline.topology.base import Hop, Surroundings, Topology
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,8 @@ class LocalSum(Topology):
     meets: ClassVar[bool] = True
     speaks: ClassVar[bool] = True
 
-    @property
-    def streams(self) -> bool:
-        return True
-
-    def route(self, around: Surroundings) -> Route:
+    def hops(self, around: Surroundings) -> Mapping[int, Hop]:
         """Straight to the servers for a worker that is alone on its host."""
         if len(around.neighbours) < 2 or around.speaker is None:
-            return Route(around.servers)
-        return Route(dict.fromkeys(around.servers, around.speaker))
+            return around.servers
+        return dict.fromkeys(around.servers, around.speaker)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shardline.errors import JobError
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.timeouts import Timeouts
+from shardline.errors import JobError, UnreachableError
+from shardline.lanes import LANES
+from shardline.rpc.channel import Peer
 from shardline.testing import reference
+from shardline.waist import Sender
 from tests.support.aggregators import Aggregated
 from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import Wide, make_job
@@ -50,6 +57,23 @@ def test_all_synchronous_steps_go_through(settings: dict[str, Any]) -> None:
     with Aggregated(job, ps=2, aggregators=2, workers=3, bucket_bytes=256 if small else None) as cluster:
         cluster.train([[0], [1], [2]])
         assert_same_end(cluster.state(), reference(job))
+
+
+@pytest.mark.parametrize(
+    "stranger", [{"who": Identity("worker/0", 7)}, {"timeline": 99 << 32}], ids=["life", "timeline"]
+)
+def test_who_comes_by_orders_that_an_aggregator_does_not_get_is_sent_to_the_servers(stranger: dict[str, Any]) -> None:
+    job = make_job("sgd", topology="aggregators", replicas=2, steps=1)
+    with Aggregated(job, lane="grpc", timeouts=Timeouts(total_s=4.0)) as cluster:
+        peer = Peer("aggregator/0", cluster.aggregators[0].address, cluster.timeouts)
+        lane = LANES.parse("grpc").connect(cluster.lane_config("grpc"), peer, 0, cluster.plan.shards[0])
+        view, who = cluster.view, Identity("worker/0", 1)
+        known = Sender(job=view.job.name, timeline=view.timeline, plan_id=view.plan.plan_id, who=who)
+        assert lane.standing(known, [0], timeout_s=4.0).outcome is Outcome.SERVED
+        with pytest.raises(UnreachableError, match="does not have the orders by which its member came"):
+            lane.standing(replace(known, **stranger), [0], timeout_s=4.0)
+        lane.close()
+        peer.close()
 
 
 def test_local_training_goes_through() -> None:

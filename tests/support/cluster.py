@@ -129,8 +129,7 @@ class Worker:
             aggregators=cluster.aggregators,
             places=len(cluster.aggregators),
         )
-        route = topology.of(cluster.spec).route(around)
-        hops = route.hops()
+        hops = topology.of(cluster.spec).hops(around)
         peers = {hop: Peer(hop.task, hop.address, cluster.timeouts) for hop in hops.values()}
         self.peers = list(peers.values())
         lanes: dict[int, Lane] = {}
@@ -143,7 +142,6 @@ class Worker:
         ties = Ties(
             who=Identity(f"worker/{index}", incarnation),
             index=index,
-            route=route,
             lanes=lanes,
             timeouts=cluster.timeouts,
             observer=self.orders,

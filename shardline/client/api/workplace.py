@@ -43,7 +43,7 @@ from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
-from shardline.topology import Route
+from shardline.topology import Hop
 from shardline.waist import Memory, Sender, Standing
 
 log = logging.getLogger("shardline.client")
@@ -158,14 +158,13 @@ class Workplace:
             self.view.plan.plan_id,
             self.view.timeline,
         )
-        route = self.ways.route(link, view)
-        if known and dict(route.hops()) == self.ways.hops:
-            route.close()
+        hops = self.ways.choose(link, view)
+        if known and hops == self.ways.hops:
             self._bring_wanted(link)
             return
         # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
-        ties = self._tie(link, view, route)
-        self.ways.hops = dict(route.hops())
+        ties = self._tie(link, view, hops)
+        self.ways.hops = hops
         self._close_trainer()
         if self.current is not None and self._reach is not None:
             # Its references to tensors would be counted as ours, and be missed when they go.
@@ -220,9 +219,9 @@ class Workplace:
         """Asynchronous mode: acknowledged pushes that are gone because a shard was lost and restored."""
         return self._methods.half.lost if self._methods is not None else 0
 
-    def _tie(self, link: ChiefLink, view: JobView, route: Route) -> Ties:
-        """Open lanes to the tasks of a route."""
-        hops, count = route.hops(), self._metrics.counter
+    def _tie(self, link: ChiefLink, view: JobView, hops: Mapping[int, Hop]) -> Ties:
+        """Open lanes to these tasks, by shard."""
+        count = self._metrics.counter
 
         def fallen_back(lane: str, reason: str) -> None:
             count("shardline_lane_fallbacks_total", lane=lane).inc()
@@ -238,7 +237,6 @@ class Workplace:
         return Ties(
             who=link.identity,
             index=self._config.index,
-            route=route,
             lanes=lanes,
             timeouts=self._config.timeouts,
             observer=Observer(
@@ -419,7 +417,8 @@ class WorkerState:
         if trainer is None or link is None or timeline is None:
             return
         assigned = trainer.half.shares_steps
-        if link.lost or self.stepper.interrupts(orders, timeline, assigned=assigned):
+        away = self.place.ways.lost(orders)
+        if link.lost or away or self.stepper.interrupts(orders, timeline, assigned=assigned):
             self.place.interrupt()
 
     def still_ordered(self) -> bool:
@@ -482,7 +481,6 @@ class Ties:
     who: Identity
     index: int
     """The worker's number."""
-    route: Route
     lanes: Mapping[int, Lane]
     """By shard."""
     timeouts: Timeouts
@@ -520,7 +518,7 @@ def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wish
     if wishes.overlap and methods.streams:
         early = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
-    trainer = Trainer(view, sender, methods, ties.route, weights, tools, exchange, early)
+    trainer = Trainer(view, sender, methods, weights, tools, exchange, early)
     if methods.applied is not None:
         states = ServerStates(exchange, lambda: trainer.sender)
         methods.applied.meet(plan, ModelLayout(plan, methods.held.model), layout, states)
@@ -538,10 +536,7 @@ def why_not_shareable(job: JobSpec, methods: WorkerMethods) -> str:
     if methods.applied is not None:
         return "zero_copy needs servers that run the optimizer; with apply 'worker' the workers read gradients instead"
     if not methods.streams:
-        return (
-            "zero_copy needs a cadence and a topology that send each gradient unchanged to its server; this job has "
-            f"{job.cadence} and {job.topology}"
-        )
+        return f"zero_copy needs a cadence that sends each gradient unchanged; this job has {job.cadence}"
     if methods.parts.partial:
         return (
             "zero_copy needs workers that pull the whole model; those of a pipeline or of tensor_parallel pull a part"

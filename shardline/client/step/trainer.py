@@ -21,7 +21,6 @@ import torch
 
 from shardline import cadence as cadences
 from shardline import codecs, consistency, division
-from shardline import topology as topologies
 from shardline.cadence import Held, Outgoing, Sends, Ticks, Told
 from shardline.client.applied.worker_optimizer import WorkerOptimizer
 from shardline.client.exchange.shard_exchange import (
@@ -50,7 +49,6 @@ from shardline.core.settings import EXACT, WORKER
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.division import Share
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.topology import Route
 from shardline.update.torch_optim.inner import InnerOptimizers
 from shardline.waist import Payloads, Push, Sender, Standing, Want, Whole
 
@@ -63,8 +61,8 @@ LONGEST_WAIT_S = 600.0
 class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
-    methods: outlives the trainer. route: where the lanes of the exchange lead. early: sends gradients during the
-    backward pass; None = all leave when the step ends. Pulls write the tensors of `weights`. See make_trainer().
+    methods: outlives the trainer. early: sends gradients during the backward pass; None = all leave when the step ends.
+    Pulls write the tensors of `weights`. See make_trainer().
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Trainer:
         view: JobView,
         sender: Sender,
         methods: WorkerMethods,
-        route: Route,
         weights: Weights,
         tools: PushTools,
         exchange: Exchange,
@@ -86,7 +83,6 @@ class Trainer:
         self.exchange = exchange
         self.meter = PushTraffic(weights.sinks)
         self.sender = sender
-        self._route = route
         self._staging = tools.staging
         self.encoders = tools.staging.encoders
         self._early = early
@@ -182,12 +178,7 @@ class Trainer:
         return {replica: made}
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
-        """Hand over a replica's part of the open step, as made by the cadence. Raises like contribute()."""
-        if (offered := self._route.offer(self.half.step, replica, outgoing)) is not None:
-            self._add(replica, offered)
-
-    def _add(self, replica: int, outgoing: Outgoing) -> None:
-        """Add what is pushed as this replica's part. Raises the same errors as contribute()."""
+        """Add a replica's part of the open step, as made by the cadence. Raises like contribute()."""
         values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
         buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER) if outgoing.buffers else {}
         bad = [*loss_names(outgoing.loss), *outgoing.nonfinite]
@@ -225,8 +216,6 @@ class Trainer:
     def _send(self, *, here: bool = False) -> None:
         self._computed_s = time.monotonic()
         if not self.open.pushes:
-            for replica, outgoing in self._route.collect(self.half.step).items():
-                self._add(replica, outgoing)
             self.open.make_pushes()
         self.weights.restore()
         if self.open.running is None:
@@ -346,7 +335,6 @@ class Trainer:
         with contextlib.suppress(UnreachableError):
             self.open.close()
         self._staging.close()
-        self._route.close()
 
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None if there is none (left)."""
@@ -506,8 +494,8 @@ class WorkerMethods:
         self.ticks = Ticks(self.cadence.rounds)
         self.parts = parts = division.of(job)
         applies = job.apply == WORKER
-        self.streams = self.cadence.sends is Sends.GRADIENTS and topologies.of(job).streams and not applies
-        """Gradients are sent to the hops just as backward() computes them: see Topology.streams."""
+        self.streams = self.cadence.sends is Sends.GRADIENTS and not applies
+        """Gradients are sent just as backward() computes them, so that they may leave before all are computed."""
         self.copies = self.cadence.sends is Sends.DELTAS or parts.goes_back
         """Passes compute with other tensors than those that pulls fill."""
         names = [spec.name for spec in job.tensors if spec.name in tensors]
