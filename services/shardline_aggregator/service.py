@@ -72,7 +72,6 @@ def _serve(config: RoleConfig, aggregator: Aggregator, applicant: Applicant, ter
 
 def follow(link: ChiefLink, aggregator: Aggregator, ending: threading.Event) -> None:
     """Do what the orders say until the job ends. Raises the error of a lost or replaced task."""
-    told = False
     while True:
         seen = link.orders
         if seen.phase is Phase.ENDED or ending.is_set():
@@ -81,16 +80,9 @@ def follow(link: ChiefLink, aggregator: Aggregator, ending: threading.Event) -> 
         try:
             if seen.phase in OPEN and seen.timeline != aggregator.timeline:
                 view = link.ask(lambda: link.client.get_job(link.identity))
-                if topology.of(view.job).meets:
+                chosen = topology.of(view.job)
+                if chosen.meets and not chosen.speaks:
                     aggregator.renew(view, link.identity, seen.peers)
-                elif not told:
-                    told = True
-                    log.warning(
-                        "no worker comes to this aggregator: the topology of job %r is %s; start it with "
-                        "--set topology=aggregators",
-                        view.job.name,
-                        view.job.topology,
-                    )
             else:
                 aggregator.admit_members(seen.peers)
         except ShardlineError as error:

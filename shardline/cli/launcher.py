@@ -37,7 +37,7 @@ from shardline.cluster import ClusterSpec, parse_address, parse_task
 from shardline.config import check_out, check_standbys
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import EVERY_S, Waiting
-from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
+from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, nearest
 from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
 from shardline.host.awake import awake_s
@@ -129,7 +129,8 @@ class LaunchOptions:
             if role not in ROLES or not ROLES[role].optional:
                 what = "has a flag of its own" if role in ROLES else "does not exist, or its plugin is not loaded"
                 instead = "use --ps, --workers or --evaluators, or load its plugin: --plugin FILE"
-                raise UsageError(f"--tasks {role}={count}: the role {what}; {instead}")
+                close = "" if role in ROLES else nearest(role, ROLES)
+                raise UsageError(f"--tasks {role}={count}: the role {what}; {instead}{close}")
         if self.workers == 0 and not self.chief_trains:
             raise UsageError("--workers is 0, so no task would train; add workers, or use --chief-trains")
         trainers = self.workers + self.chief_trains

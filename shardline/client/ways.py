@@ -103,7 +103,6 @@ class Ways:
         """Lives of aggregators that did not answer in this timeline."""
         self._met: Mapping[str, Post] = {}
         self._timeline = 0
-        self._told = False
         self.speaker: Speaker | None = None
         """Sums for the workers of this host, if the topology says so."""
 
@@ -130,9 +129,6 @@ class Ways:
             self._left.clear()
         cluster, chosen = self._config.cluster, topology.of(view.job)
         places = cluster.num("aggregator")
-        if chosen.meets and not (chosen.speaks or places or self._told):
-            self._told = True
-            log.warning("topology %s, but the cluster has no aggregator: workers go to the servers themselves", chosen)
         self._met = {} if link.orders.init else {post.task: post for post in link.orders.peers}
         met = [post for post in self._met.values() if post.incarnation not in self._left]
         around = Surroundings(

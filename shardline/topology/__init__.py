@@ -17,4 +17,14 @@ def of(job: JobSpec) -> Topology:
     return TOPOLOGIES.parse(job.topology)
 
 
-__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "LocalSum", "Surroundings", "Topology", "of"]
+def unused(job: JobSpec, aggregators: int) -> str:
+    """Say that a job's topology lacks aggregators, or doesn't use those of the cluster; empty if all is well."""
+    chosen = of(job)
+    if chosen.meets and not chosen.speaks:
+        lack = f"topology {chosen}, but the cluster has no aggregator, so workers go to the servers"
+        return "" if aggregators else f"{lack}; add --tasks aggregator=2, or aggregators in cluster.json"
+    spare = f"no worker goes to the cluster's aggregators, since the topology is {chosen}"
+    return f"{spare}; use --topology aggregators" if aggregators else ""
+
+
+__all__ = ["TOPOLOGIES", "Aggregators", "Flat", "Hop", "LocalSum", "Surroundings", "Topology", "of", "unused"]

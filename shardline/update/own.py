@@ -11,6 +11,7 @@ the parameter's shape or a number per parameter, and no parameter's update may d
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,6 @@ SHAPES = ((4, 3), (5,))
 STATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 NEEDS = "a job's optimizer keeps per parameter tensors of its shape and numbers, which it makes in its first step"
 
-TORCHS = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"}
-"""Attributes of torch's own optimizers."""
 TEMPLATES: dict[str, torch.optim.Optimizer] = {}
 """Optimizers without parameters, by the name of their rule, in a process that has their class."""
 
@@ -192,7 +191,13 @@ def twin(template: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A copy of what an optimizer keeps beside its state and its parameter groups."""
-    return {name: copy.deepcopy(value) for name, value in vars(optimizer).items() if name not in TORCHS}
+    return {name: copy.deepcopy(value) for name, value in vars(optimizer).items() if name not in torchs_attributes()}
+
+
+@functools.cache
+def torchs_attributes() -> frozenset[str]:
+    """Attributes of torch's own optimizers. Asked when an optimizer from outside is there, as it makes one."""
+    return frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"))
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -216,7 +221,7 @@ def _check_unchanged(
     """Raise JobError if a step has changed the parameter group, or what the optimizer keeps beside its state."""
     found = optimizer.param_groups[0]
     changed = [f"{key!r} in its parameter group" for key, value in group.items() if not _alike(found[key], value)]
-    now = {key: value for key, value in vars(optimizer).items() if key not in TORCHS}
+    now = {key: value for key, value in vars(optimizer).items() if key not in torchs_attributes()}
     changed += [f"{key!r} as an attribute" for key in now if key not in own or not _alike(now[key], own[key])]
     if changed:
         raise JobError(f"{name} keeps {changed[0]} from step to step, which checkpoints can't; {NEEDS}")

@@ -240,7 +240,7 @@ FIGURES = {
     "pipeline/shardline_pipeline/partition/measure.py",
     "pipeline/shardline_pipeline/stage_work.py",
     "shardline/client/api/profile.py",
-    "shardline/client/api/step_loop.py",
+    "shardline/client/api/step_reports.py",
     "shardline/client/exchange/streaming_payloads.py",
     "shardline/client/exchange/shard_exchange.py",
     "shardline/client/overlap/gate.py",

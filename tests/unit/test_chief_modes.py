@@ -463,3 +463,26 @@ def test_a_dead_script_worker_can_come_back_and_is_waited_for() -> None:
     assert cluster.orders("worker/1").replicas == (1,)
     cluster.tick(T + 10)
     assert cluster.finish is None
+
+
+# Topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "aggregators", "warning"),
+    [
+        ("flat", 0, ""),
+        ("flat", 1, "no worker goes to the cluster's aggregators, since the topology is flat"),
+        ("local-sum", 0, ""),
+        ("local-sum", 2, "no worker goes to the cluster's aggregators, since the topology is local-sum"),
+        ("aggregators", 0, "topology aggregators, but the cluster has no aggregator"),
+        ("aggregators", 1, ""),
+    ],
+)
+def test_aggregators_that_nobody_uses_or_that_are_not_there_are_told(
+    topology: str, aggregators: int, warning: str
+) -> None:
+    cluster = Cluster(job=make_job(topology=topology), others={"aggregator": aggregators})
+    cluster.start()
+    found = [one.sentence for one in cluster.said if one.kind == "topology"]
+    assert len(found) == bool(warning) and all(one.startswith(warning) for one in found), found

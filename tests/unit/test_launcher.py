@@ -128,7 +128,7 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
         ({"tasks": (("worker", 2),)}, "--tasks worker=2: the role has a flag of its own; use --ps, --workers or"),
         (
             {"tasks": (("agregator", 1),)},
-            "--tasks agregator=1: the role does not .* load its plugin: --plugin FILE",
+            "--tasks agregator=1: the role does not .* load its plugin: --plugin FILE; did you mean .aggregator.?",
         ),
         ({"script": True, "evaluators": 1}, "--script allows only workers"),
         ({"script": True, "overrides": (("steps", "9"),)}, "steps is decided by the script itself.*after --"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline import consistency, division
+from shardline import consistency, division, topology
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, balance
@@ -214,6 +214,8 @@ class Start:
         state.say("running", sentence + replicas + passes)
         for warning in parts.warnings:
             state.say("pipeline", warning, "warning")
+        if odd := topology.unused(job, state.settings.others.get("aggregator", 0)):
+            state.say("topology", odd, "warning")
 
     # Waiting
 
