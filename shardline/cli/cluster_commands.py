@@ -1,9 +1,11 @@
-"""shardline stop|page|export: end a running job, show a run's files, export a checkpoint."""
+"""shardline stop|drain|rebalance|page|export: end a running job, move its shards, show and export what a run wrote."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import click
@@ -12,13 +14,15 @@ from shardline import plugins
 from shardline.cli import options
 from shardline.cluster import from_tf_config, read_spec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ClusterSpecError
+from shardline.errors import ClusterSpecError, TaskLostError
 from shardline.security import Security
 
 EXPORTERS = "shardline.exporters"
 """Entry points that write a checkpoint as another library does."""
 VIEWERS = "shardline.viewers"
 """Entry points that serve the page of a run from its files."""
+POLL_S = 0.5
+"""Seconds between two questions whether shards have moved."""
 
 
 def chief_address(cluster: str | None) -> str:
@@ -50,6 +54,64 @@ def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None)
         client.close()
     print("the job will end with a checkpoint at its next common step, and its tasks will exit")
     return 0
+
+
+WITHIN = options.option(
+    "--within", type=float, default=600.0, help="Seconds to wait for the moves; the chief goes on after that."
+)
+
+
+@click.command(short_help="Move the shards of a server elsewhere while the job trains.")
+@click.argument("task", metavar="ps/N")
+@options.cluster
+@WITHIN
+@options.secured
+@options.admin
+def drain(task: str, cluster: str | None, within: float, **files: Path | None) -> int:
+    """Move all shards of a server to the others while the job trains; then it can be stopped.
+
+    It gets no shard and no standby any more. A new process under its name may: see rebalance.
+    """
+    _move(task, cluster, within, files)
+    print(f"{task} holds no shard; it can be stopped")
+    return 0
+
+
+@click.command(short_help="Even out the shards of the servers while the job trains.")
+@options.cluster
+@WITHIN
+@options.secured
+@options.admin
+def rebalance(cluster: str | None, within: float, **files: Path | None) -> int:
+    """Move shards from the servers with most bytes to those with least while the job trains.
+
+    For example to a server that came back: after a drain, or after standbys had taken over from it.
+    """
+    _move("", cluster, within, files)
+    print("no further move would make the largest server smaller")
+    return 0
+
+
+def _move(drain: str, cluster: str | None, within_s: float, files: dict[str, Path | None]) -> None:
+    """Ask the chief to move shards, and wait until they have moved. Raises TaskLostError if they don't."""
+    address, security = chief_address(cluster), options.security(files)
+    from shardline.rpc.watch import ChiefWatch
+
+    client, never, deadline_s = ChiefWatch(address, security=security), threading.Event(), time.monotonic() + within_s
+    try:
+        asked = client.move(drain)
+        for shard, task in sorted(asked.moves.items()):
+            print(f"shard {shard} moves to {task}", flush=True)
+        while asked.moves:
+            if time.monotonic() > deadline_s:
+                left = ", ".join(map(str, sorted(asked.moves)))
+                raise TaskLostError(f"shards {left} have not moved within {within_s:g} s; the chief's log says why")
+            never.wait(POLL_S)
+            asked = client.move(number=asked.number)
+        if asked.failure:
+            raise TaskLostError(f"the move was given up: {asked.failure}")
+    finally:
+        client.close()
 
 
 @click.command(short_help="Serve the page of runs from their files.")

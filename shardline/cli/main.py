@@ -20,10 +20,12 @@ from shardline.host.printable import printable_lines
 
 COMMANDS = {
     "certs": "certs:certs",
+    "drain": "cluster_commands:drain",
     "export": "cluster_commands:export",
     "health": "health:health",
     "methods": "list_methods:list_methods",
     "page": "cluster_commands:page",
+    "rebalance": "cluster_commands:rebalance",
     "status": "status:status",
     "stop": "cluster_commands:stop",
     "top": "status:top",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardline.core.status import ChiefStatus
 from shardline.core.timeouts import Timeouts
+from shardline.errors import UsageError
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.status import chief_status_from_proto
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
@@ -11,7 +12,7 @@ from shardline.security import PLAIN, Security
 
 
 class ChiefWatch:
-    """Status of the job, and its end; every call has a deadline and is safe to repeat."""
+    """Status of the job, its end, and moves of its shards; every call has a deadline and is safe to repeat."""
 
     def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
         self.timeouts = timeouts or Timeouts()
@@ -28,6 +29,17 @@ class ChiefWatch:
         """Ask the chief to end the job with a checkpoint; returns the stop step, 0 if it is not known yet."""
         reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
         return int(reply.stop_step)
+
+    def move(self, drain: str = "", *, number: int = 0) -> chief_pb2.MoveReply:
+        """Ask for moves of shards, or how those asked for last go; arguments and answer as in MoveRequest, MoveReply.
+
+        Raises UsageError if the chief refuses.
+        """
+        request = chief_pb2.MoveRequest(drain=drain, number=number)
+        reply: chief_pb2.MoveReply = self.peer.call(self.stub.Move, request, what="Move")
+        if not reply.number:
+            raise UsageError(reply.failure)
+        return reply
 
     def close(self) -> None:
         self.peer.close()

@@ -593,4 +593,4 @@ def test_a_token_that_nobody_used_goes_with_its_worker(bench: ShmBench) -> None:
     assert bench.open == 0 and len(bench.offer.acceptor.tokens) == 0
     message = knock_message(token, bench.length)
     assert bench.knock(message, [unsealed(bench.length, segments.FIXED)]) == 0
-    assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
+    wait_for(lambda: mappings("shardline-test") == set() and descriptors("shardline-test") == 0, "the ps to let go")

@@ -455,6 +455,7 @@ class ChiefHost(Host):
             "FetchCut": [[chief_pb2.FetchCutRequest(step=4, params_only=True)]],
             "Status": [[chief_pb2.ChiefStatusRequest()]],
             "Stop": [[chief_pb2.StopJobRequest(reason="enough")]],
+            "Move": [[chief_pb2.MoveRequest(drain="ps/0")], [chief_pb2.MoveRequest(number=1)]],
         }
         return {
             **{f"/shardline.rpc.v1.Chief/{name}": calls for name, calls in found.items()},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from shardline.host.ports import held_port
-from tests.e2e.support import expected_sha256, slow_job, summary_of, wait_for_step, write_job
+from tests.e2e.support import expected_sha256, slow_job, summary_of, wait_for_step, wait_until, write_job
 from tests.launchers.support import RUN, Started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -47,7 +48,7 @@ def test_the_same_command_in_every_pod_trains_the_job(tmp_path: Path) -> None:
 
 
 def test_pods_that_are_killed_are_started_again_by_the_same_command(tmp_path: Path) -> None:
-    """As OnFailure does it, with the volume of the chief's pod."""
+    """As OnFailure does it, with the volume of the chief's pod; on a busy machine others give it up meanwhile."""
     job, out = slow_job(tmp_path / "job.py", replicas=2, steps=120, checkpoint_every=10), tmp_path / "out"
     cluster = cluster_of(ps=1, workers=2)
     tasks = [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
@@ -57,9 +58,18 @@ def test_pods_that_are_killed_are_started_again_by_the_same_command(tmp_path: Pa
         os.kill(pods[victim].process.pid, signal.SIGKILL)
         assert pods[victim].end().code == -signal.SIGKILL
         pods[victim] = pod(cluster, *victim, job, out)
-    for started in pods.values():
-        ended = started.end()
-        assert ended.code == 0, ended.said
+    starts = Counter([*pods])
+    # The job is done when its chief is.
+    while ("chief", 0) in pods:
+        key = wait_until(lambda: next((key for key, one in pods.items() if one.process.poll() is not None), None), "")
+        ended = pods.pop(key).end()
+        starts[key] += 1
+        assert ended.code == 0 or starts[key] < 5, ended.said
+        if ended.code:
+            pods[key] = pod(cluster, *key, job, out)
+    for left in pods.values():
+        left.process.terminate()
+        left.end()
     assert summary_of(out / "chief")["sha256"] == expected_sha256(job)
 
 

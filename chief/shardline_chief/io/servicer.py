@@ -20,7 +20,15 @@ from shardline.core.orders import Orders, PassReport, StepReport
 from shardline.core.placement import Post
 from shardline.core.status import Traffic, Usage
 from shardline.core.timeouts import Timeouts
-from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError, UnreachableError
+from shardline.errors import (
+    CheckpointError,
+    ForbiddenError,
+    JobError,
+    ProtocolError,
+    ShardlineError,
+    UnreachableError,
+    UsageError,
+)
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
@@ -238,6 +246,17 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         short(request.reason, "Stop: reason", MAX_SENTENCE)
         step = await asyncio.wrap_future(self._control.request_stop(request.reason or "requested by a client"))
         return chief_pb2.StopJobReply(stop_step=step)
+
+    async def Move(self, request: chief_pb2.MoveRequest, context: Any) -> chief_pb2.MoveReply:
+        """Move shards to other servers while the job trains."""
+        short(request.drain, "Move: drain")
+        try:
+            answer = await self._ask(
+                lambda now_s: self._control.program.move(request.drain, int(request.number), now_s)
+            )
+        except (UsageError, JobError) as error:
+            return chief_pb2.MoveReply(failure=str(error))
+        return chief_pb2.MoveReply(number=answer.number, moves=answer.moves, failure=answer.failure)
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))

@@ -85,6 +85,18 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoveAnswer:
+    """A request to move shards to other servers."""
+
+    number: int
+    """Of this request; the chief knows the newest only."""
+    moves: Mapping[int, str] = field(default_factory=dict)
+    """The new server, such as "ps/0", of each shard that has not moved yet."""
+    failure: str = ""
+    """Why it was given up; empty if it was not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaseAnswer:
     """Batches to train on next: [first, first + count). `outcome` is a name of the proto enum Outcome, no prefix."""
 

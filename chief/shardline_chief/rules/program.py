@@ -37,7 +37,7 @@ from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.heartbeats import Heartbeats
 from shardline_chief.rules.machine import Flows, Machine
 from shardline_chief.rules.member_journal import MemberJournal
-from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
+from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, MoveAnswer, PlaceAnswer
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.standstill import Motion, note_motion, standstill
@@ -192,6 +192,13 @@ class Program:
         """End the job with a checkpoint; returns the stop step, 0 if it is not known yet."""
         self.machine.handle(EndAsked(f"stopped: {reason}"), now_s)
         return self.flows.ending.stop_step
+
+    def move(self, task: str, number: int, now_s: float) -> MoveAnswer:
+        """Move the shards of a server, or even them out; number: of an earlier request, to learn how it goes."""
+        moving = self.flows.failover.moving
+        answer = moving.told(number) if number else moving.ask(task, now_s)
+        self._progress(now_s)
+        return answer
 
     def lease(self, task: str, incarnation: int, done: tuple[int, ...], now_s: float) -> LeaseAnswer:
         """Batches to train on next, if the chief hands them out."""

@@ -50,7 +50,7 @@ def next_order(state: State) -> Order | Stage | None:
         # Nothing is changed before it is known what the servers hold.
         return Lead(addresses=layout.reachable) if not have.led else AskStatus()
     if not have.led:
-        return Lead(addresses=addresses(layout.placement))
+        return Lead(addresses={**layout.former, **addresses(layout.placement)})
     if layout.promoted and not have.promoted:
         return Promote(timeline=layout.timeline, shards=layout.promoted)
     if have.placement != layout.placement:
@@ -115,7 +115,7 @@ class Reconcile:
         """Create the shards according to a placement, fill and activate them. keep: shards that keep their values."""
         state, layout = self.state, self.state.layout
         if state.settings.standbys:
-            living = {member.task: member.address for member in state.tasks.members.living("ps")}
+            living = {member.task: member.address for member in state.tasks.holders()}
             placement = protected(placement, living, appoint=layout.new_appointment)
         state.stage = Stage.PREPARING
         self._forget_shards()

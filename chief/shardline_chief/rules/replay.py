@@ -67,6 +67,8 @@ class Remembered:
     gone: dict[str, Member] = field(default_factory=dict)
     """Tasks that have died or left, and did not come back."""
     finished: set[str] = field(default_factory=set)
+    drained: set[tuple[str, int]] = field(default_factory=set)
+    """Servers that are to hold nothing, with their incarnation."""
     leases: Leases | None = None
     """Asynchronous mode: a copy of the leases, including the open ones."""
     metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -139,6 +141,8 @@ class Remembered:
                 self.stop_step = int(entry["step"])
             case "cut":
                 self.checkpoint_step, self.checkpoint_path = int(entry["step"]), str(entry["path"])
+            case "drained":
+                self.drained.add((str(entry["task"]), int(entry["incarnation"])))
             case "machine" | "member" | "gone" | "finished" | "figures":
                 self._tasks(entry)
             case "cursor" | "lease" | "chosen":

@@ -66,6 +66,7 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "FetchCut": _LOOK,
         "Status": _LOOK,
         "Stop": Right(Token.ADMIN),
+        "Move": Right(Token.ADMIN),
     },
     "Places": {"Take": _LOOK},
     "ParameterServer": {

@@ -1512,3 +1512,79 @@ class StopJobReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopJobReply: _TypeAlias = StopJobReply  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    """Asks for moves of shards to other servers while the job trains, or how those asked for last go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    drain: _builtins.str
+    """Server that is to hold nothing from now on, such as "ps/1"; empty = shards of the fullest servers go to the emptiest."""
+    number: _builtins.int
+    """Number of an earlier request: nothing is asked for, only told; 0 = a new request."""
+    def __init__(
+        self,
+        *,
+        drain: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
+class MoveReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MovesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """0 = refused: `failure` says why."""
+    failure: _builtins.str
+    """Why the rest was given up; empty if it was not."""
+    @_builtins.property
+    def moves(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """Where the shards go that have not moved yet."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        moves: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "moves", b"moves", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveReply: _TypeAlias = MoveReply  # noqa: Y015

@@ -74,6 +74,11 @@ class ChiefStub:
                 request_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobRequest.SerializeToString,
                 response_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobReply.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/shardline.rpc.v1.Chief/Move',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.FromString,
+                _registered_method=True)
 
 
 class ChiefServicer:
@@ -127,6 +132,12 @@ class ChiefServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChiefServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +180,11 @@ def add_ChiefServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobRequest.FromString,
                     response_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobReply.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +403,33 @@ class Chief:
             '/shardline.rpc.v1.Chief/Stop',
             shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobRequest.SerializeToString,
             shardline_dot_rpc_dot_v1_dot_chief__pb2.StopJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardline.rpc.v1.Chief/Move',
+            shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.FromString,
             options,
             channel_credentials,
             insecure,

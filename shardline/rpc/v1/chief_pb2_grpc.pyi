@@ -39,6 +39,7 @@ class ChiefStub:
     FetchCut: _grpc.UnaryStreamMultiCallable[_chief_pb2.FetchCutRequest, _chief_pb2.FetchCutFrame]
     Status: _grpc.UnaryUnaryMultiCallable[_chief_pb2.ChiefStatusRequest, _chief_pb2.ChiefStatusReply]
     Stop: _grpc.UnaryUnaryMultiCallable[_chief_pb2.StopJobRequest, _chief_pb2.StopJobReply]
+    Move: _grpc.UnaryUnaryMultiCallable[_chief_pb2.MoveRequest, _chief_pb2.MoveReply]
 
 @_typing.type_check_only
 class ChiefAsyncStub(ChiefStub):
@@ -51,6 +52,7 @@ class ChiefAsyncStub(ChiefStub):
     FetchCut: _aio.UnaryStreamMultiCallable[_chief_pb2.FetchCutRequest, _chief_pb2.FetchCutFrame]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_chief_pb2.ChiefStatusRequest, _chief_pb2.ChiefStatusReply]  # type: ignore[assignment]
     Stop: _aio.UnaryUnaryMultiCallable[_chief_pb2.StopJobRequest, _chief_pb2.StopJobReply]  # type: ignore[assignment]
+    Move: _aio.UnaryUnaryMultiCallable[_chief_pb2.MoveRequest, _chief_pb2.MoveReply]  # type: ignore[assignment]
 
 class ChiefServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +110,12 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         request: _chief_pb2.StopJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.StopJobReply, _abc.Awaitable[_chief_pb2.StopJobReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Move(
+        self,
+        request: _chief_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.MoveReply, _abc.Awaitable[_chief_pb2.MoveReply]]: ...
 
 def add_ChiefServicer_to_server(servicer: ChiefServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,8 +1,11 @@
-"""Standbys: promoted when a server is lost, and placed again while training continues (PROTOCOL 1.6, 1.8)."""
+"""Standbys: promoted when a server is lost, and placed again while training continues (PROTOCOL 1.6, 1.8).
+
+A shard moves to another server the same way: it gets a standby there, which is promoted as soon as it is complete.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardline.core.orders import Phase
@@ -10,6 +13,7 @@ from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
+from shardline_chief.rules.flows.moving import Moving, numbers
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.losses import Recovered
@@ -24,11 +28,10 @@ class Failover:
         self.protection = Protection()
         self._promoted: dict[int, Promotion] = {}
         """Standbys being promoted, by shard."""
+        self.moving = Moving(state, self.protection)
 
     def told(self, event: ShardsTold, now_s: float) -> None:
         """A server reported its shards, including the state of their standbys."""
-        if not self.state.settings.standbys:
-            return
         mine = [place for place in self.state.layout.placement if place.task == event.task]
         for change in self.protection.observe(mine, event.shards, now_s):
             self.state.say("standby", change.sentence, "info" if change.protected else "warning")
@@ -40,14 +43,13 @@ class Failover:
         state, loss = self.state, self.state.losses.now
         ending = state.phase is Phase.STOPPING and self.reconcile.ending.scoring.done
         promoting = loss is not None and loss.failover
-        if not state.settings.standbys or not (promoting or state.phase is Phase.RUNNING or ending):
+        if not (promoting or state.phase is Phase.RUNNING or ending):
             return False
         # A new process under the same name is empty.
         left = {m.task: m.address for m in state.tasks.members.living("ps") if m.task != task}
         before = state.layout.placement
         found = after_loss(before, left, self.protection.whole())
         if found is None or found.placement == before:
-            self._promoted.clear()
             return False
         promoted = {
             **{n: promotion for n, promotion in self._promoted.items() if promotion.task in left},
@@ -57,26 +59,39 @@ class Failover:
             self.promote(replace(found, promoted=promoted), task, why, now_s, since_s=now_s)
             return True
         changed = self._forget_changed(found)
-        state.say("standby_lost", f"{why}; it had the standbys of shards {_numbers(changed)}", "warning")
+        state.say("standby_lost", f"{why}; it had the standbys of shards {numbers(changed)}", "warning")
         self._set_standbys(self._protected(found.placement, now_s))
         return True
 
     def promote(
-        self, found: StandIn, task: str, why: str, now_s: float, *, since_s: float, step: int | None = None
+        self,
+        found: StandIn,
+        task: str,
+        why: str,
+        now_s: float,
+        *,
+        since_s: float,
+        step: int | None = None,
+        planned: bool = False,
     ) -> None:
-        """Want this placement with all values, in a timeline that follows. step: that all shards have reached."""
+        """Want this placement with all values, in a timeline that follows. step: that all shards have reached.
+
+        planned: nothing is lost; shards move.
+        """
         state, layout, promoted = self.state, self.state.layout, found.promoted
         loss = state.note_loss(task, since_s)
-        loss.failover, loss.at_step = True, loss.at_step if step is None else step
+        loss.failover, loss.planned, loss.at_step = True, planned, loss.at_step if step is None else step
         over = ", ".join(f"shard {n} by {promotion.task}" for n, promotion in sorted(promoted.items()))
         self._forget_changed(found)
         placement, self._promoted = self._protected(found.placement, now_s), dict(promoted)
         self.reconcile.leave(Stage.PREPARING)
         # Nothing logged after this step is undone.
         state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; no step is lost", "warning", task=task)
+        kind, level = ("moved", "info") if planned else ("ps_lost", "warning")
+        state.say(kind, f"{why}; taken over: {over or 'nothing more'}; no step is lost", level, task=task)
         followed = self.protection.followed(placement)
-        layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed)
+        former = {place.task: place.address for place in layout.placement} if planned else {}
+        layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed, former=former)
         told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
         state.record("failover", timeline=layout.timeline, promoted=told)
 
@@ -86,13 +101,19 @@ class Failover:
         self.protection.forget(changed)
         return changed
 
-    def taken_over(self, recovered: Recovered) -> None:
+    def taken_over(self, recovered: Recovered, *, planned: bool) -> None:
         """The standbys are primaries now: nothing was rolled back."""
         self._promoted.clear()
+        done = f"{recovered.task} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over"
+        if planned:
+            # Those that have dropped their shards get no further orders.
+            layout = self.state.layout
+            layout.former = {}
+            layout.have_standbys(layout.placement, layout.followed)
+            done = f"shards have moved within {recovered.seconds:.1f} s"
         self.state.say(
             "recovered",
-            f"{recovered.task} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over. Training "
-            f"continues from step {recovered.at_step}, and no step is repeated",
+            f"{done}. Training continues from step {recovered.at_step}, and no step is repeated",
             task=recovered.task,
             seconds=recovered.seconds,
         )
@@ -107,8 +128,9 @@ class Failover:
     def watch(self, event: Tick, now_s: float) -> None:
         """Drop standbys that block training, and find new ones where they are missing."""
         state = self.state
-        if not state.settings.standbys or not state.layout.settled:
+        if not state.layout.settled:
             return
+        self.moving.look(now_s)
         placement = state.layout.placement
         limit_s = state.timeouts.dead_s
         silent = self.protection.too_silent(now_s, limit_s)
@@ -118,34 +140,47 @@ class Failover:
         if silent:
             self.protection.forget(silent)
             placement = without_standbys(placement, silent)
-            who = f"shards {_numbers(silent)} continue without their standbys"
+            who = f"shards {numbers(silent)} continue without their standbys"
             state.say("standby_lost", f"{who}, which did not answer for {limit_s:g} s", "warning")
         placement = self._protected(placement, now_s)
         if placement != state.layout.placement:
             self._set_standbys(placement)
+        elif (found := self.moving.ready()) is not None:
+            sources = sorted({place.task for place in placement if place.shard in found.promoted})
+            why = f"shards {numbers(found.promoted)} move from {', '.join(sources)}"
+            self.promote(found, sources[0], why, now_s, since_s=now_s, planned=True)
 
     def adopted(self, now_s: float) -> None:
         """A restarted chief found every primary intact: place standbys again, wherever the last chief had them."""
-        if self.state.settings.standbys:
+        if self.state.settings.standbys or any(place.standby_task for place in self.state.layout.placement):
             self.state.layout.have.placement = ()
             self._set_standbys(self._protected(self.state.layout.placement, now_s))
 
     def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
-        living = {member.task: member.address for member in self.state.tasks.members.living("ps")}
         return protected(
             placement,
-            living,
+            {member.task: member.address for member in self.state.tasks.holders()},
             appoint=self.state.layout.new_appointment,
             avoid=lambda shard, at: self.protection.avoided(shard, at, now_s),
+            moves=self.moving.answer.moves,
+            each=self.state.settings.standbys > 0,
         )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
+        before = self.state.layout.placement
+        # A copy elsewhere is not there yet, whatever was said of the last one.
+        self.protection.forget(
+            new.shard for old, new in zip(before, placement, strict=True) if old.appointment != new.appointment
+        )
         self.state.layout.have_standbys(placement, self.protection.followed(placement))
         self.state.record("standbys", standbys=standbys_of(placement))
 
     def without(self, task: str) -> None:
         """A server is lost that held standbys, at most, while all shards are being prepared: the others do without."""
         layout = self.state.layout
+        if task in layout.former:
+            layout.former = {name: at for name, at in layout.former.items() if name != task}
+            layout.have_standbys(layout.placement, layout.followed)
         shards = [place.shard for place in layout.placement if place.standby_task == task]
         if shards:
             self.protection.forget(shards)
@@ -178,7 +213,3 @@ class Failover:
         self.protection.forget(shards)
         # Their primaries may be blocked on their old standbys until they get the new placement.
         self._set_standbys(without_standbys(placement, shards))
-
-
-def _numbers(shards: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(shards)))

@@ -9,7 +9,7 @@ recovery starts it over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
@@ -192,7 +192,8 @@ class Recovery:
             return
         assert state.layout.plan is not None
         sizes = {number: shard.nbytes for number, shard in enumerate(state.layout.plan.shards)}
-        placement = moved(loss.home, living, sizes)
+        drained = living.keys() - {member.task for member in state.tasks.holders()}
+        placement = moved(loss.home, living, sizes, drained)
         for place, before in zip(placement, loss.home, strict=True):
             if place.task != before.task:
                 state.say("moved", f"shard {place.shard} moves from {before.task} to {place.task}", "warning")
@@ -239,6 +240,7 @@ class Recovery:
             return False
         if loss.failover:
             _, error = sorted(event.errors.items())[0]
+            self.failover.moving.cancel("a copy could not take over")
             self._begin(loss.first, now_s, loss.began_s)
             state.say("no_standby", f"{error}; {self._goes_back()}", "warning")
             return True
@@ -278,7 +280,7 @@ class Recovery:
             state.losses.recoveries.append(recovered)
             state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         if loss.failover:
-            self.failover.taken_over(recovered)
+            self.failover.taken_over(recovered, planned=loss.planned)
             return
         self._lost.clear()
         state.work.moved.clear()
@@ -346,11 +348,14 @@ def _lost(loss: Loss) -> str:
 
 
 def moved(
-    placement: tuple[Placement, ...], living: Mapping[str, Member], sizes: Mapping[int, int]
+    placement: tuple[Placement, ...],
+    living: Mapping[str, Member],
+    sizes: Mapping[int, int],
+    drained: Collection[str] = (),
 ) -> tuple[Placement, ...]:
     """The same placement for shards whose server lives; the others go to the living server with the least load.
 
-    All addresses are brought up to date. sizes: bytes by shard.
+    All addresses are brought up to date. sizes: bytes by shard. drained: servers that get nothing if there are others.
     """
     load = dict.fromkeys(sorted(living), 0)
     for place in placement:
@@ -360,7 +365,7 @@ def moved(
     for place in placement:
         task = place.task
         if task not in load:
-            task = min(load, key=lambda name: load[name])
+            task = min(load, key=lambda name: (name in drained, load[name]))
             load[task] += sizes[place.shard]
         result.append(Placement(shard=place.shard, task=task, address=living[task].address))
     return tuple(result)

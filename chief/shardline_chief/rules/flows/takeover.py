@@ -30,7 +30,7 @@ from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.checkpoints import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Life
-from shardline_chief.rules.state.standbys import as_found, without_standbys
+from shardline_chief.rules.state.standbys import as_found
 from shardline_chief.rules.state.state import State
 
 
@@ -145,9 +145,9 @@ class Takeover:
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
-        lost, standbys = self._missing(), state.settings.standbys
-        whole = known.began_s is not None and (known.active or (known.stays and standbys)) and not goes_back(state)
-        if not whole or (lost and not standbys):
+        lost, copies = self._missing(), known.promoted or any(place.standby_task for place in known.placement)
+        whole = known.began_s is not None and (known.active or known.stays) and not goes_back(state)
+        if not whole or (lost and not copies):
             self._go_back(lost, now_s)
             return
         there = {m.task: m.address for m in state.tasks.members.living("ps") if m.task not in self._gone}
@@ -185,10 +185,7 @@ class Takeover:
         """Continue as it is, with standbys in place of lost primaries, or roll back."""
         state, layout, known = self.state, self.state.layout, self._known
         living = {member.task: member.address for member in state.tasks.members.living("ps")}
-        there = known.placement
-        if not state.settings.standbys:
-            there = without_standbys(there, layout.all_shards)
-        found = as_found(there, known.promoted, servers, since=known.since, living=living)
+        found = as_found(known.placement, known.promoted, servers, since=known.since, living=living)
         if found is None:
             self._go_back(self._missing() or _empty(known, servers), now_s)
             return
@@ -197,7 +194,7 @@ class Takeover:
         if not found.promoted and not behind and known.active:
             # Nothing is lacking but the table of members, and maybe what the last chief did not come to.
             state.stage = Stage.ADOPTING
-            layout.placement = found.placement if state.settings.standbys else known.placement
+            layout.placement = found.placement
             layout.have.placement, layout.have.filled = layout.placement, True
             layout.stop = state.progress.stop_step
             return
@@ -263,6 +260,7 @@ def _recall(state: State, known: Remembered, now_s: float, trained_s: float) -> 
     if known.job is not None:
         state.adopt(known.job)
     state.tasks.machine, state.tasks.finished = known.machine, set(known.finished)
+    state.tasks.drained = set(known.drained)
     for step, metrics in known.metrics.items():
         state.figures.score(step, metrics)
     for step, metrics in known.followed.items():

@@ -48,6 +48,8 @@ class JobLayout:
         """Shards whose standbys are kept."""
         self.stop = 0
         """Step at which the servers stop by themselves; 0 = at none."""
+        self.former: Mapping[str, str] = {}
+        """Servers from which shards move away, address by task: they are told, too, and drop them."""
         self.reachable: Mapping[str, str] = {}
         """Takeover: the servers to ask what they hold, address by task."""
         self.have = Confirmed()
@@ -70,9 +72,10 @@ class JobLayout:
         stays: bool = False,
         promoted: Mapping[int, Promotion] | None = None,
         followed: frozenset[int] = frozenset(),
+        former: Mapping[str, str] | None = None,
     ) -> None:
         """Set what the servers are to hold. All of them are led before anything else: some may be other processes."""
-        self.keep, self.stays = keep, stays
+        self.keep, self.stays, self.former = keep, stays, former or {}
         self.promoted = promoted or {}
         self.have_standbys(placement, followed)
 

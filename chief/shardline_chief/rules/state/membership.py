@@ -271,12 +271,18 @@ class Tasks:
         self.machine: Mapping[str, str] = {}
         """Fingerprint of the first machine that trains; the others must equal it if results are bit-exact."""
         self.finished: set[str] = set()
+        self.drained: set[tuple[str, int]] = set()
+        """Servers that are to hold nothing, with the incarnation: a new process may again."""
         self.suspects: dict[str, tuple[str, ...]] = {}
         """Servers that a task can't reach, by task."""
         self.steps: dict[str, int] = {}
         """Last reported step, by task."""
         self.alone_since_s: float | None = None
         """Since when too few tasks train; None if enough do."""
+
+    def holders(self) -> list[Member]:
+        """Living servers that may be given shards."""
+        return [one for one in self.members.living("ps") if (one.task, one.incarnation) not in self.drained]
 
     def trainers(self) -> list[Member]:
         """Living tasks that run replicas."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from shardline.core.placement import Placement
 from shardline.core.status import PsStatus, ShardStatus
@@ -28,18 +29,25 @@ def protected(
     *,
     appoint: Callable[[], int] = lambda: 0,
     avoid: Callable[[int, str], bool] = lambda shard, task: False,
+    moves: Mapping[int, str] = MappingProxyType({}),
+    each: bool = True,
 ) -> tuple[Placement, ...]:
     """The same placement, each shard with a standby on the next server after its primary, if there is another server.
 
     living: address of each server, by task. avoid(shard, task): whether a server is not to hold a shard's standby for
-    now.
+    now. moves: where the standby of a shard has to be, since it moves there. each: False: only those shards have one.
     appoint: returns a new appointment number. A standby on a living server stays as it is.
     """
     order = sorted(living, key=_index)
     result = []
     for place in placement:
-        task, appointment = place.standby_task, place.appointment
-        if task not in living or task == place.task:
+        task, appointment, aim = place.standby_task, place.appointment, moves.get(place.shard, "")
+        if aim in living and aim != place.task:
+            if task != aim:
+                task, appointment = aim, appoint()
+        elif not each:
+            task, appointment = "", 0
+        elif task not in living or task == place.task:
             first = next((n for n, name in enumerate(order) if _index(name) > _index(place.task)), 0)
             after = [*order[first:], *order[:first]]
             task = next((name for name in after if name != place.task and not avoid(place.shard, name)), "")
@@ -50,6 +58,37 @@ def protected(
 
 def _index(task: str) -> int:
     return int(task.partition("/")[2])
+
+
+def spread(
+    placement: tuple[Placement, ...], sizes: Mapping[int, int], holders: Collection[str], *, even: bool
+) -> dict[int, str]:
+    """Moves of shards, by shard, to the server that gets it: each away from a server that is not to hold any.
+
+    sizes: bytes by shard. even: also from the server with most bytes to the one with least, as long as that makes the
+    largest smaller by a tenth of what moves.
+    """
+    home = {place.shard: place.task for place in placement}
+    load = {task: sum(sizes[shard] for shard, at in home.items() if at == task) for task in sorted(holders, key=_index)}
+    moves: dict[int, str] = {}
+
+    def move(shard: int, task: str) -> None:
+        if home[shard] in load:
+            load[home[shard]] -= sizes[shard]
+        load[task] += sizes[shard]
+        home[shard] = moves[shard] = task
+
+    for shard in sorted(home, key=lambda shard: -sizes[shard]):
+        if home[shard] not in load:
+            move(shard, min(load, key=lambda task: load[task]))
+    while even:
+        most, least = max(load, key=lambda task: load[task]), min(load, key=lambda task: load[task])
+        gain = load[most] - load[least]
+        fitting = [shard for shard, at in home.items() if at == most and 1.1 * sizes[shard] < gain]
+        if not fitting:
+            break
+        move(max(fitting, key=lambda shard: sizes[shard]), least)
+    return {place.shard: moves[place.shard] for place in placement if moves.get(place.shard, place.task) != place.task}
 
 
 def without_standbys(placement: tuple[Placement, ...], shards: Collection[int]) -> tuple[Placement, ...]:

@@ -1,0 +1,105 @@
+"""Moves of shards to other servers while the job trains: to drain a server, or to even out the load.
+
+A shard that moves gets a standby at its new place. Once those of all shards that move are complete, they are promoted
+together, as if the servers before them were lost (failover.py): a new timeline begins, and no step is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
+from shardline.errors import JobError, UsageError, nearest
+from shardline.fit import check_fit
+from shardline_chief.rules.actions import Promotion
+from shardline_chief.rules.messages import MoveAnswer
+from shardline_chief.rules.state.standbys import Protection, StandIn, spread
+from shardline_chief.rules.state.state import State
+
+
+class Moving:
+    def __init__(self, state: State, protection: Protection) -> None:
+        self.state, self.protection = state, protection
+        self.answer = MoveAnswer(number=0)
+        """The newest request, with the moves that are left."""
+        self._even = False
+
+    def ask(self, task: str, now_s: float) -> MoveAnswer:
+        """Move the shards of a server elsewhere, or, if task is empty, from the fullest servers to the emptiest.
+
+        Raises UsageError if that is not possible now, JobError if this job's shards can't be copied while it trains.
+        """
+        state = self.state
+        if state.phase is not Phase.RUNNING or state.job is None:
+            raise UsageError("no shard can be moved now: the job is not training")
+        try:
+            check_fit(state.job, standbys=1, workers=state.settings.workers)
+        except JobError as error:
+            raise JobError(f"no shard can be moved, since it is first copied, as for --standbys 1: {error}") from error
+        if task:
+            living = {member.task: member.incarnation for member in state.tasks.members.living("ps")}
+            if task not in living:
+                raise UsageError(f"{task} is no living server of this job{nearest(task, living)}")
+            if all(member.task == task for member in state.tasks.holders()):
+                raise UsageError(f"no other server than {task} may hold shards; start one first")
+            state.tasks.drained.add((task, living[task]))
+            state.record("drained", task=task, incarnation=living[task])
+        self._even = not task
+        self.answer = MoveAnswer(number=self.answer.number + 1, moves=self._spread())
+        told = ", ".join(f"shard {shard} to {aim}" for shard, aim in sorted(self.answer.moves.items()))
+        why = f"{task} is drained" if task else "the load is evened out"
+        state.say("move", f"{why}: {told or 'no shard has to move'}")
+        return self.answer
+
+    def told(self, number: int) -> MoveAnswer:
+        """How the newest request goes. Raises UsageError if it has another number."""
+        if number != self.answer.number:
+            raise UsageError("the chief was restarted, or asked for other moves, meanwhile; ask again")
+        return self.answer
+
+    def _spread(self) -> dict[int, str]:
+        state = self.state
+        assert state.layout.plan is not None
+        sizes = {number: shard.nbytes for number, shard in enumerate(state.layout.plan.shards)}
+        holders = [member.task for member in state.tasks.holders()]
+        return spread(state.layout.placement, sizes, holders, even=self._even) if holders else {}
+
+    def look(self, now_s: float) -> None:
+        """Note what is done, and choose other servers for the shards whose new server is gone."""
+        moves = self.answer.moves
+        if not moves:
+            return
+        if not {member.task for member in self.state.tasks.holders()}.issuperset(moves.values()):
+            moves = self._spread()
+        at = {place.shard: place.task for place in self.state.layout.placement}
+        self.answer = replace(self.answer, moves={shard: aim for shard, aim in moves.items() if at[shard] != aim})
+        for shard, aim in self.answer.moves.items():
+            if self.protection.avoided(shard, aim, now_s):
+                self.cancel(f"{aim} could not take, or keep, a copy of shard {shard}")
+
+    def cancel(self, why: str) -> None:
+        """The shards stay where they are."""
+        if self.answer.moves:
+            self.answer = replace(self.answer, moves={}, failure=f"{why}; shards {numbers(self.answer.moves)} stay")
+            self.state.say("move", f"the move is given up: {self.answer.failure}", "warning")
+
+    def ready(self) -> StandIn | None:
+        """The placement after the moves, once there are complete copies of all shards that move; else None."""
+        moves, whole, promoted, after = self.answer.moves, self.protection.whole(), {}, []
+        for place in self.state.layout.placement:
+            aim = moves.get(place.shard)
+            if aim is None:
+                after.append(place)
+            elif place.shard in whole and place.standby_task == aim:
+                promoted[place.shard] = Promotion(aim, place.appointment)
+                after.append(Placement(shard=place.shard, task=aim, address=place.standby_address))
+            else:
+                return None
+        return StandIn(placement=tuple(after), promoted=promoted) if promoted else None
+
+
+def numbers(shards: Iterable[int]) -> str:
+    """Shards in order, for a message: "0, 2"."""
+    return ", ".join(map(str, sorted(shards)))
