@@ -202,15 +202,14 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
 
 
 def _check_between(job: JobSpec, mode: Consistency) -> None:
-    """Refuse what an aggregator can't do for several workers: it adds up whole gradients, and passes one pull on."""
+    """Refuse what an aggregator can't do for several workers: it adds up whole gradients, and hands one pull on."""
     who = f"topology {job.topology} has one pull of a step serve several workers"
     Gives.LASTING_VALUES.need(mode, who, "choose topology='flat', or consistency='sync'")
-    found = codecs.of(job)
-    coded = next((one for one in (*found.ups, *found.downs) if not one.is_view), None)
+    differing = next((one for one in codecs.of(job).downs if not one.relayable), None)
     _refuse(
-        coded is not None,
-        f"topology {job.topology} adds up gradients on their way and passes parameters on, which codec {coded} would "
-        "have it decode and encode again; choose topology='flat', or codec='raw'",
+        differing is not None,
+        f"topology {job.topology} decodes parameters and encodes them again for its workers, which would then have "
+        f"other ones than codec {differing} gives; choose topology='flat', or another codec_down",
     )
     _refuse(
         job.apply == WORKER,

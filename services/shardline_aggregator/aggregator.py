@@ -49,7 +49,7 @@ CLOSE_S = 10.0
 class Aggregator:
     """A shardline.server.backend.Backend for the members of one aggregator, and the ways from it to the servers.
 
-    count: called with "push" or "pull", the ps, and the bytes that went to it or came from it.
+    count: called with the ps, "push" or "pull", the codec, and the bytes that went to it or came from it.
     on_refused: see ServerSide.
     """
 
@@ -58,7 +58,7 @@ class Aggregator:
         config: RoleConfig,
         address: str,
         *,
-        count: Callable[[str, str, int], None] = lambda kind, peer, nbytes: None,
+        count: Callable[[str, str, str, int], None] = lambda peer, kind, codec, nbytes: None,
         on_refused: Callable[[str, Exception], None] = lambda label, error: None,
     ) -> None:
         self._config, self._count = config, count
@@ -104,7 +104,7 @@ class Aggregator:
     def renew(self, view: JobView, who: Identity, members: Sequence[Post]) -> None:
         """Begin a timeline: shards without values, and new ways to their servers."""
         self.leave()
-        job = view.job
+        job, coding = view.job, coding_of(view.job, view.plan)
         sender = Sender(job=job.name, timeline=view.timeline, plan_id=view.plan.plan_id, who=who)
         loop = self.server.loop
         shards, uplinks = {}, {}
@@ -123,15 +123,16 @@ class Aggregator:
             uplinks[place.shard] = Uplink(
                 shard,
                 sender,
+                coding,
                 connect,
                 self._config.timeouts,
                 on_trouble=self._retire,
-                count=lambda kind, nbytes, peer=place.task: self._count(kind, peer, nbytes),  # type: ignore[misc]
+                count=functools.partial(self._count, place.task),
             )
         signals = {(s, b.number): Signal(loop) for s, shard in shards.items() for b in shard.buckets}
 
         async def begin() -> None:
-            self.plan, self._coding = view.plan, coding_of(job, view.plan)
+            self.plan, self._coding = view.plan, coding
             self.job, self._trouble = job.name, ""
             self._signals, self.shards, self._uplinks = signals, shards, uplinks
             self.generation += 1

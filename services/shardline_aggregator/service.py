@@ -31,8 +31,8 @@ def run(config: RoleConfig) -> int:
     torch.set_num_threads(1)
     metrics = Metrics(config.role, config.task)
 
-    def count(kind: str, peer: str, nbytes: int) -> None:
-        labels = {"peer": peer, "codec": "raw", "lane": "sum"}
+    def count(peer: str, kind: str, codec: str, nbytes: int) -> None:
+        labels = {"peer": peer, "codec": codec, "lane": "sum"}
         metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(nbytes)
 
     aggregator = Aggregator(config, config.cluster.address(config.task), count=count)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from shardline.codecs.base import Turn
+from shardline.codecs.coding import BucketCoding, JobCoding
 from shardline.consistency.eager import Eager
 from shardline.consistency.intake import BOTH_STEPS
 from shardline.consistency.replica_steps import ReplicaSteps, admit_push
@@ -347,10 +349,12 @@ def relayed_shard(
 
 
 class Arriving:
-    """Where one shard's pulled buckets go: to where members read them."""
+    """Where one shard's pulled buckets go: decoded, to where members read them."""
 
-    def __init__(self, shard: RelayedShard) -> None:
-        self._shard = shard
+    def __init__(self, shard: RelayedShard, coding: JobCoding) -> None:
+        self._shard, self._coding = shard, coding
+        self._encoded: dict[int, bytearray] = {}
+        """Bytes that have to be decoded, by bucket."""
         self.num_buckets = len(shard.buckets)
         self.shard_bytes = sum(bucket.spec.nbytes for bucket in shard.buckets)
         self.arrived: set[int] = set()
@@ -361,15 +365,20 @@ class Arriving:
         self.arrived.clear()
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        bucket = self._bucket(arrival)
+        bucket, written = self._bucket(arrival), self._written(arrival)
+        if not written.codec.is_view:
+            self._encoded[arrival.bucket] = bytearray(arrival.payload_bytes)
+            return memoryview(self._encoded[arrival.bucket])
         with bucket.lock:
             target = bucket.target(arrival.step)
         return tensor_bytes(target)
 
     def done(self, arrival: Arrival) -> None:
-        bucket = self._bucket(arrival)
+        bucket, payload = self._bucket(arrival), self._encoded.pop(arrival.bucket, None)
         with bucket.lock:
             if arrival.step > bucket.step:
+                if payload is not None and not arrival.unchanged:
+                    self._decode(arrival, bucket, payload)
                 bucket.arrived(arrival.step, arrival.version, changed=not arrival.unchanged)
         self.arrived.add(arrival.bucket)
         self.raw_bytes += bucket.spec.nbytes
@@ -383,15 +392,23 @@ class Arriving:
     def take(self, arrival: Arrival, memory: Memory) -> None:
         self.whole(arrival, memory)
 
+    def _decode(self, arrival: Arrival, bucket: RelayedBucket, payload: bytearray) -> None:
+        """Write the values where members read them. The memory is the one that members' pulls are encoded with."""
+        named = self._coding.of_pull(arrival.codec)
+        memory = named.memory(self._shard.number, arrival.bucket, "")
+        values = self._written(arrival).coder.decode(payload, Turn(arrival.step, relays=True, memory=memory))
+        bucket.target(arrival.step).copy_(values)
+
+    def _written(self, arrival: Arrival) -> BucketCoding:
+        return self._coding.of_pull(arrival.codec).bucket(self._shard.number, arrival.bucket)
+
     def _bucket(self, arrival: Arrival) -> RelayedBucket:
         bucket = self._shard.buckets[arrival.bucket]
         assert isinstance(bucket, RelayedBucket)
-        size = 0 if arrival.unchanged else bucket.spec.nbytes
-        if arrival.payload_bytes != size:
-            raise ProtocolError(
-                f"shard {self._shard.number}, bucket {arrival.bucket}: {arrival.payload_bytes} bytes were pulled; the "
-                f"plan says {size}"
-            )
+        misfit = "" if arrival.unchanged else self._written(arrival).misfit(arrival.payload_bytes)
+        if misfit:
+            where = f"shard {self._shard.number}, bucket {arrival.bucket}"
+            raise ProtocolError(f"{where}: {arrival.payload_bytes} bytes were pulled; {misfit}")
         return bucket
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardline.client.exchange.shard_exchange import Interrupted, Observer, Retrying
+from shardline.codecs.coding import PLAIN, JobCoding
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
@@ -28,22 +29,23 @@ class Uplink:
     """Exchanges with one shard of the servers for all members, from start() to close().
 
     connect: a new lane to the shard. on_trouble: called, on any thread, with a sentence if the members have to find
-    another way to this shard. count: called with the bytes of every push and pull, see waist.Payload.
+    another way to this shard. count: called with "push" or "pull", the codec, and the bytes.
     """
 
     def __init__(
         self,
         shard: RelayedShard,
         sender: Sender,
+        coding: JobCoding,
         connect: Callable[[], Lane],
         timeouts: Timeouts,
         *,
         on_trouble: Callable[[str], None],
-        count: Callable[[str, int], None],
+        count: Callable[[str, str, int], None],
     ) -> None:
         self._shard, self._steps, self._sender, self._timeouts = shard, shard.steps, sender, timeouts
         self._outbox = shard.steps.outbox
-        self._on_trouble, self._count = on_trouble, count
+        self._on_trouble, self._count, self._coding = on_trouble, count, coding
         self._closed = threading.Event()
         self._asking = threading.Lock()
         self._puller = replace(sender, beside=True)
@@ -147,7 +149,7 @@ class Uplink:
 
     def _judge(self, push: Push, sums: Sequence[BlockSum], ack: Ack) -> None:
         if ack.accepted:
-            self._count("push", push.payloads.nbytes)
+            self._count("push", PLAIN.name, push.payloads.nbytes)
             if ack.mismatch:
                 log.error("shard %d: %s", self._shard.number, ack.reason)
         elif ack.outcome is Outcome.SPLIT:
@@ -165,7 +167,7 @@ class Uplink:
     # Values
 
     def _pull_all(self) -> None:
-        sink, step = Arriving(self._shard), -1
+        sink, step = Arriving(self._shard, self._coding), -1
         while (wanted := self._outbox.wanted(step)) is not None:
             if wanted > 0 and self._steps.lacking(wanted - 1):
                 # Steps were missed; another member may still need the one before.
@@ -188,7 +190,7 @@ class Uplink:
         )
         before = sink.wire_bytes
         done = self._pull.exchange(self._puller, (), want, sink, timeout_s=self._timeouts.rpc_s)
-        self._count("pull", sink.wire_bytes - before)
+        self._count("pull", self._coding.pull.name, sink.wire_bytes - before)
         assert done.end is not None
         return self._taken(wanted, done.end)
 

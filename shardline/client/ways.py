@@ -55,8 +55,8 @@ class Speaker:
     """A worker's aggregator: idle, unless it is the first worker of its host and not alone there."""
 
     def __init__(self, config: RoleConfig, metrics: Metrics) -> None:
-        def count(kind: str, peer: str, nbytes: int) -> None:
-            metrics.counter(f"shardline_{kind}_wire_bytes_total", peer=peer, codec="raw", lane="sum").inc(nbytes)
+        def count(peer: str, kind: str, codec: str, nbytes: int) -> None:
+            metrics.counter(f"shardline_{kind}_wire_bytes_total", peer=peer, codec=codec, lane="sum").inc(nbytes)
 
         make: Any = plugins.installed(ENTRY_POINTS, "sum", "the sum of a host's workers (topology local-sum)")
         self._sums: HostSums = make(config, config.cluster.address(config.task), count=count)

@@ -194,6 +194,8 @@ class Turn:
     whole: bool = False
     """For a push by a codec with memory: send the values and all that is owed, as the bucket's own bytes, and clear
     the memory."""
+    relays: bool = False
+    """Whoever decodes hands on what it gets: the same memory then serves its own encodings."""
     owes: bool = True
     """False: whoever encodes makes up by himself for what is not sent, so no error is to be remembered."""
     memory: MutableMapping[MemoryKey, torch.Tensor] = field(default_factory=dict)
@@ -260,6 +262,14 @@ class Codec(Resident, ABC):
     def exact(self) -> bool:
         """Whether decoding gives the bits that were encoded."""
         return self.fidelity >= Fidelity.EXACT
+
+    @property
+    def relayable(self) -> bool:
+        """Whether decoded numbers that are encoded again are decoded as the same numbers.
+
+        A codec with one memory for all receivers sees to it itself: see Turn.relays.
+        """
+        return self.memory.shared or (self.memory is Memory.NONE and self.fidelity is not Fidelity.LOSSY)
 
     @property
     def is_view(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -111,8 +111,7 @@ class DeltaCoder:
                 elif last == turn.step - 1:
                     after = self._changed(values, before, turn)
             memory[_value(turn.step)] = after
-            for key in [key for key in memory if key[1] <= turn.step - KEPT]:
-                del memory[key]
+            _forget(memory, turn.step - KEPT)
         change = turn.memory.get(_change(turn.step))
         if change is not None and turn.base == turn.step - 1:
             return tensor_bytes(change)
@@ -128,8 +127,7 @@ class DeltaCoder:
         after = values.clone() if self._exact else self._after(before, memoryview(bytearray(coded)), turn)
         if BASE.size + len(coded) >= self._layout.bucket.nbytes or not is_finite(after):
             return values.clone()
-        data = bytearray(BASE.pack(digest(tensor_bytes(before))) + coded)
-        turn.memory[_change(turn.step)] = tensor_from_bytes(memoryview(data), "uint8")
+        turn.memory[_change(turn.step)] = _kept(BASE.pack(digest(tensor_bytes(before))) + coded)
         return after
 
     def _after(self, before: torch.Tensor, coded: memoryview, turn: Turn) -> torch.Tensor:
@@ -137,9 +135,9 @@ class DeltaCoder:
         return _exclusive(before, change) if self._exact else before + change
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """The receiver's new values."""
-        bucket = self._layout.bucket
-        if len(payload) == bucket.nbytes:
+        """The receiver's new values. Who relays gives others the same change, or the values."""
+        bucket, whole = self._layout.bucket, len(payload) == self._layout.bucket.nbytes
+        if whole:
             found = tensor_from_bytes(bytearray(payload), bucket.dtype)
         else:
             view, before = memoryview(payload), turn.memory.get(_value(_last(turn.memory, turn.step)))
@@ -149,9 +147,14 @@ class DeltaCoder:
                 has = "nothing" if before is None else "other values"
                 raise ProtocolError(f"codec delta: a change of step {turn.step - 1}, of which this task has {has}")
             found = self._after(before, view[BASE.size :], turn)
-        turn.memory.clear()
+        if turn.relays:
+            _forget(turn.memory, turn.step - KEPT)
+        else:
+            turn.memory.clear()
         if is_finite(found):
             turn.memory[_value(turn.step)] = found
+            if turn.relays and not whole:
+                turn.memory[_change(turn.step)] = _kept(payload)
         return found
 
 
@@ -180,6 +183,17 @@ def _started(turn: Turn) -> dict[MemoryKey, torch.Tensor]:
             row, _, left = what.removeprefix(START).partition("/")
             found[name, int(row), left] = tensor
     return found
+
+
+def _forget(memory: MutableMapping[MemoryKey, torch.Tensor], last: int) -> None:
+    """Drop everything of the steps up to this one."""
+    for key in [key for key in memory if key[1] <= last]:
+        del memory[key]
+
+
+def _kept(payload: Buffer) -> torch.Tensor:
+    """A copy of these bytes for the memory."""
+    return tensor_from_bytes(memoryview(bytearray(payload)), "uint8")
 
 
 def _value(step: int) -> MemoryKey:

@@ -379,7 +379,9 @@ class PushReceiver:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                repeated = push.gradient and push.shard.replicas > 1
+                # What an aggregator has decoded can't be compared with a worker's bytes.
+                usual = self._backend.coding.push.bucket(push.shard.number, slot.number)
+                repeated = push.gradient and push.shard.replicas > 1 and slot.coding.name == usual.name
                 gradient = opened(slot, self._backend.buffers.take, repeated=repeated)
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()

@@ -81,6 +81,18 @@ def test_a_job_uses_it_in_its_direction_alone(codec: Codec) -> None:
             job.of_pull(name)
 
 
+@EACH
+def test_numbers_that_it_has_decoded_pass_through_it_again_unchanged_if_it_says_so(codec: Codec) -> None:
+    down = pulled(codec)
+    if not down.relayable or down.memory.shared:
+        # Of the second, see test_codec_delta.py.
+        return
+    written = first(down, model())
+    once = written.coder.decode(bytearray(written.coder.encode(numbers(written.layout, seed=3), turn())), turn())
+    again = written.coder.decode(bytearray(written.coder.encode(once, turn())), turn())
+    assert torch.equal(once.view(torch.uint8), again.view(torch.uint8))
+
+
 def test_each_direction_may_have_a_codec_of_its_own() -> None:
     both = of(Settings(codec="top", codec_down="bf16"))
     assert (str(both.ups[0]), str(both.downs[0]), str(both)) == ("top", "bf16", "top up, bf16 down")

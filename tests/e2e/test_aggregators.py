@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardline.core.digest import params_sha256
+from shardline.job import load_job
 from tests.e2e.support import (
     PATIENCE_S,
     expected_sha256,
@@ -17,6 +20,7 @@ from tests.e2e.support import (
     wait_until,
     write_job,
 )
+from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
@@ -28,11 +32,18 @@ def test_three_workers_behind_two_aggregators_end_where_one_process_does(tmp_pat
     assert summary_of(out)["sha256"] == expected_sha256(job)
 
 
-def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(tmp_path: Path) -> None:
-    job = slow_job(tmp_path / "job.py", step_s=0.03, steps=240, replicas=4, topology="aggregators")
+CODED = {"codec_up": "onebit", "codec_down": "delta:by=int8,refresh=50", "checkpoint_every": 50}
+
+
+@pytest.mark.parametrize(("kills", "codecs"), [(3, {}), (1, CODED)], ids=["raw", "coded"])
+def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(
+    tmp_path: Path, kills: int, codecs: dict[str, Any]
+) -> None:
+    settings = {"steps": 80 * kills, "replicas": 4, **codecs}
+    job = slow_job(tmp_path / "job.py", step_s=0.03, topology="aggregators", **settings)
     out = tmp_path / "out"
     with mortal_cluster(job, out, workers=4, tasks=(("aggregator", 2),)) as cluster:
-        for number in range(3):
+        for number in range(kills):
             # Whoever has come back is used again.
             log = out / "logs" / f"worker-{2 * (number % 2)}.log"
             used = f"aggregator/{number % 2} at"
@@ -40,7 +51,14 @@ def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(tmp_path: P
             cluster.kill(f"aggregator/{number % 2}", restart=True)
             wait_for_event(out, "joined", f"^aggregator/{number % 2} ", more_than=1 + number // 2)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
-    assert summary_of(out)["sha256"] == expected_sha256(job)
+    found = summary_of(out)["sha256"]
+    if not codecs:
+        assert found == expected_sha256(job)
+        return
+    flat = load_job(write_job(tmp_path / "flat.py", **settings))
+    with Cluster(flat) as straight:
+        straight.train([[0], [1], [2], [3]])
+        assert found == params_sha256(straight.state().params)
 
 
 def test_one_host_has_one_speaker_and_another_after_its_death(tmp_path: Path) -> None:

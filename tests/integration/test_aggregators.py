@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardline.codecs.base import Fidelity
+from shardline.codecs.cast import Bf16
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UnreachableError
+from shardline.job import Job
 from shardline.lanes import LANES
 from shardline.rpc.channel import Peer
 from shardline.testing import reference
@@ -20,6 +23,17 @@ from tests.support.cluster import Cluster, assert_same_end, same_bits
 from tests.support.jobs import Wide, make_job
 
 
+def assert_same_with_and_without(job: Job, ownership: list[list[int]], lane: str = "grpc") -> None:
+    """Train the job with flat topology, then through an aggregator: the parameters have the same bits."""
+    ends = []
+    for topology, cluster_of, more in (("flat", Cluster, {}), ("aggregators", Aggregated, {"workers": len(ownership)})):
+        with cluster_of(replace(job, topology=topology), ps=2, lane=lane, **more) as cluster:
+            cluster.train(ownership)
+            ends.append(cluster.state().params)
+    for name, value in ends[0].items():
+        assert same_bits(value, ends[1][name]), name
+
+
 @pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
 @pytest.mark.parametrize("ownership", [[[0], [1]], [[0, 1], [2], [3, 4]]], ids=str)
 def test_the_bits_are_those_of_one_process(ownership: list[list[int]], lane: str) -> None:
@@ -27,6 +41,23 @@ def test_the_bits_are_those_of_one_process(ownership: list[list[int]], lane: str
     with Aggregated(job, ps=2, lane=lane, workers=len(ownership)) as cluster:
         cluster.train(ownership)
         assert_same_end(cluster.state(), reference(job))
+
+
+@pytest.mark.parametrize(
+    ("lane", "codecs"),
+    [
+        ("tcp", {"codec": "bf16"}),
+        ("shm", {"codec_up": "topk:ratio=0.1", "codec_down": "delta:by=int8,refresh=2"}),
+        ("grpc", {"codec_up": "powersgd", "codec_down": "lossless", "codec_tensors": {"rows.bias": "fp16"}}),
+        ("tcp", {"codec_up": "sign-vote", "codec_down": "delta:by=topk,refresh=4"}),
+        ("shm", {"codec_up": "onebit-adam:warmup=2"}),
+    ],
+    ids=str,
+)
+def test_a_codec_gives_the_bits_that_it_gives_without_an_aggregator(lane: str, codecs: dict[str, Any]) -> None:
+    assert_same_with_and_without(
+        make_job("adam", model=Wide, replicas=4, steps=6, checkpoint_every=4, **codecs), [[0, 1], [2], [3]], lane=lane
+    )
 
 
 def test_one_push_goes_up_and_one_pull_serves_all() -> None:
@@ -77,14 +108,15 @@ def test_who_comes_by_orders_that_an_aggregator_does_not_get_is_sent_to_the_serv
 
 
 def test_local_training_goes_through() -> None:
-    ends = []
-    for topology, cluster_of, more in (("flat", Cluster, {}), ("aggregators", Aggregated, {"workers": 3})):
-        job = make_job("sgd", topology=topology, model=Wide, replicas=3, steps=4, cadence="diloco:every=2")
-        with cluster_of(job, **more) as cluster:
-            cluster.train([[0], [1], [2]])
-            ends.append(cluster.state())
-    for name, value in ends[0].params.items():
-        assert same_bits(value, ends[1].params[name]), name
+    job = make_job("sgd", model=Wide, replicas=3, steps=4, cadence="diloco:every=2")
+    assert_same_with_and_without(job, [[0], [1], [2]])
+
+
+def test_a_codec_that_would_change_parameters_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bf16, "fidelity", Fidelity.LOSSY)
+    job = make_job("sgd", topology="aggregators", codec_down="bf16")
+    with pytest.raises(JobError, match="other ones than codec bf16 gives; choose topology='flat', or another codec_do"):
+        job.spec(job.build_model())
 
 
 @pytest.mark.parametrize(
@@ -92,8 +124,6 @@ def test_local_training_goes_through() -> None:
     [
         ({"consistency": "async"}, "one pull of a step serve several workers, but in consistency async"),
         ({"consistency": "sync:spares=1", "replicas": 2}, "the servers go on without a slow worker"),
-        ({"codec": "fp16"}, "which codec fp16 would have it decode"),
-        ({"codec_down": "bf16"}, "which codec bf16 would have it decode"),
         ({"apply": "worker"}, "leaves the optimizer to the servers"),
     ],
     ids=str,

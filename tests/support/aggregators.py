@@ -30,7 +30,7 @@ class Aggregated(Cluster):
         cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "aggregator": ("127.0.0.1:0",) * 9})
         config = RoleConfig(role="aggregator", index=index, cluster=cluster, timeouts=self.timeouts, lane=self.lane)
 
-        def count(kind: str, peer: str, nbytes: int) -> None:
+        def count(peer: str, kind: str, codec: str, nbytes: int) -> None:
             self.moved[kind, peer] += nbytes
 
         made = Aggregator(config, "127.0.0.1:0", count=count)

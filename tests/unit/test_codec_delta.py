@@ -120,6 +120,25 @@ def test_a_change_begins_where_the_one_before_ended_and_owes_nothing_twice() -> 
     assert kept == [["value"], changed, changed, changed, ["value"], changed]
 
 
+@pytest.mark.parametrize("by", ["int8", "sparse"])
+def test_who_relays_hands_on_the_same_changes(by: str) -> None:
+    sender = Sender(Delta(by=by, refresh=4))
+    relay, straight = Sender(Delta(by=by, refresh=4)), Receiver(sender)
+    through, late = Receiver(relay), Receiver(relay)
+    for changes in (True, True, False, True, True, True, False, True):
+        payload = sender.send(sender.step - 1 if sender.step else None)
+        turn = Turn(sender.step, relays=True, memory=relay.memory)
+        relay.values = sender.written.coder.decode(payload, turn)
+        relay.step, relay.changed = sender.step, sender.changed
+        values = straight.pull()
+        assert torch.equal(through.pull(), values) and through.nbytes == straight.nbytes
+        assert torch.equal(Receiver(relay).pull(), values) and len(relay.memory) <= 4
+        if sender.step % 2:
+            # It has the values of two steps before.
+            assert torch.equal(late.pull(), values) and late.nbytes == values.nbytes
+        sender.advance(changes=changes)
+
+
 def test_an_unchanged_bucket_keeps_what_receivers_have_whoever_asks_for_it() -> None:
     ends = []
     for newcomers in (False, True):
