@@ -31,6 +31,8 @@ class IncomingPush:
     rejected: Decision | None = None
     coding: Coding | None = None
     """Coding of its buckets; None if it is rejected."""
+    usual: Coding | None = None
+    """Coding of gradients in this job. An aggregator sends sums of what it has decoded without it."""
     attachment: Attachment | None = None
     referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
@@ -51,6 +53,12 @@ class IncomingPush:
         if self.attachment is None or self.attachment.borrowed or not self.summed or self.header.partial:
             return None
         return self.shard.number, self.header.step
+
+    def comparable(self, slot: Slot) -> bool:
+        """Whether the same bytes may come again, from another worker that was asked to compute them."""
+        if self.usual is None or not self.gradient or self.shard.replicas <= 1:
+            return False
+        return slot.coding.name == self.usual.bucket(self.shard.number, slot.number).name
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""

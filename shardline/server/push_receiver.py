@@ -148,7 +148,7 @@ class PushReceiver:
             at_most(len(header.nonfinite_tensors), shard.tensors + 1, "tensors with NaN listed in a push")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups listed in a push")
         push = IncomingPush(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
-        push.coding = self._coding(header)
+        push.coding, push.usual = self._coding(header), self._backend.coding.push
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
         if push.number is None and push.gradient and header.block.count == 0:
@@ -379,10 +379,7 @@ class PushReceiver:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                # What an aggregator has decoded can't be compared with a worker's bytes.
-                usual = self._backend.coding.push.bucket(push.shard.number, slot.number)
-                repeated = push.gradient and push.shard.replicas > 1 and slot.coding.name == usual.name
-                gradient = opened(slot, self._backend.buffers.take, repeated=repeated)
+                gradient = opened(slot, self._backend.buffers.take, repeated=push.comparable(slot))
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:
