@@ -72,7 +72,6 @@ class Aggregator:
         self._members: Mapping[str, Post] = {}
         self._coding: JobCoding | None = None
         self._signals: dict[tuple[int, int], Signal] = {}
-        self._changed: set[asyncio.Future[None]] = set()
         self._pool = ThreadPoolExecutor(self.pool_threads, "count")
         self._askers = ThreadPoolExecutor(8, "ask")
         self._peers = Peers(config.timeouts, config.security)
@@ -85,6 +84,8 @@ class Aggregator:
             security=config.security,
             bind=config.bind,
         )
+        self._orders = Signal(self.server.loop)
+        """Of other members, and of another timeline."""
         side = ServerSide(config, torch.device("cpu"), self.buffers.take, on_refused)
         self._offers = [offer for kind in offered(config.lane) if (offer := kind.offer(side)) is not None]
         for offer in self._offers:
@@ -137,7 +138,7 @@ class Aggregator:
             self._signals, self.shards, self._uplinks = signals, shards, uplinks
             self.generation += 1
             self.timeline, self._members = view.timeline, {post.task: post for post in members}
-            self._look()
+            self._orders.notify()
 
         self.server.run(begin(), timeout_s=CLOSE_S)
         for uplink in uplinks.values():
@@ -149,16 +150,9 @@ class Aggregator:
 
         def admit() -> None:
             self._members = {post.task: post for post in members}
-            self._look()
+            self._orders.notify()
 
         self.server.loop.call_soon_threadsafe(admit)
-
-    def _look(self) -> None:
-        """Wake who waits for other orders. On the loop."""
-        waiting, self._changed = self._changed, set()
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
 
     def leave(self) -> None:
         """End the current timeline, if there is one: nobody waits for it any more."""
@@ -275,18 +269,16 @@ class Aggregator:
 
         Raises UnreachableError if it does not get them: the sender then goes to the servers.
         """
-        loop, deadline_s = asyncio.get_running_loop(), awake_s() + self._config.timeouts.rpc_s / 4
-        while (timeline > self.timeline or not admits()) and awake_s() < deadline_s:
-            future: asyncio.Future[None] = loop.create_future()
-            self._changed.add(future)
-            timer = loop.call_later(deadline_s - awake_s(), _expire, future)
+        deadline_s = awake_s() + self._config.timeouts.rpc_s / 4
+        while True:
+            changed = self._orders.arm()
             try:
-                await future
+                if timeline <= self.timeline and admits():
+                    return
+                if not await self._orders.wait(changed, max(0.0, deadline_s - awake_s())):
+                    raise UnreachableError("this aggregator does not have the orders by which its member came")
             finally:
-                timer.cancel()
-                self._changed.discard(future)
-        if timeline > self.timeline or not admits():
-            raise UnreachableError("this aggregator does not have the orders by which its member came")
+                self._orders.disarm(changed)
 
     async def standing(self, shard: int, replicas: Sequence[int]) -> Standing:
         """What the servers answer."""
@@ -303,8 +295,3 @@ class Aggregator:
         self._pool.shutdown(cancel_futures=True)
         self._askers.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
-
-
-def _expire(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

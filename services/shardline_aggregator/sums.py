@@ -65,7 +65,7 @@ class SumQueue:
         self._changed = threading.Condition()
         self._parts: deque[BlockSum] = deque()
         self._wanted = BEFORE
-        self._closed = False
+        self._closed = self._news = False
 
     def put(self, parts: Iterable[BlockSum]) -> None:
         with self._changed:
@@ -79,30 +79,28 @@ class SumQueue:
                 self._wanted = max(self._wanted, step)
                 self._changed.notify_all()
 
-    def take(self, overdue: Callable[[], float | None]) -> list[BlockSum] | None:
-        """All that has to leave now; waits for some. None once it is closed.
+    def take(self, timeout_s: float) -> list[BlockSum] | None:
+        """All that has to leave now. If there is nothing, waits until there is, until look(), or for timeout_s.
 
-        overdue: puts what has waited too long; returns the seconds until it has to be called again, None = nothing
-        waits. Called without a lock.
+        None once it is closed.
         """
-        while True:
-            left_s = overdue()
-            with self._changed:
-                if self._parts or self._closed:
-                    taken = list(self._parts)
-                    self._parts.clear()
-                    return None if self._closed else taken
-                self._changed.wait(left_s)
-
-    def wanted(self, than: int) -> int | None:
-        """The step that members ask for, once it is higher than this one; None once it is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._wanted > than)
+            self._changed.wait_for(lambda: self._parts or self._closed or self._news, timeout_s)
+            taken = list(self._parts)
+            self._parts.clear()
+            self._news = False
+            return None if self._closed else taken
+
+    def wanted(self, than: int, timeout_s: float) -> int | None:
+        """The step that members ask for, once it is higher than this one or timeout_s are over; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._wanted > than, timeout_s)
             return None if self._closed else self._wanted
 
     def look(self) -> None:
-        """Contributions wait: whoever takes has to look when their time is over."""
+        """Contributions wait: whoever takes has to see when their time is over."""
         with self._changed:
+            self._news = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -242,9 +240,9 @@ class RelaySteps(ReplicaSteps):
 
     # For who exchanges with the servers
 
-    def overdue(self, patience_s: float) -> float | None:
+    def overdue(self, patience_s: float) -> float:
         """Have everything leave that has waited for others too long; returns the seconds until it is next due."""
-        least: float | None = None
+        least = patience_s
         for bucket in self.storage.buckets:
             assert isinstance(bucket, RelayedBucket)
             if bucket.opened_s is None:
@@ -256,7 +254,7 @@ class RelaySteps(ReplicaSteps):
                 if left_s <= 0.0:
                     self.complete(bucket)
                 else:
-                    least = left_s if least is None else min(least, left_s)
+                    least = min(least, left_s)
         return least
 
     def extras(self, step: int, block: Block) -> tuple[Hyper, tuple[str, ...]]:
@@ -410,30 +408,6 @@ class Arriving:
             where = f"shard {self._shard.number}, bucket {arrival.bucket}"
             raise ProtocolError(f"{where}: {arrival.payload_bytes} bytes were pulled; {misfit}")
         return bucket
-
-
-class Nothing:
-    """The sink of an exchange that pulls nothing."""
-
-    num_buckets = shard_bytes = raw_bytes = wire_bytes = 0
-    first_s = 0.0
-
-    def __init__(self) -> None:
-        self.arrived: set[int] = set()
-
-    def begin(self) -> None: ...
-
-    def buffer(self, arrival: Arrival) -> memoryview:
-        raise ProtocolError(f"bucket {arrival.bucket} came although nothing was pulled")
-
-    def done(self, arrival: Arrival) -> None:
-        self.buffer(arrival)
-
-    def whole(self, arrival: Arrival, payload: Memory) -> None:
-        self.buffer(arrival)
-
-    def take(self, arrival: Arrival, memory: Memory) -> None:
-        self.buffer(arrival)
 
 
 def grouped(parts: Sequence[BlockSum]) -> dict[tuple[int, Block], list[BlockSum]]:

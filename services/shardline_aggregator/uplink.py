@@ -16,7 +16,7 @@ from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.rpc.messages.convert import pack_bits
 from shardline.waist import Ack, End, Payload, Push, Sender, Standing, Want, Whole
-from shardline_aggregator.sums import Arriving, BlockSum, Nothing, RelayedShard, grouped
+from shardline_aggregator.sums import Arriving, BlockSum, RelayedShard, grouped
 
 log = logging.getLogger("shardline.aggregator")
 AWAY = (Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED, Outcome.FENCED)
@@ -98,7 +98,10 @@ class Uplink:
             work()
         except Interrupted:
             log.debug("shard %d: the exchange with the servers has ended", self._shard.number)
-        except ShardlineError as error:
+        except Exception as error:
+            # The members would wait for this thread.
+            if not isinstance(error, ShardlineError):
+                log.exception("shard %d: an exchange with the servers failed", self._shard.number)
             self._on_trouble(f"shard {self._shard.number}: {error}")
 
     def _turned_away(self, outcome: Outcome, reason: str) -> None:
@@ -111,10 +114,13 @@ class Uplink:
 
     def _push_all(self) -> None:
         patience_s = self._timeouts.suspect_s / 2
-        while (parts := self._outbox.take(lambda: self._steps.overdue(patience_s))) is not None:
+        sink = Arriving(self._shard, self._coding)
+        while (parts := self._outbox.take(self._steps.overdue(patience_s))) is not None:
+            if not parts:
+                continue
             groups = grouped(parts)
             pushes = [self._made(parts) for parts in groups.values()]
-            done = self._push.exchange(self._sender, pushes, None, Nothing(), timeout_s=self._timeouts.rpc_s)
+            done = self._push.exchange(self._sender, pushes, None, sink, timeout_s=self._timeouts.rpc_s)
             for (push, sums), ack in zip(zip(pushes, groups.values(), strict=True), done.acks, strict=False):
                 self._judge(push, sums, ack)
             for sums in list(groups.values())[len(done.acks) :]:
@@ -168,7 +174,9 @@ class Uplink:
 
     def _pull_all(self) -> None:
         sink, step = Arriving(self._shard, self._coding), -1
-        while (wanted := self._outbox.wanted(step)) is not None:
+        while (wanted := self._outbox.wanted(step, self._timeouts.rpc_s)) is not None:
+            if wanted <= step:
+                continue
             if wanted > 0 and self._steps.lacking(wanted - 1):
                 # Steps were missed; another member may still need the one before.
                 self._fetch(wanted - 1, sink)
