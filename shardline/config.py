@@ -60,6 +60,8 @@ class RoleConfig:
     """With fewer training tasks the job pauses, and ends if none joins for --timeout."""
     bucket_mb: int = 0
     """Target size of a bucket in MiB, for the chief; 0 = by the size of a shard."""
+    shards: int = 0
+    """Parts into which the model is cut, for the chief; 0 = one for each parameter server."""
     max_workers: int = 64
     """Maximum number of workers, including those beyond the cluster spec."""
     security: Security = PLAIN

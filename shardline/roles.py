@@ -122,7 +122,7 @@ ROLES = Roles(
         trains=True,
         computes=True,
     ),
-    Role(name="ps", about="Hold shards of the parameters and apply all updates.", holds=True),
+    Role(name="ps", about="Hold shards of the parameters and apply all updates.", holds=True, spare=64),
     Role(name="worker", about="Train replicas of the job.", trains=True, computes=True),
     Role(
         name="aggregator",

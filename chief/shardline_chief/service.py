@@ -163,6 +163,7 @@ def settings_of(config: RoleConfig) -> ChiefSettings:
         max_workers=config.max_workers,
         inexact=config.inexact,
         bucket_bytes=config.bucket_mb << 20,
+        shards=config.shards,
         shares=shares_in(config.cluster, chief_trains=config.chief_trains),
         standbys=config.standbys,
         replayed=run_to_replay(config.replay) if config.replay is not None else None,

@@ -55,8 +55,8 @@ FOR_SCRIPTS = (
 )
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
-    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "standbys", "inexact"),
-    *("insecure_bind", "lane", "overlap", "trackers", "profile"),
+    *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "shards", "standbys"),
+    *("inexact", "insecure_bind", "lane", "overlap", "trackers", "profile"),
 )
 """Fields of LaunchOptions that are settings of the tasks, under the same names."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
@@ -96,6 +96,7 @@ class LaunchOptions:
     chief_trains: bool = False
     min_workers: int = 1
     bucket_mb: int = 0
+    shards: int = 0
     standbys: int = 0
     replay: Path | None = None
     inexact: bool = False

@@ -242,6 +242,12 @@ bucket_mb = option(
     help="MiB of parameters that are sent and updated together. 0 = 1 to 4, by the model's size; 1024 where workers "
     "and servers use lane cuda.",
 )
+shards = option(
+    "--shards",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Parts into which the model is cut. 0 = one for each ps; with more, a ps that joins later can take some.",
+)
 max_workers = option(
     "--max-workers",
     type=click.IntRange(min=1),

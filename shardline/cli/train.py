@@ -106,6 +106,7 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @options.chief_trains
 @options.min_workers
 @options.bucket_mb
+@options.shards
 @options.standbys
 @options.inexact
 @options.replay

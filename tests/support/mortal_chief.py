@@ -65,7 +65,8 @@ class Mortal(Cluster):
         old = self.settings
         remembered = replay(self.entries)
         fields = {
-            name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys")
+            name: getattr(old, name)
+            for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys", "shards")
         }
         settings = ChiefSettings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
         trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0

@@ -13,7 +13,7 @@ from shardline.errors import JobError, UsageError
 from shardline_chief.rules.actions import AskStatus, Cut, Release
 from shardline_chief.rules.messages import MoveAnswer
 from shardline_chief.rules.state.standbys import spread
-from tests.support.chief_cluster import Cluster, T, make_job, phase
+from tests.support.chief_cluster import Cluster, FakePs, T, make_job, phase
 from tests.support.mortal_chief import Killed, Mortal, hear_twice
 
 LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32") for number in range(6))
@@ -43,8 +43,8 @@ def test_shards_move_to_the_servers_with_least(
 
 
 def training(ps: int = 3, **options: Any) -> Mortal:
-    standbys = options.pop("standbys", 0)
-    cluster = Mortal(job=make_job(tensors=LARGE, **options), ps=ps, standbys=standbys)
+    settings = {name: options.pop(name, 0) for name in ("standbys", "shards")}
+    cluster = Mortal(job=make_job(tensors=LARGE, **options), ps=ps, **settings)
     cluster.start()
     cluster.advance(17)
     cluster.commands.clear()
@@ -102,6 +102,27 @@ def test_a_server_that_comes_back_gets_shards_when_asked() -> None:
     assert sorted(where(cluster)) == ["ps/0", "ps/1", "ps/2"]
     assert not ask(cluster).moves
     cluster.advance(40)
+
+
+def test_a_server_beyond_the_cluster_file_takes_its_part_of_many_shards() -> None:
+    cluster = training(ps=2, shards=6)
+    assert where(cluster) == ["ps/0", "ps/1"] * 3
+    cluster.ps.append(FakePs(2))
+    cluster.join("ps", 2)
+    cluster.tick(10)
+    assert where(cluster) == ["ps/0", "ps/1"] * 3
+    assert set(ask(cluster).moves.values()) == {"ps/2"}
+    cluster.tick(10)
+    assert sorted(where(cluster)) == ["ps/0", "ps/0", "ps/1", "ps/1", "ps/2", "ps/2"]
+    assert phase(cluster) is Phase.RUNNING and cluster.program.state.losses.recoveries == []
+    cluster.next_chief()
+    for _ in range(6):
+        hear_twice(cluster)
+    assert phase(cluster) is Phase.RUNNING and "Restore" not in cluster.changes
+    # It is one of them from now on: what it holds is missed.
+    cluster.kill_ps(2)
+    cluster.tick(2 * T)
+    assert set(where(cluster)) == {"ps/0", "ps/1"} and phase(cluster) is Phase.RUNNING
 
 
 def test_what_can_not_be_moved_is_refused_with_a_sentence() -> None:

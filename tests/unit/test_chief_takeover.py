@@ -493,7 +493,7 @@ def test_another_job_is_named_and_the_same_is_not() -> None:
     assert obstacle(remembered, None, cluster.settings) == ""
     assert "batch_size: 7 here, 1 in the job" in obstacle(remembered, make_job(batch_size=7), cluster.settings)
     reason = obstacle(dataclasses.replace(remembered, plan_id="0" * 32), make_job(), cluster.settings)
-    assert "for a number of parameter servers other than 2, with another --bucket-mb or by another version" in reason
+    assert "for a number of parameter servers other than 2, with another --bucket-mb or --shards, or by " in reason
 
 
 def test_a_run_goes_on_with_the_shares_that_it_began_with() -> None:

@@ -52,7 +52,7 @@ def beat(state: State, said: Beat) -> None:
             raise ProtocolError(
                 f"{where}: barrier: value has {len(said.barrier.value)} characters; {MOST_BROADCAST} are allowed"
             )
-    servers = {f"ps/{index}" for index in range(len(state.settings.ps))} if said.suspects else set()
+    servers = {member.task for member in state.tasks.members if member.row.holds} if said.suspects else set()
     if unknown := sorted(set(said.suspects) - servers):
         raise ProtocolError(f"{where}: it can't reach {unknown[0]!r}, which is no parameter server of this cluster")
     # Where workers get none, their numbers of replicas mean nothing.

@@ -328,5 +328,5 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSetting
         plan = settings.cut_as(remembered.shares).plan(known)
         if plan.plan_id != remembered.plan_id:
             servers = f"a number of parameter servers other than {len(settings.ps)}"
-            return f"its parameters were cut for {servers}, with another --bucket-mb or by another version"
+            return f"its parameters were cut for {servers}, with another --bucket-mb or --shards, or by another version"
     return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from shardline import consistency, division, topology
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
@@ -89,7 +91,8 @@ class Start:
 
     def _place(self, job: JobSpec, plan: Plan) -> None:
         state = self.state
-        servers = state.tasks.members.living("ps")
+        # Those beyond the cluster spec may take some later.
+        servers = [member for member in state.tasks.members.living("ps") if member.index < len(state.settings.ps)]
         members = [member for member in servers if state.settings.holds(member.index)]
         if len(members) < len(servers):
             without = [member.task for member in servers if member not in members]
@@ -97,7 +100,7 @@ class Start:
         # A small model may have fewer shards than there are ps: the last ones then hold nothing.
         placement = tuple(
             Placement(shard=shard, task=member.task, address=member.address)
-            for shard, member in zip(range(len(plan.shards)), members, strict=False)
+            for shard, member in zip(range(len(plan.shards)), itertools.cycle(members), strict=False)
         )
         idle = [member.task for member in members[len(plan.shards) :]]
         if idle:
@@ -109,7 +112,7 @@ class Start:
         buckets = sum(len(shard.buckets) for shard in plan.shards)
         size = sum(shard.nbytes for shard in plan.shards)
         where = f"largest {balance(plan):.2f} of the mean"
-        if shares and shards == len(members):
+        if shares and not state.settings.shards and shards == len(members):
             parts = [
                 f"{100 * shard.nbytes / size:.0f} % on {place.task}"
                 for shard, place in zip(plan.shards, placement, strict=True)

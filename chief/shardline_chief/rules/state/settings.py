@@ -49,6 +49,8 @@ class ChiefSettings:
     """Standbys of each shard: 0 or 1."""
     bucket_bytes: int = 0
     """Target size of a bucket; 0 = by the size of a shard."""
+    shards: int = 0
+    """Number of shards; 0 = one for each ps."""
     shares: tuple[float, ...] = ()
     """The part of the model for each ps, by index, 0 = none; empty = equal parts. See core.shares."""
     replayed: Replayed | None = None
@@ -67,8 +69,9 @@ class ChiefSettings:
 
     def plan(self, job: JobSpec) -> Plan:
         """How the job's tensors are cut over the parameter servers. Raises JobError."""
-        held = [share for share in self.shares if share]
-        return make_plan(job.tensors, len(held or self.ps), bucket_bytes=self.bucket_bytes or None, shares=held or None)
+        held = [share for share in self.shares if share and not self.shards]
+        number = self.shards or len(held or self.ps)
+        return make_plan(job.tensors, number, bucket_bytes=self.bucket_bytes or None, shares=held or None)
 
     def cut_as(self, shares: tuple[float, ...]) -> ChiefSettings:
         """These settings with the shares of a run that is to go on, if it has as many servers."""
@@ -76,7 +79,7 @@ class ChiefSettings:
 
     def holds(self, index: int) -> bool:
         """Return whether a ps gets a shard at the start, where there are enough."""
-        return not self.shares or self.shares[index] > 0.0
+        return bool(self.shards) or not self.shares or self.shares[index] > 0.0
 
 
 def as_chosen(job: JobSpec, ours: JobSpec) -> JobSpec:
