@@ -27,6 +27,7 @@ from shardline.rpc.messages.configuration import configuration_from_proto, place
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
+from shardline.rpc.messages.status import STANDBY_STATES
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
@@ -34,54 +35,10 @@ from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
 from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.sender import StandbySender, StandbyState
+from shardline_ps.standby.sender import StandbySender
 from shardline_ps.standby.servicer import StandbyServicer
 from shardline_ps.state_calls import StateCalls
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
-
-STATES = {
-    StandbyState.NONE: parameter_server_pb2.STANDBY_STATE_UNSPECIFIED,
-    StandbyState.UNPROTECTED: parameter_server_pb2.STANDBY_STATE_UNPROTECTED,
-    StandbyState.COPYING: parameter_server_pb2.STANDBY_STATE_COPYING,
-    StandbyState.SYNCED: parameter_server_pb2.STANDBY_STATE_SYNCED,
-    StandbyState.SILENT: parameter_server_pb2.STANDBY_STATE_SILENT,
-}
-
-
-def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> parameter_server_pb2.PsStatusReply:
-    """Steps, versions, cuts, standbys, traffic."""
-    authority = store.authority
-    reply = parameter_server_pb2.PsStatusReply(
-        task=task,
-        term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
-        timeline=authority.timeline,
-        active=authority.active,
-        failure=store.failure,
-        shards=[_shard(shard, standbys) for _, shard in sorted(store.shards.items())],
-        standbys=[
-            parameter_server_pb2.StandbyStatus(
-                shard=number,
-                synced=held.synced,
-                record=held.record,
-                copy=held.copy,
-                bytes=held.nbytes,
-                appointment=held.appointment,
-            )
-            for number, held in sorted(store.standbys.items())
-        ],
-    )
-    pulls = store.configuration.coding.pull if store.configuration is not None else None
-    with store.traffic_lock:
-        reply.traffic.CopyFrom(
-            parameter_server_pb2.Traffic(
-                push_raw_bytes=store.traffic.push_raw,
-                push_wire_bytes=store.traffic.push_wire,
-                pull_raw_bytes=store.traffic.pull_raw,
-                pull_wire_bytes=store.traffic.pull_wire,
-                codec_error=(pulls.relative_error if pulls is not None else None) or 0.0,
-            )
-        )
-    return reply
 
 
 def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
@@ -106,7 +63,7 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
         waiting_for=shard.mode.waiting_for(),
         bytes=shard.held_bytes,
         duplicate_mismatches=shard.tally.duplicate_mismatches,
-        standby=STATES[standby.state],
+        standby=STANDBY_STATES[standby.state],
         standby_task=standby.task,
         standby_record=standby.record,
         standby_silent_s=standby.silent_s,
@@ -158,7 +115,6 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 
     @rpc_errors.unary
     async def Lead(self, request: parameter_server_pb2.LeadRequest, context: Any) -> parameter_server_pb2.LeadReply:
-        """Accept a chief's term."""
         authority = self._store.authority
         held = authority.lead(Term(request.term.number, request.term.chief_uuid))
         current = parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid)
@@ -254,7 +210,6 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
     async def SetMembership(
         self, request: parameter_server_pb2.SetMembershipRequest, context: Any
     ) -> parameter_server_pb2.SetMembershipReply:
-        """Admit exactly these incarnations."""
         self._obey(request.term)
         at_most(len(request.members), MAX_MEMBERS, "SetMembership: members")
         for member in request.members:
@@ -393,7 +348,6 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 
     @rpc_errors.writer
     async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> None:
-        """Send one shard's cut."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "GetCut")
         shard = self._store.shard(request.shard)
@@ -426,7 +380,6 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 
     @rpc_errors.unary
     async def Stop(self, request: parameter_server_pb2.StopRequest, context: Any) -> parameter_server_pb2.StopReply:
-        """End the process."""
         self._obey(request.term)
         self._on_stop(short(request.reason, "Stop: reason", MAX_SENTENCE))
         return parameter_server_pb2.StopReply(task=self._task)
@@ -442,7 +395,38 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 
     def status(self) -> parameter_server_pb2.PsStatusReply:
         """The status message; also sent with every heartbeat."""
-        return ps_status(self._task, self._store, self._standbys)
+        authority = self._store.authority
+        reply = parameter_server_pb2.PsStatusReply(
+            task=self._task,
+            term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
+            timeline=authority.timeline,
+            active=authority.active,
+            failure=self._store.failure,
+            shards=[_shard(shard, self._standbys) for _, shard in sorted(self._store.shards.items())],
+            standbys=[
+                parameter_server_pb2.StandbyStatus(
+                    shard=number,
+                    synced=held.synced,
+                    record=held.record,
+                    copy=held.copy,
+                    bytes=held.nbytes,
+                    appointment=held.appointment,
+                )
+                for number, held in sorted(self._store.standbys.items())
+            ],
+        )
+        pulls = self._store.configuration.coding.pull if self._store.configuration is not None else None
+        with self._store.traffic_lock:
+            reply.traffic.CopyFrom(
+                parameter_server_pb2.Traffic(
+                    push_raw_bytes=self._store.traffic.push_raw,
+                    push_wire_bytes=self._store.traffic.push_wire,
+                    pull_raw_bytes=self._store.traffic.pull_raw,
+                    pull_wire_bytes=self._store.traffic.pull_wire,
+                    codec_error=(pulls.relative_error if pulls is not None else None) or 0.0,
+                )
+            )
+        return reply
 
     # Coordinator
 
@@ -492,7 +476,6 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
-    """Function that adds all services to a server."""
 
     def add(server: grpc.aio.Server) -> None:
         parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, server)

@@ -33,6 +33,7 @@ from shardline.rpc.messages.convert import (
     sequences_from_proto,
     sequences_to_proto,
 )
+from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.status import ps_status_from_proto
 from shardline.rpc.v1 import (
     access_pb2_grpc,
@@ -152,10 +153,34 @@ class PsControl:
         mode).
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
-        return self._streamed(
-            lambda left_s: self._read_cut(request, ImageAssembler(max_bytes=max_bytes), sequences, pace, left_s),
-            patience_s,
-        )
+
+        def read(left_s: float) -> Iterator[BucketImage]:
+            assembler, ended, start_s = ImageAssembler(max_bytes=max_bytes), False, time.monotonic()
+            call = self._stub.GetCut(request, timeout=left_s)
+            try:
+                for frame in call:
+                    pace(len(frame.chunk.payload))
+                    header = frame.header if frame.HasField("header") else None
+                    chunk = frame.chunk if frame.HasField("chunk") else None
+                    if header is not None or chunk is not None:
+                        image = assembler.feed(header, chunk)
+                        if image is not None:
+                            yield image
+                    if frame.HasField("end"):
+                        ended = True
+                        if sequences is not None:
+                            sequences.update(sequences_from_proto(frame.end.sequences))
+            except grpc.RpcError as error:
+                waited_s = time.monotonic() - start_s
+                what = f"GetCut of step {step}"
+                raise from_status(error, peer=str(self.peer), what=what, waited_s=waited_s) from error
+            finally:
+                # The consumer may have stopped early.
+                end_call(call)
+            if not ended or not assembler.idle:
+                raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
+
+        return self._streamed(read, patience_s)
 
     def _streamed(self, call: Callable[[float], Iterable[T]], patience_s: float = 0.0) -> Iterator[T]:
         """What a call that is not retried yields; made again if it failed while this process was stopped.
@@ -179,41 +204,6 @@ class PsControl:
                 if away_s() == away or awake_s() >= deadline_s:
                     raise
 
-    def _read_cut(
-        self,
-        request: parameter_server_pb2.GetCutRequest,
-        assembler: ImageAssembler,
-        sequences: dict[str, WorkerSequence] | None,
-        pace: Callable[[int], None],
-        timeout_s: float,
-    ) -> Iterator[BucketImage]:
-        start_s = time.monotonic()
-        ended = False
-        call = self._stub.GetCut(request, timeout=timeout_s)
-        try:
-            for frame in call:
-                pace(len(frame.chunk.payload))
-                header = frame.header if frame.HasField("header") else None
-                chunk = frame.chunk if frame.HasField("chunk") else None
-                if header is not None or chunk is not None:
-                    image = assembler.feed(header, chunk)
-                    if image is not None:
-                        yield image
-                if frame.HasField("end"):
-                    ended = True
-                    if sequences is not None:
-                        sequences.update(sequences_from_proto(frame.end.sequences))
-        except grpc.RpcError as error:
-            waited_s = time.monotonic() - start_s
-            raise from_status(
-                error, peer=str(self.peer), what=f"GetCut of step {request.step}", waited_s=waited_s
-            ) from error
-        finally:
-            # The consumer may have stopped early.
-            end_call(call)
-        if not ended or not assembler.idle:
-            raise ProtocolError(f"{self.peer}: the cut of shard {request.shard} at step {request.step} ended early")
-
     def restore(
         self,
         timeline: int,
@@ -222,16 +212,6 @@ class PsControl:
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
         """Replace one shard by these images. sequences: each worker's last push that they include."""
-        list(self._streamed(lambda left_s: [self._restore(timeline, shard, images(), sequences or {}, left_s)]))
-
-    def _restore(
-        self,
-        timeline: int,
-        shard: int,
-        images: Iterable[BucketImage],
-        sequences: Mapping[str, WorkerSequence],
-        timeout_s: float,
-    ) -> parameter_server_pb2.RestoreReply:
         failure: list[Exception] = []
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
@@ -241,26 +221,28 @@ class PsControl:
                     head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
                 )
                 count = 0
-                for image in images:
+                for image in images():
                     count += 1
                     for header, chunk in image_parts(image):
                         yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
-                end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences))
+                end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences or {}))
                 yield parameter_server_pb2.RestoreFrame(end=end)
             except Exception as error:
                 failure.append(error)
                 raise
 
-        start_s = time.monotonic()
-        try:
-            return self._stub.Restore(frames(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            if failure:
-                raise failure[0] from error
-            waited_s = time.monotonic() - start_s
-            raise from_status(
-                error, peer=str(self.peer), what=f"Restore of shard {shard}", waited_s=waited_s
-            ) from error
+        def send(left_s: float) -> list[parameter_server_pb2.RestoreReply]:
+            failure.clear()
+            start_s = time.monotonic()
+            try:
+                return [self._stub.Restore(frames(), timeout=left_s)]
+            except grpc.RpcError as error:
+                if failure:
+                    raise failure[0] from error
+                waited_s, what = time.monotonic() - start_s, f"Restore of shard {shard}"
+                raise from_status(error, peer=str(self.peer), what=what, waited_s=waited_s) from error
+
+        list(self._streamed(send))
 
     def release(self, timeline: int, step: int, *, noted: int = 0) -> None:
         """Drop a cut. noted: the chief's journal has the choices of all steps before this one."""
@@ -272,7 +254,6 @@ class PsControl:
         self.peer.call(self._stub.Stop, request, what="Stop", timeout_s=min(5.0, self._timeouts.rpc_s))
 
     def status(self) -> PsStatus:
-        """Steps, versions, cuts, standbys and traffic of the ps."""
         request = parameter_server_pb2.PsStatusRequest(term=self._term)
         reply = self.peer.call(self._stub.Status, request, what="Status")
         return ps_status_from_proto(reply)
@@ -309,16 +290,11 @@ class ChiefClient(ChiefWatch):
         self.access = access_pb2_grpc.AccessStub(self.peer.channel)
 
     def get_job(self, who: Identity) -> JobView:
-        """The current job, plan and placement."""
         request = chief_pb2.GetJobRequest(task=who.task, incarnation=who.incarnation)
         reply = self.peer.call(self.stub.GetJob, request, what="GetJob")
         placement = tuple(Placement(shard=p.shard, task=p.task, address=p.address) for p in reply.placement)
-        return JobView(
-            job=job_from_proto(reply.job),
-            plan=plan_from_proto(reply.plan),
-            placement=placement,
-            timeline=reply.timeline,
-        )
+        job, plan = job_from_proto(reply.job), plan_from_proto(reply.plan)
+        return from_message(JobView, reply, job=job, plan=plan, placement=placement)
 
     def lease(self, who: Identity, done: Sequence[int]) -> Lease:
         """Asynchronous mode: report finished leases, get the next batches."""
@@ -327,13 +303,7 @@ class ChiefClient(ChiefWatch):
         outcome = common_pb2.Outcome.Name(reply.outcome)
         if outcome == "OUTCOME_FENCED":
             raise FencedError(f"{who.task}: {reply.reason}")
-        return Lease(
-            number=reply.lease,
-            first=reply.first,
-            count=reply.count,
-            retry_after_s=reply.retry_after_s,
-            ended=outcome == "OUTCOME_STOPPED",
-        )
+        return from_message(Lease, reply, number=reply.lease, ended=outcome == "OUTCOME_STOPPED")
 
     def report(self, who: Identity, step: int, metrics: Mapping[str, float], seconds: float, failure: str = "") -> bool:
         """Report the metrics of a checkpoint; returns whether it is the best so far. Raises FencedError."""

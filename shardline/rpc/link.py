@@ -12,7 +12,6 @@ import grpc
 
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
-from shardline.core.placement import Post
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
@@ -23,8 +22,8 @@ from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.limits import MAX_SENTENCE
-from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
-from shardline.rpc.messages.fields import to_message
+from shardline.rpc.messages.barrier import barrier_place_to_proto
+from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.report_queue import ReportQueue
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import PLAIN, Security
@@ -346,31 +345,9 @@ class ChiefLink:
 
 
 def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
-    return Orders(
-        version=message.version,
+    return from_message(
+        Orders,
+        message,
         phase=Phase(message.phase) if message.phase else Phase.WAITING,
-        timeline=message.timeline,
-        replicas=tuple(message.replicas),
-        init=message.init,
-        stop_step=message.stop_step,
-        exit_code=message.exit_code,
-        reason=message.reason,
-        checkpoint_step=message.checkpoint_step,
-        final_step=message.final_step,
-        workers=message.workers,
-        first_step=message.first_step,
-        fenced=message.fenced,
-        awaited=tuple(message.awaited),
-        barrier=barrier_state_from_proto(message.barrier) if message.HasField("barrier") else None,
-        posts=_posts(message.posts),
-        posting=message.posting,
-        job_secret=message.job_secret,
-        peers=_posts(message.peers),
         scores=tuple((one.step, one.value if one.HasField("value") else None) for one in message.scores),
-    )
-
-
-def _posts(messages: Iterable[chief_pb2.Post]) -> tuple[Post, ...]:
-    return tuple(
-        Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key) for post in messages
     )

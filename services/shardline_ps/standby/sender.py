@@ -35,14 +35,14 @@ STREAM_S = 3600.0
 """Deadline of one stream, in seconds; the next one resumes where it ended."""
 
 
-class StandbyState(enum.Enum):
-    """A standby as its primary sees it; names of proto StandbyState."""
+class StandbyState(enum.StrEnum):
+    """A standby as its primary sees it: see rpc.messages.status.STANDBY_STATES."""
 
-    NONE = 0
-    UNPROTECTED = 1
-    COPYING = 2
-    SYNCED = 3
-    SILENT = 4
+    NONE = ""
+    UNPROTECTED = "unprotected"
+    COPYING = "copying"
+    SYNCED = "synced"
+    SILENT = "silent"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from shardline.rpc.messages.convert import (
     settings_from_proto,
     settings_to_proto,
 )
-from shardline.rpc.messages.fields import to_message
+from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.v1 import parameter_server_pb2, plan_pb2
 from shardline.update import completed
 
@@ -66,17 +66,7 @@ class Configuration(PsConfiguration):
 
 
 def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
-    return [
-        parameter_server_pb2.Placement(
-            shard=item.shard,
-            task=item.task,
-            address=item.address,
-            standby_task=item.standby_task,
-            standby_address=item.standby_address,
-            appointment=item.appointment,
-        )
-        for item in placement
-    ]
+    return [to_message(parameter_server_pb2.Placement, item) for item in placement]
 
 
 def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
@@ -86,17 +76,7 @@ def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> 
     for item in messages:
         for text in (item.task, item.address, item.standby_task, item.standby_address):
             short(text, f"placement of shard {item.shard}: a task or address")
-    return tuple(
-        Placement(
-            shard=item.shard,
-            task=item.task,
-            address=item.address,
-            standby_task=item.standby_task,
-            standby_address=item.standby_address,
-            appointment=item.appointment,
-        )
-        for item in messages
-    )
+    return tuple(from_message(Placement, item) for item in messages)
 
 
 def configuration_to_proto(

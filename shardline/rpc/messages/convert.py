@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from shardline.core.image import VALUE, BucketImage, WorkerSequence
-from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
+from shardline.core.plan import BucketSpec, Plan, ShardSpec, check_plan
 from shardline.core.settings import KINDS, Settings, known
 from shardline.core.spec import (
     DTYPES,
     MAX_PRETRAINED,
     Argument,
     ConsistencySpec,
-    InnerSpec,
     JobSpec,
     RuleSpec,
     ScheduleSpec,
@@ -128,12 +127,12 @@ def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec
     )
 
 
-converts(RuleSpec, rule_to_proto, rule_from_proto)
-converts(ScheduleSpec, functools.partial(to_message, plan_pb2.ScheduleSpec), schedule_from_proto)
-
-
 def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
     return to_message(plan_pb2.TensorSpec, tensor, dtype=DTYPE_TO_PROTO[tensor.dtype], kind=_KIND_TO_PROTO[tensor.kind])
+
+
+def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
+    return to_message(plan_pb2.BucketSpec, bucket, dtype=DTYPE_TO_PROTO[bucket.dtype], kind=_KIND_TO_PROTO[bucket.kind])
 
 
 def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
@@ -164,6 +163,12 @@ def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
     return tensor
 
 
+converts(RuleSpec, rule_to_proto, rule_from_proto)
+converts(ScheduleSpec, functools.partial(to_message, plan_pb2.ScheduleSpec), schedule_from_proto)
+converts(TensorSpec, tensor_to_proto, tensor_from_proto)
+converts(BucketSpec, _bucket_to_proto, lambda message: from_message(BucketSpec, message))
+
+
 def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> tuple[TensorSpec, ...]:
     """All tensors of a job or plan. Raises ProtocolError if there are too many, or too many bytes."""
     at_most(len(messages), MAX_TENSORS, f"{where}: tensors")
@@ -182,22 +187,7 @@ def replicas_from_proto(count: int, where: str) -> int:
 
 
 def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
-    return plan_pb2.PlanSpec(
-        tensors=[tensor_to_proto(tensor) for tensor in plan.tensors],
-        shards=[
-            plan_pb2.ShardSpec(buckets=[_bucket_to_proto(bucket) for bucket in shard.buckets]) for shard in plan.shards
-        ],
-        plan_id=plan.plan_id,
-    )
-
-
-def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
-    return plan_pb2.BucketSpec(
-        dtype=DTYPE_TO_PROTO[bucket.dtype],
-        kind=_KIND_TO_PROTO[bucket.kind],
-        elements=bucket.elements,
-        slices=[to_message(plan_pb2.Slice, piece) for piece in bucket.slices],
-    )
+    return to_message(plan_pb2.PlanSpec, plan, plan_id=plan.plan_id)
 
 
 def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
@@ -209,15 +199,8 @@ def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
         for b, bucket in enumerate(shard.buckets):
             if bucket.kind not in _KIND_FROM_PROTO:
                 raise ProtocolError(f"plan: shard {s}, bucket {b} has kind number {bucket.kind}, which is unknown")
-            slices = tuple(from_message(Slice, piece) for piece in bucket.slices)
-            buckets.append(
-                BucketSpec(
-                    dtype=dtype_from_proto(bucket.dtype, f"plan: shard {s}, bucket {b}"),
-                    kind=_KIND_FROM_PROTO[bucket.kind],
-                    elements=bucket.elements,
-                    slices=slices,
-                )
-            )
+            dtype = dtype_from_proto(bucket.dtype, f"plan: shard {s}, bucket {b}")
+            buckets.append(from_message(BucketSpec, bucket, dtype=dtype, kind=_KIND_FROM_PROTO[bucket.kind]))
         shards.append(ShardSpec(buckets=tuple(buckets)))
     plan = Plan(tensors, tuple(shards))
     check_plan(plan)
@@ -248,40 +231,24 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
 
 
 def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
-    return plan_pb2.JobSpec(
-        name=job.name,
-        tensors=[tensor_to_proto(tensor) for tensor in job.tensors],
-        rule=rule_to_proto(job.rule),
-        schedule=to_message(plan_pb2.ScheduleSpec, job.schedule),
-        consistency=to_message(plan_pb2.ConsistencySpec, job.consistency),
-        inner=to_message(plan_pb2.InnerSpec, job.inner) if job.inner is not None else None,
-        settings=settings_to_proto(job),
-        best_metric=job.best_metric,
-        best_is_lowest=job.best_is_lowest,
-        samples=job.samples,
-        script=job.script,
-        hosts=[plan_pb2.StageHosts(workers=numbers) for numbers in job.hosts],
-        follows_scores=job.follows_scores,
-        pretrained=job.pretrained,
-    )
+    hosts = [plan_pb2.StageHosts(workers=numbers) for numbers in job.hosts]
+    return to_message(plan_pb2.JobSpec, job, without=known(), settings=settings_to_proto(job), hosts=hosts)
 
 
 def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
     """Inverse of job_to_proto. Raises ProtocolError if it has more items than a job can have."""
-    return JobSpec(
+    settings = settings_from_proto(message.settings, "job")
+    return from_message(
+        JobSpec,
+        message,
+        without=known(),
+        **settings,
         name=short(message.name, "name of the job"),
         tensors=tensors_from_proto(message.tensors, "job"),
-        rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        inner=from_message(InnerSpec, message.inner) if message.HasField("inner") else None,
-        **settings_from_proto(message.settings, "job"),
         best_metric=short(message.best_metric, "name of the best metric"),
-        best_is_lowest=message.best_is_lowest,
-        samples=message.samples,
-        script=message.script,
         hosts=tuple(tuple(stage.workers) for stage in message.hosts),
-        follows_scores=message.follows_scores,
         pretrained=short(message.pretrained, "configuration of the model", MAX_PRETRAINED),
     )
 

@@ -15,6 +15,7 @@ from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_from_proto, hyper_to_proto, image_parts
+from shardline.rpc.messages.fields import from_message
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.waist import (
     CHUNK_BYTES,
@@ -68,7 +69,6 @@ def lane_name(number: int) -> str | None:
 
 
 def lane_number(name: str) -> common_pb2.Lane.ValueType:
-    """The lane's number on the wire."""
     return _LANES[name]
 
 
@@ -109,7 +109,6 @@ ON_STREAM = Attached()
 
 
 def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> common_pb2.DataHeader:
-    """Header of a data message."""
     return common_pb2.DataHeader(
         job=sender.job,
         timeline=sender.timeline,
@@ -140,7 +139,6 @@ def _fill_header(header: data_pb2.PushHeader, push: Push) -> None:
 
 
 def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
-    """Set all of it."""
     if item.rows is not None:
         raise refuse_rows(item.bucket)
     header.bucket, header.elements, header.payload_bytes = item.bucket, item.elements, item.nbytes
@@ -151,7 +149,6 @@ def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
 
 
 def _fill_commit(commit: data_pb2.Commit, push: Push, buckets: int, nbytes: int) -> None:
-    """Set all of it."""
     commit.buckets, commit.bytes, commit.skip = buckets, nbytes, push.skip
     commit.scale = 0.0 if push.scale == 1.0 else push.scale
     del commit.empty_buckets[:]
@@ -259,7 +256,6 @@ def _one_request(
 
 
 def _fill_ref(ref: data_pb2.BucketRef, item: Payload, offset: int, attached: Attached) -> None:
-    """Set all of it."""
     _fill_bucket(ref.bucket, item)
     ref.offset, ref.digest = offset, item.digest if attached.in_place else _digest(item)
 
@@ -347,12 +343,10 @@ def _fill_part(frame: data_pb2.PushFrame, item: Payload, offset: int) -> None:
 
 
 def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
-    """Request to open a lane to a shard."""
     return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)), beside=sender.beside)
 
 
 def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
-    """Request for the progress of replicas, by a (re)started worker."""
     return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
 
 
@@ -366,7 +360,6 @@ def state_request(
 def state_frames(
     sender: Sender, shard: int, images: Sequence[BucketImage]
 ) -> Iterator[parameter_server_pb2.PutStateFrame]:
-    """Frames that bring a state to a shard."""
     yield parameter_server_pb2.PutStateFrame(data=data_header(sender, shard))
     for image in images:
         for header, chunk in image_parts(image):
@@ -375,7 +368,6 @@ def state_frames(
 
 
 def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
-    """The generated client of a ps."""
     return parameter_server_pb2_grpc.ParameterServerStub(peer.channel)
 
 
@@ -397,17 +389,8 @@ def ack_from_proto(message: data_pb2.PushAck) -> Ack:
 
 
 def standing_from_proto(message: data_pb2.ProgressReply) -> Standing:
-    """Progress of replicas."""
-    return Standing(
-        outcome=outcome_from_proto(message.outcome),
-        reason=message.reason,
-        timeline=message.timeline,
-        replicas={item.replica: item.step for item in message.replicas},
-        step_max=message.step_max,
-        version=message.version,
-        last_seq=message.last_seq,
-        wants_state=message.wants_state,
-    )
+    replicas = {item.replica: item.step for item in message.replicas}
+    return from_message(Standing, message, outcome=outcome_from_proto(message.outcome), replicas=replicas)
 
 
 class PullReader:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -34,23 +34,23 @@ def converts(kind: type[ValueT], to: Callable[[ValueT], Any], back: Callable[[An
     _special[kind] = to, back
 
 
-def to_message(kind: type[MessageT], value: Any, /, **differing: Any) -> MessageT:
+def to_message(kind: type[MessageT], value: Any, /, without: Container[str] = (), **differing: Any) -> MessageT:
     """A message with every field of a dataclass value; those in `differing` are taken from there.
 
-    Raises ValueError if the message lacks a field.
+    Fields in `without` are left out. Raises ValueError if the message lacks another one.
     """
-    return kind(**_named(value, differing))
+    return kind(**_named(value, differing, without))
 
 
-def from_message(kind: type[ValueT], message: Message, /, **differing: Any) -> ValueT:
+def from_message(kind: type[ValueT], message: Message, /, without: Container[str] = (), **differing: Any) -> ValueT:
     """A dataclass value from the message's fields of the same names; those in `differing` are taken from there.
 
-    A repeated field becomes a tuple and a map a dict; a message that is not there the field's default. Raises
-    AttributeError if the message lacks a field.
+    A repeated field becomes a tuple and a map a dict; a message that is not there the field's default, as do fields in
+    `without`. Raises AttributeError if the message lacks a field.
     """
     found = differing
     for part in _parts(kind):
-        if part.name in differing:
+        if part.name in differing or part.name in without:
             continue
         if part.kind is None:
             found[part.name] = _plain(getattr(message, part.name))
@@ -61,10 +61,10 @@ def from_message(kind: type[ValueT], message: Message, /, **differing: Any) -> V
     return kind(**found)
 
 
-def _named(value: Any, differing: Mapping[str, Any]) -> dict[str, Any]:
+def _named(value: Any, differing: Mapping[str, Any], without: Container[str] = ()) -> dict[str, Any]:
     found = dict(differing)
     for part in _parts(type(value)):
-        if part.name not in differing:
+        if part.name not in differing and part.name not in without:
             held = getattr(value, part.name)
             if part.kind is not None and held is not None:
                 held = [_to(item) for item in held] if part.many else _to(held)

@@ -23,6 +23,7 @@ from shardline.rpc.messages.convert import (
     unpack_bits,
 )
 from shardline.rpc.messages.data import outcome_from_proto
+from shardline.rpc.messages.fields import converts, from_message, to_message
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 
 PREVIOUS = "previous"
@@ -35,19 +36,9 @@ Message = parameter_server_pb2.ReplicaFrame
 
 
 def frames_of(frame: Frame) -> Iterator[bytes]:
-    """A frame's messages, serialized."""
     match frame:
         case Head():
-            head = parameter_server_pb2.ReplicaHead(
-                job=frame.job,
-                timeline=frame.timeline,
-                plan_id=frame.plan_id,
-                shard=frame.shard,
-                task=frame.task,
-                copy=frame.copy,
-                appointment=frame.appointment,
-            )
-            yield Message(head=head).SerializeToString()
+            yield Message(head=to_message(parameter_server_pb2.ReplicaHead, frame)).SerializeToString()
         case Begin():
             yield Message(begin=parameter_server_pb2.ReplicaBegin(copy=frame.copy)).SerializeToString()
         case Record():
@@ -62,16 +53,11 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
                 else:
                     yield Message(image_chunk=chunk).SerializeToString()
         case Mark():
-            mark = parameter_server_pb2.ReplicaMark(
-                number=frame.number,
-                sequences=[_push_to_proto(push) for push in frame.pushes],
-                verdict=_verdict_to_proto(frame.verdict),
-                choices=choices_to_proto(frame.choices),
-            )
+            differing = {"sequences": [*map(_push_to_proto, frame.pushes)], "choices": choices_to_proto(frame.choices)}
+            mark = to_message(parameter_server_pb2.ReplicaMark, frame, without={"pushes"}, **differing)
             yield Message(mark=mark).SerializeToString()
         case Digest():
-            digest = parameter_server_pb2.ReplicaDigest(number=frame.number, bucket=frame.bucket, digest=frame.digest)
-            yield Message(digest=digest).SerializeToString()
+            yield Message(digest=to_message(parameter_server_pb2.ReplicaDigest, frame)).SerializeToString()
 
 
 def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
@@ -98,57 +84,29 @@ def _record_to_proto(record: Record) -> parameter_server_pb2.ReplicaRecord:
         ],
         scale=record.scale,
         skip=record.skip,
-        verdict=_verdict_to_proto(record.verdict),
+        verdict=verdict_to_proto(record.verdict) if record.verdict is not None else None,
         sequence=_push_to_proto(record.push) if record.push is not None else None,
     )
 
 
-def _verdict_to_proto(verdict: Applied | None) -> parameter_server_pb2.ReplicaVerdict | None:
-    if verdict is None:
-        return None
-    return parameter_server_pb2.ReplicaVerdict(
-        step=verdict.step,
-        scale=verdict.scale,
-        skip=verdict.skip,
-        norm=verdict.norm,
-        choice=choice_to_bytes(verdict.choice),
-    )
+def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
+    return to_message(parameter_server_pb2.ReplicaVerdict, verdict, choice=choice_to_bytes(verdict.choice))
 
 
 def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
-    return Applied(
-        step=message.step,
-        scale=message.scale,
-        skip=message.skip,
-        norm=message.norm,
-        choice=choice_from_bytes(message.choice),
-    )
-
-
-def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
-    found = _verdict_to_proto(verdict)
-    assert found is not None
-    return found
+    return from_message(Applied, message, choice=choice_from_bytes(message.choice))
 
 
 def _push_to_proto(push: AppliedPush) -> parameter_server_pb2.ReplicaSequence:
-    return parameter_server_pb2.ReplicaSequence(
-        task=push.task,
-        incarnation=push.incarnation,
-        last_seq=push.last_seq,
-        outcome=common_pb2.Outcome.Value(f"OUTCOME_{push.outcome.name}"),
-        staleness=push.staleness,
-    )
+    outcome = common_pb2.Outcome.Value(f"OUTCOME_{push.outcome.name}")
+    return to_message(parameter_server_pb2.ReplicaSequence, push, outcome=outcome)
 
 
 def _push_from_proto(message: parameter_server_pb2.ReplicaSequence) -> AppliedPush:
-    return AppliedPush(
-        task=message.task,
-        incarnation=message.incarnation,
-        last_seq=message.last_seq,
-        outcome=outcome_from_proto(message.outcome),
-        staleness=message.staleness,
-    )
+    return from_message(AppliedPush, message, outcome=outcome_from_proto(message.outcome))
+
+
+converts(Applied, verdict_to_proto, verdict_from_proto)
 
 
 @dataclass
@@ -189,16 +147,7 @@ class FrameReader:
             raise ProtocolError(f"a standby's stream has {kind[0]}; expected {within or 'no chunk'}")
         match kind[0]:
             case "head":
-                head = message.head
-                return Head(
-                    job=head.job,
-                    timeline=head.timeline,
-                    plan_id=head.plan_id,
-                    shard=head.shard,
-                    task=head.task,
-                    copy=head.copy,
-                    appointment=head.appointment,
-                )
+                return from_message(Head, message.head)
             case "begin":
                 return Begin(message.begin.copy)
             case "record":
@@ -211,15 +160,9 @@ class FrameReader:
             case "image_chunk":
                 return self._taken(self._assembler.feed(None, message.image_chunk))
             case "mark":
-                mark = message.mark
-                return Mark(
-                    number=mark.number,
-                    pushes=tuple(_push_from_proto(item) for item in mark.sequences),
-                    verdict=verdict_from_proto(mark.verdict) if mark.HasField("verdict") else None,
-                    choices=choices_from_proto(mark.choices),
-                )
-        digest = message.digest
-        return Digest(number=digest.number, bucket=digest.bucket, digest=digest.digest)
+                pushes = tuple(map(_push_from_proto, message.mark.sequences))
+                return from_message(Mark, message.mark, pushes=pushes, choices=choices_from_proto(message.mark.choices))
+        return from_message(Digest, message.digest)
 
     def _taken(self, image: BucketImage | None) -> Image | None:
         return Image(number=self._image, image=image) if image is not None else None
