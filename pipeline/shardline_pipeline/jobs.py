@@ -1,4 +1,4 @@
-"""Pipelines: models cut into stages, each computed by another worker. One file per schedule, listed in PIPELINES.
+"""Pipelines: models cut into stages, each computed by another worker. The schedules are listed in PIPELINES.
 
 A unit is one stage of one replica, the smallest part of a step that a worker can be given; where workers share layers,
 one rank of it. Units are numbered rank by rank, and stage by stage within a rank, so that workers with several have the
@@ -20,14 +20,8 @@ from shardline_pipeline.base import Pass, PipelineSchedule, bubble
 from shardline_pipeline.hosts import assign_hosts, check_hosts, planned_hosts
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.schedules.double_buffer import DoubleBuffer
-from shardline_pipeline.schedules.flush import Flush
-from shardline_pipeline.schedules.ftpipe import FTPipe
-from shardline_pipeline.schedules.gpipe import GPipe
-from shardline_pipeline.schedules.no_stash import NoStash
-from shardline_pipeline.schedules.stash import Stash
-from shardline_pipeline.schedules.vertical_sync import VerticalSync
-from shardline_pipeline.schedules.whole import Undivided
+from shardline_pipeline.schedules.asynchronous import DoubleBuffer, FTPipe, NoStash, Stash, VerticalSync
+from shardline_pipeline.schedules.flushed import Flush, GPipe, Undivided
 from shardline_pipeline.tensor_parallel import parts
 
 for _kind in (GPipe, Flush, DoubleBuffer, Stash, VerticalSync, FTPipe, NoStash):

@@ -19,7 +19,7 @@ from shardline_pipeline.balance import balanced
 from shardline_pipeline.partition.costs import Cluster, Costs, LayerTraffic, LinkLevel
 from shardline_pipeline.partition.measure import shapes
 from shardline_pipeline.partition.profile import Layer, Profile, coded
-from shardline_pipeline.schedules.flush import Flush
+from shardline_pipeline.schedules.flushed import Flush
 from shardline_pipeline.staged import StagedModel, wanted_stages
 
 if TYPE_CHECKING:

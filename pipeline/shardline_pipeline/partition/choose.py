@@ -11,7 +11,7 @@ from shardline_pipeline.partition.costs import Costs, PlannedStage, Stages, kept
 from shardline_pipeline.partition.dynamic import candidates
 from shardline_pipeline.partition.forecast import Forecast, forecast_of
 from shardline_pipeline.partition.mixed import mixed
-from shardline_pipeline.schedules.whole import Undivided
+from shardline_pipeline.schedules.flushed import Undivided
 
 WORTH = 1.05
 """A pipeline has to be faster than data parallelism by this factor to be advised."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardline.errors import JobError
 from shardline_pipeline.base import Pass, PipelineSchedule, UnitProgress
 from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.schedules.flush import Flush
+from shardline_pipeline.schedules.flushed import Flush
 
 
 def newest(number: int, stage: int, layout: StageLayout, first: int) -> int:
@@ -109,3 +111,93 @@ class Stashing(AsynchronousSchedule, abc.ABC):
     predict: bool = False
     gap_aware: bool = False
     recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Stash(Stashing):
+    """No flush; each stage computes with its newest parameters, which it stashes for the backward pass.
+
+    Narayanan et al.: PipeDream (2019), section 3.3, weight stashing. With one microbatch per step, step t of stage s of
+    n uses version max(0, t - (n - 1 - s)), so stages differ by one step each, and the last one is never stale.
+    """
+
+    name: ClassVar[str] = "stash"
+
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
+        return newest(number, stage, layout, first)
+
+
+@dataclass(frozen=True)
+class VerticalSync(Stashing):
+    """No flush; all stages compute a microbatch with parameters of the same step, the newest that all have.
+
+    It is the newest that stage 0 has when the microbatch enters.
+
+    Narayanan et al.: PipeDream (2019), section 3.3, vertical sync. With one microbatch per step this is SGD with
+    gradients n - 1 steps old: w(t+1) = w(t) - lr * grad f(w(t-n+1)).
+    """
+
+    name: ClassVar[str] = "vertical-sync"
+
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
+        return newest(number, 0, layout, first)
+
+
+@dataclass(frozen=True)
+class DoubleBuffer(Stashing):
+    """No flush; each step is computed with the parameters of the step before, so two versions are enough.
+
+    Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training (2021), section 3.1, PipeDream-2BW:
+    w(t+1) = w(t) - lr * grad f(w(t-1)), in every stage. A worker needs at least as many microbatches of a step as it is
+    ahead: n - 1 with a worker for each stage.
+    """
+
+    name: ClassVar[str] = "double-buffer"
+
+    def version(self, number: int, stage: int, layout: StageLayout, *, first: int = 0) -> int:
+        return max(first, layout.step(number) - 1)
+
+    def check(self, layout: StageLayout) -> None:
+        each = [layout.replicas // workers for workers in layout.workers]
+        least = max(math.ceil(layout.ahead(stage) / replicas) for stage, replicas in enumerate(each))
+        if layout.microbatches < least:
+            raise JobError(
+                f"pipeline {self} keeps two versions of the parameters, which takes at least {least} microbatches "
+                f"per step for {layout.stages} stages, but accumulate is {layout.microbatches}; choose "
+                f"accumulate={least} or more, or pipeline='stash'"
+            )
+
+
+@dataclass(frozen=True)
+class FTPipe(OneVersion):
+    """No flush and one version: backward passes first repeat their forward passes, with the newest parameters.
+
+    Eliad et al.: Fine-tuning giant neural networks on commodity hardware (FTPipe, 2021), asynchronous pipelines with
+    recomputation. A stage keeps of a microbatch only what came in, and no older version. Each gradient is right for its
+    stage; stale is what came in, which the stages before have made with the parameters that they had then.
+
+    predict: forward passes use the parameters that the backward pass will find, as far as the optimizer's state tells:
+    see Stashing.
+    """
+
+    name: ClassVar[str] = "ftpipe"
+    predict: bool = False
+
+    @property
+    def recompute(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class NoStash(OneVersion):
+    """A negative example only: backward passes use newer parameters than their forward passes, so no gradient is right.
+
+    Narayanan et al.: PipeDream (2019), section 3.3, has it to show what stashing is for. Each stage computes forward
+    with its newest parameters, as in Stash; those that arrive meanwhile overwrite what autograd has kept of them.
+    """
+
+    name: ClassVar[str] = "no-stash"
+    warning: ClassVar[str] = (
+        "pipeline no-stash is a negative example: its backward passes use other parameters than their forward passes, "
+        "so what it trains with is the gradient of nothing; choose pipeline='stash' or 'ftpipe' to train"
+    )

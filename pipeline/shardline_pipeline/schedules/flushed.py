@@ -1,4 +1,4 @@
-"""1F1B with a flush: as few activations in memory as a full pipeline allows."""
+"""Pipelines that drain at the end of each step, and the passes of a model that is not cut into stages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline_pipeline.base import Pass, PipelineSchedule
+
+
+@dataclass(frozen=True)
+class GPipe(PipelineSchedule):
+    """Stages run all forward passes of a step, then all backward passes.
+
+    Huang et al.: GPipe (2019), section 2.3: a stage holds the activations of all microbatches, or with `recompute` what
+    came in for each.
+    """
+
+    name: ClassVar[str] = "gpipe"
+    recompute: bool = False
+
+    def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
+        return [Pass(number, back) for back in (False, True) for number in range(microbatches)]
 
 
 @dataclass(frozen=True)
@@ -29,3 +44,14 @@ class Flush(PipelineSchedule):
                 found.append(Pass(number + ahead))
             found.append(Pass(number, back=True))
         return found
+
+
+@dataclass(frozen=True)
+class Undivided(PipelineSchedule):
+    """The passes of a model that is not cut into stages."""
+
+    name: ClassVar[str] = "undivided"
+    staged: ClassVar[bool] = False
+
+    def passes(self, stage: int, stages: int, microbatches: int) -> Sequence[Pass]:
+        return [Pass(number, back) for number in range(microbatches) for back in (False, True)]
