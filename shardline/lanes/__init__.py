@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardline.errors import UsageError, nearest
-from shardline.lanes.cuda.lane import Cuda
-from shardline.lanes.grpc.lane import Grpc
 from shardline.lanes.kind import LaneKind
-from shardline.lanes.shm.lane import Shm
-from shardline.lanes.tcp.lane import Tcp
+from shardline.lanes.kinds import Cuda, Grpc, Shm, Tcp
 from shardline.seams import Table
 
 if TYPE_CHECKING:

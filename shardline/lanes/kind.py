@@ -5,10 +5,11 @@ The halves are imported when they are made: choosing needs neither sockets nor t
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shardline.seams import Resident
 
@@ -41,6 +42,9 @@ class ServerSide:
 class LaneKind(Resident):
     """One way to transfer the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
 
+    parcels: ClassVar[str] = ""
+    """Module with the two halves of a socket for parcels, listening() and dial(); "" = the lane has none."""
+
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
         """Whether `--lane auto` tries it. local: both tasks may be on one host. device: of the model, if it has one."""
         return True
@@ -62,10 +66,15 @@ class LaneKind(Resident):
         """The receiving half for parcels, which workers open. Raises LaneUnavailable."""
         from shardline.lanes.base import LaneUnavailable
 
-        raise LaneUnavailable(f"lane {self.name} has no parcels")
+        if not self.parcels:
+            raise LaneUnavailable(f"lane {self.name} has no parcels")
+        found: Listening = importlib.import_module(self.parcels).listening(config)
+        return found
 
     def dial(
         self, config: RoleConfig, address: str, opened: worker_pb2.OpenParcelLaneReply, *, timeout_s: float
     ) -> socket.socket:
         """A socket for parcels to the worker at an address, which has accepted it. Raises OSError, SegmentError."""
-        raise NotImplementedError
+        module = importlib.import_module(self.parcels)
+        found: socket.socket = module.dial(config, address, opened, timeout_s=timeout_s)
+        return found
