@@ -79,7 +79,6 @@ class Own(Torch):
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
     ) -> Mapping[str, StateSpec]:
-        """See UpdateRule."""
         return {name: kind for name, (kind, _) in self._kinds(dtype).items()}
 
     def python_numbers(self, dtype: torch.dtype) -> dict[str, type]:
@@ -103,15 +102,8 @@ class OwnStates(WholeStates):
         self._numbers = rule.python_numbers(site.dtype)
         self._own = own_attributes(self._optimizer)
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        present: Sequence[bool] | None,
-        arguments: Mapping[str, Any],
-        source: Tensor | None = None,
-    ) -> None:
-        super().apply(values, gradient, present, arguments, source)
+    def apply(self, update: Update, arguments: Mapping[str, Any]) -> None:
+        super().apply(update, arguments)
         _check_unchanged(self._site.spec.name, self._optimizer, arguments, self._own)
         for parameter, spec in zip(self._parameters, self._specs, strict=True):
             for name, state in self._optimizer.state.get(parameter, {}).items():
@@ -148,7 +140,7 @@ class OwnBucketRule(BucketRule):
             self._running.set_state(flat, self._held.scalars, self._held.initialized)
         # As with torch's whole-tensor rules: the bits of sums depend on the number of threads.
         with torch_threads(1):
-            self._running.apply(update.values, update.gradient, update.present, update.arguments, update.source)
+            self._running.apply(update, update.arguments)
 
     def export(self) -> RuleState:
         running = self._running
@@ -170,12 +162,6 @@ class OwnBucketRule(BucketRule):
     @property
     def nbytes(self) -> int:
         return self._running.nbytes if self._running is not None else sum(t.nbytes for t in self._held.tensors.values())
-
-
-def own_name(cls: type[torch.optim.Optimizer]) -> str:
-    """The name of a class's rule, the same in all processes: "own.Lion" of a job file, "lion_pytorch.Lion"."""
-    package = cls.__module__.partition(".")[0]
-    return f"{'own' if package == '__main__' or package.startswith(PREFIX) else package}.{cls.__qualname__}"
 
 
 def twin(template: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
@@ -250,7 +236,10 @@ def own_rule(optimizer: torch.optim.Optimizer, method: str) -> RuleSpec:
     method: the job's choice of a rule. Raises JobError for another one than "torch", and for an optimizer whose state
     or arguments can't be kept, or whose step needs more than gradients.
     """
-    name = own_name(type(optimizer))
+    # The name of a class's rule, the same in all processes: "own.Lion" of a job file, "lion_pytorch.Lion".
+    cls = type(optimizer)
+    package = cls.__module__.partition(".")[0]
+    name = f"{'own' if package == '__main__' or package.startswith(PREFIX) else package}.{cls.__qualname__}"
     if method != Torch.name:
         raise JobError(
             f"update rule {method} changes what servers do, and these can't run {name}, which is not torch's; leave "

@@ -134,7 +134,7 @@ class TorchBucketRule(BucketRule):
     def carry_out(self, update: Update) -> None:
         arguments = self._placed(update.arguments)
         with torch_threads(1) if self._alone else nullcontext():
-            self._states.apply(update.values, update.gradient, update.present, arguments, update.source)
+            self._states.apply(update, arguments)
 
     def _placed(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return adam.placed(optimizer_class(self.site.spec.name), arguments, self.site.dtype, self.site.device)

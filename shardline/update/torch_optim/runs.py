@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardline.core.plan import ALIGNMENT_ELEMENTS, padded
-from shardline.update.base import Site, StateSpec, padding_positions
+from shardline.update.base import Site, StateSpec, Update, padding_positions
 from shardline.update.elementwise import neighbours
 from shardline.update.torch_optim import adam, eager, sgd
 
@@ -118,18 +118,9 @@ class ElementwiseStates:
         self._settled = False
         self._cache: dict[tuple[int, int], _Run] = {}
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        present: tuple[bool, ...] | None,
-        arguments: Mapping[str, Any],
-        source: Tensor | None = None,
-    ) -> None:
-        """Update the slices that are present (None: all) with the arguments of this call.
-
-        source: the values before the update; None = they are in `values`.
-        """
+    def apply(self, update: Update, arguments: Mapping[str, Any]) -> None:
+        """Update the slices that are present. arguments: of this call."""
+        values, gradient, present, source = update.values, update.gradient, update.present, update.source
         if not self._settled or present != self._present:
             self.collect()
             found = neighbours(len(self._ends), present, self._equal_state_key, self._apart)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.update.base import Site, StateSpec, UpdateRule
+from shardline.update.base import Site, StateSpec, Update, UpdateRule
 from shardline.update.torch_optim import eager
 
 
@@ -39,20 +39,11 @@ class WholeStates:
         self._nothing = [parameter.detach() for parameter in self._parameters]
         self._optimizer = make(self._parameters, **arguments)
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        present: Sequence[bool] | None,
-        arguments: Mapping[str, Any],
-        source: Tensor | None = None,
-    ) -> None:
-        """Update the slices that are present (None: all) with the arguments of this call.
-
-        source: the values before the update; None = they are in `values`.
-        """
-        if source is not None:
-            values.copy_(source)
+    def apply(self, update: Update, arguments: Mapping[str, Any]) -> None:
+        """Update the slices that are present. arguments: of this call."""
+        values, gradient, present = update.values, update.gradient, update.present
+        if update.source is not None:
+            values.copy_(update.source)
         for number, (piece, spec) in enumerate(zip(self._bucket.slices, self._specs, strict=True)):
             # torch's norms divide by the number of elements.
             if piece.elements and (present is None or present[number]):
