@@ -79,7 +79,6 @@ class Security:
 
     @property
     def tls(self) -> bool:
-        """Whether connections use TLS."""
         return self.tls_cert is not None or self.tls_ca is not None
 
     # Certificates in use
@@ -172,7 +171,11 @@ class Security:
 
     def check(self, token: bytes | str | None) -> bool:
         """Whether this is the job token, compared in constant time. True if no token is set."""
-        return _same(token, self.token)
+        if not self.token:
+            return True
+        return hmac.compare_digest(
+            token.encode(errors="replace") if isinstance(token, str) else token or b"", self.token
+        )
 
     def check_metadata(self, metadata: Metadata) -> bool:
         """Whether a call's metadata contain the job token."""
@@ -250,13 +253,6 @@ def _bearer(metadata: Metadata, wanted: str) -> str | None:
         if key == wanted and text.startswith(prefix):
             return text[len(prefix) :]
     return None
-
-
-def _same(given: bytes | str | None, token: bytes) -> bool:
-    """Whether it is the token, compared in constant time; True if no token is set."""
-    if not token:
-        return True
-    return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
 
 
 def key_of(secret: bytes) -> bytes:

@@ -167,7 +167,6 @@ class _Run:
         return found
 
     def _combine(self, contributions: list[Gradients]) -> Gradients:
-        """Canonical sum over the replicas, mean, clipping."""
         gradients: Gradients = {}
         for name in self.trained:
             total = tree_sum([one[name] for one in contributions])
@@ -187,14 +186,12 @@ class _Run:
         return gradients
 
     def load(self, start: ReferenceResult) -> None:
-        """Continue from an earlier result."""
         self.at, self.version, self.skipped = start.step, start.version, list(start.skipped)
         _assign(self.params, start.params)
         _assign(self.buffers, start.buffers)
         self.stepper.load(start.optimizer)
 
     def result(self, losses: tuple[float, ...]) -> ReferenceResult:
-        """Copies of everything."""
         return ReferenceResult(
             step=self.at,
             version=self.version,
@@ -230,11 +227,9 @@ class _Stepper:
             self.optimizer.step()
 
     def parameters(self) -> Values:
-        """Copies of the trained parameters."""
         return copies(self.trained)
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Copies of the optimizer's state by name."""
         return {
             name: {key: _copy(item) for key, item in self.optimizer.state[value].items()}
             for name, value in self.trained.items()
@@ -242,7 +237,6 @@ class _Stepper:
         }
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """The inverse of state()."""
         for name, items in state.items():
             self.optimizer.state[self.trained[name]] = {key: _copy(item) for key, item in items.items()}
 
@@ -283,7 +277,6 @@ class _RuleStepper:
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The state of each bucket's rule."""
         return {f"bucket {number}": updater.export()._asdict() for number, updater in enumerate(self.rules)}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -306,7 +299,6 @@ class _RuleStepper:
 
     @torch.no_grad()
     def _write(self, number: int, flat: torch.Tensor, into: Values) -> None:
-        """Write a bucket's values into their tensors."""
         for piece in self.buckets[number].slices:
             tensor = self.plan.tensors[piece.tensor]
             first = piece.first_row * tensor.row_elements

@@ -114,7 +114,6 @@ class Evaluator:
         return ended or next_step(orders, self._scored) is not None
 
     def _one(self, step: int) -> None:
-        """Fetch, score and report one checkpoint."""
         result = self._fetch_and_score(step)
         if result is None:
             return

@@ -55,7 +55,6 @@ class CodedModel:
         return getattr(self._model, name)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the model returns."""
         returned = self._run(0, *inputs, **named)
         plain: list[torch.Tensor] = []
         for stage in range(1, self._model.num_stages):

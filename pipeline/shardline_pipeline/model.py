@@ -66,7 +66,19 @@ class Pipeline(nn.Sequential, StagedModel):
     def cut(self, cuts: Sequence[int]) -> None:
         """Begin stages with these layers. Raises JobError, see Pipeline."""
         self._cuts = tuple(self._checked(list(cuts)))
-        self._check_ties()
+        homes: dict[int, tuple[str, int]] = {}
+        for name, tensor in (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        ):
+            layer = int(name.partition(".")[0])
+            first, home = homes.setdefault(id(tensor), (name, layer))
+            if self.stage_of(home) != self.stage_of(layer):
+                raise JobError(
+                    f"Pipeline: {first!r} of {self.name_of(home)} is also {name!r} of {self.name_of(layer)}, but "
+                    f"stages {self.stage_of(home)} and {self.stage_of(layer)} can't share weights; cut the model so "
+                    "that both are in one stage, give each its own, or use Pipeline.split, which hands them on"
+                )
         for stage in range(self.num_stages):
             if not any(True for number in self.span(stage) for _ in self[number].parameters()):
                 raise JobError(f"Pipeline: {self.where(stage)}, has no parameters; cut the model elsewhere")
@@ -168,18 +180,3 @@ class Pipeline(nn.Sequential, StagedModel):
                     f"{len(self) - 1}, ascending"
                 )
         return cuts
-
-    def _check_ties(self) -> None:
-        homes: dict[int, tuple[str, int]] = {}
-        for name, tensor in (
-            *self.named_parameters(remove_duplicate=False),
-            *self.named_buffers(remove_duplicate=False),
-        ):
-            layer = int(name.partition(".")[0])
-            first, home = homes.setdefault(id(tensor), (name, layer))
-            if self.stage_of(home) != self.stage_of(layer):
-                raise JobError(
-                    f"Pipeline: {first!r} of {self.name_of(home)} is also {name!r} of {self.name_of(layer)}, but "
-                    f"stages {self.stage_of(home)} and {self.stage_of(layer)} can't share weights; cut the model so "
-                    "that both are in one stage, give each its own, or use Pipeline.split, which hands them on"
-                )

@@ -471,7 +471,6 @@ class ParameterStore:
         return self.signals.get((shard, bucket))
 
     def filled(self) -> None:
-        """See Backend: the next allocations will have other sizes."""
         self.heap_trimmer.give_back()
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:

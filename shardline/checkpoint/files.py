@@ -70,7 +70,6 @@ class Files:
         os.rename(source, target)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder with its content, or a file."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

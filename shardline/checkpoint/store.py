@@ -357,7 +357,6 @@ def committed_steps(dir: Path) -> list[int]:
 
 
 def newest_valid(dir: Path) -> Checkpoint:
-    """CheckpointStore.newest_valid for readers."""
     warnings: list[str] = []
     for step in reversed(committed_steps(dir)):
         try:

@@ -178,7 +178,6 @@ class LaunchOptions:
                     )
 
     def runs_script(self, task: str) -> bool:
-        """Return whether a task's process runs the user's script."""
         return self.script and parse_task(task)[0] == "worker"
 
     def describe(self, task: str, code: int) -> str:
@@ -223,7 +222,6 @@ def task_command(
 
 
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What all tasks have in their environment."""
     settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
     return {**settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
 
@@ -336,7 +334,12 @@ class LocalCluster:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             _write(settings_path(self.options.out), json.dumps(self.options.settings(), indent=2))
             _write(cluster_path(self.options.out), self.options.spec(self.reserved_address()).to_json())
-            _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
+            paths = [self.log_path(task) for task in self.tasks()]
+            for old in [] if self.options.resume else paths[0].parent.glob("*.log"):
+                old.unlink()
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(files.update_fd(path))
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         # Here, where nothing is held and a signal ends it.
@@ -502,11 +505,9 @@ class LocalCluster:
         )
 
     def log_path(self, task: str) -> Path:
-        """File with the stdout and stderr of all processes of a task."""
         return self.options.out / "logs" / f"{task.replace('/', '-')}.log"
 
     def log_tail(self, task: str, lines: int = 10) -> list[str]:
-        """Last lines of a task's output."""
         try:
             with files.open_binary(self.log_path(task)) as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -601,15 +602,6 @@ class LocalCluster:
             self._life_read = self._life_write = -1
         if left:
             raise InternalError(f"{', '.join(left)} can't be killed; pids {[self.pid(task) for task in left]}")
-
-
-def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
-    """Remove all logs in the tasks' folder, unless `keep`. Raises OSError where one of these can't be written."""
-    for old in [] if keep else paths[0].parent.glob("*.log"):
-        old.unlink()
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(files.update_fd(path))
 
 
 def _join_wait(timeouts: Timeouts) -> Waiting:

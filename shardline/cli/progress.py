@@ -69,8 +69,6 @@ def duration(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """Shows the progress of a run."""
-
     def update(self, status: ChiefStatus) -> None:
         """Show the newest status."""
 

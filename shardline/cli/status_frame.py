@@ -184,7 +184,6 @@ def _progress(view: ClusterView, width: int) -> RenderableType:
 
 
 def _stages(view: ClusterView) -> Iterator[Text]:
-    """A pipeline's stages, one line each."""
     for stage in view.stages:
         told = f"stage {stage.stage}: {stage.bubble:.0%} idle within steps, holds {stage.held}"
         told += f", {stage.behind} updates behind" if stage.behind else ""

@@ -29,7 +29,6 @@ class WatchedLoss:
         self._seen = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return what the job's loss returns for a batch."""
         found = self._loss(model, batch)
         if isinstance(found, Mapping) and (beside := figures_in(found)):
             self._log(beside)

@@ -30,7 +30,12 @@ def assign(
         if worker in held and replica < replicas:
             held[worker].append(replica)
     if not any(held.values()):
-        return _blocks(active, replicas)
+        # Contiguous runs of lengths as equal as possible; aligned if the counts are powers of two.
+        # Longer ones are spread evenly, so that neighbours, such as those of a host, have as many as others: 8
+        # replicas of 6 workers are 4 of the first 3.
+        ends = [number * replicas // len(active) for number in range(len(active) + 1)]
+        runs = zip(active, ends, ends[1:], strict=False)
+        return {replica: worker for worker, first, end in runs for replica in range(first, end)}
 
     def load(worker: str) -> tuple[int, int]:
         return len(held[worker]), active.index(worker)
@@ -52,24 +57,11 @@ def assign(
     return {replica: worker for worker in active for replica in held[worker]}
 
 
-def _blocks(workers: Sequence[str], replicas: int) -> dict[int, str]:
-    """Contiguous runs of lengths as equal as possible; aligned if the counts are powers of two.
-
-    Longer ones are spread evenly, so that neighbours, such as those of a host, have as many as others: 8 replicas of
-    6 workers are 4 of the first 3.
-    """
-    ends = [number * replicas // len(workers) for number in range(len(workers) + 1)]
-    runs = zip(workers, ends, ends[1:], strict=False)
-    return {replica: worker for worker, first, end in runs for replica in range(first, end)}
-
-
 def replicas_of(assignment: Mapping[int, str], worker: str) -> tuple[int, ...]:
-    """The worker's replicas, ascending."""
     return tuple(sorted(replica for replica, holder in assignment.items() if holder == worker))
 
 
 def by_worker(assignment: Mapping[int, str]) -> dict[str, list[int]]:
-    """The replicas of each worker that has some, ascending."""
     found: dict[str, list[int]] = {}
     for replica in sorted(assignment):
         found.setdefault(assignment[replica], []).append(replica)

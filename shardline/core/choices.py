@@ -19,7 +19,6 @@ def choice_of(replicas: Iterable[int]) -> int:
 
 
 def members(choice: int) -> tuple[int, ...]:
-    """The replicas of a choice, ascending."""
     return tuple(replica for replica in range(choice.bit_length()) if choice >> replica & 1)
 
 
@@ -69,7 +68,6 @@ class Choices:
 
     @property
     def width(self) -> int:
-        """Bytes of the longest bitmap."""
         return max((choice.bit_length() + 7) // 8 for choice in self.made) if self.made else 1
 
     @classmethod

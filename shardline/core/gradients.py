@@ -39,7 +39,6 @@ def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | 
 
 
 def all_finite(gradients: Collection[Gradient]) -> bool:
-    """Whether no gradient has NaN or infinity."""
     return all(
         gradient.values is None or stays_finite(gradient.bound, gradient.values.dtype) or is_finite(gradient.values)
         for gradient in gradients

@@ -35,12 +35,10 @@ class Timeouts:
 
     @functools.cached_property
     def suspect_s(self) -> float:
-        """Silence after which a task is suspect."""
         return self.total_s / 10
 
     @functools.cached_property
     def dead_s(self) -> float:
-        """Silence after which a task is dead."""
         return self.total_s / 3
 
     @functools.cached_property

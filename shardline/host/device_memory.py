@@ -70,8 +70,6 @@ class _Block:
 
 
 class CudaMemory:
-    """See DeviceMemory."""
-
     def __init__(self, block: _Block, handle: bytes, device: torch.device) -> None:
         self.tensor = torch.as_tensor(block, device=device)
         self.handle = handle

@@ -207,7 +207,6 @@ def memory_limit(device: torch.device, memory_fraction: float | None) -> int | N
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -86,7 +86,6 @@ class RunLock:
         os.ftruncate(self.fd, len(name))
 
     def close(self) -> None:
-        """Close the descriptor; may be called twice."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.fd)

@@ -100,7 +100,6 @@ class ShardlineStrategy(ParallelStrategy):
     # Training
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Create the module's optimizer and attach it."""
         if self.session.attached:
             raise JobError(
                 f"this ShardlineStrategy has already trained a model as {self.session.config.task}, and a job trains "

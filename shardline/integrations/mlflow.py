@@ -49,7 +49,6 @@ class MlflowTracker:
         self._client.log_batch(self._run, params=settings)
 
     def write(self, points: Sequence[Point]) -> None:
-        """Log values in one call."""
         from mlflow.entities import Metric
 
         self._client.log_batch(
@@ -61,5 +60,4 @@ class MlflowTracker:
         )
 
     def close(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._run)

@@ -161,7 +161,6 @@ class LossFigure:
         self._shows = shell is not None and importlib.util.find_spec("matplotlib") is not None
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Draw until the run has ended."""
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(DRAWN_EVERY_S)
@@ -169,7 +168,6 @@ class LossFigure:
             self.draw()
 
     def draw(self) -> None:
-        """Draw what is new."""
         if not self._shows or len(losses := _losses(self._steps)) == self._drawn:
             return
         shown: Any = importlib.import_module("IPython.display")

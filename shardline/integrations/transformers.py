@@ -67,7 +67,6 @@ class ShardlineMixin(Base):
     # Taking the job's step
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Create the Trainer's optimizer and attach it."""
         optimizer = super().create_optimizer(model)
         if not isinstance(getattr(optimizer, "optimizer", optimizer), ShardlineOptimizer):
             self.optimizer = attach(self.session, self.model, optimizer)

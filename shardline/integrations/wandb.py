@@ -48,10 +48,8 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, points: Sequence[Point]) -> None:
-        """Log values, one line for each."""
         for point in points:
             self._run.log({point.name: point.value, "step": point.step})
 
     def close(self) -> None:
-        """Send what is left, which may take a while."""
         self._run.finish()

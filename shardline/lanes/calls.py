@@ -125,11 +125,9 @@ class ShardCalls:
 
     @property
     def published(self) -> SharedMemory | None:
-        """See Lane.published: a lane that shares no memory has none."""
         return None
 
     def allocate(self, bucket: int, nbytes: int) -> Memory | None:
-        """See Lane.allocate: a lane that shares no memory has none."""
         return None
 
     def cancel(self) -> None:

@@ -93,7 +93,11 @@ class ParcelLine:
                 if not data:
                     raise ConnectionAbortedError("the receiver closed the socket")
                 for kind, body in self._reader.feed(data):
-                    _check_answer(kind, body)
+                    if kind is Kind.FAILED:
+                        error = read_failure(body)
+                        raise (UnreachableError if error.code in RETRIED else ProtocolError)(str(error)) from error
+                    if kind is not Kind.DONE:
+                        raise ProtocolError(f"the receiver of parcels sent a frame of kind {kind.name}")
                     count += 1
         except NOT_READY:
             return count
@@ -108,15 +112,6 @@ class ParcelLine:
 
     def close(self) -> None:
         self._sock.close()
-
-
-def _check_answer(kind: Kind, body: bytes) -> None:
-    """Raise what an answer says if the parcel was not taken."""
-    if kind is Kind.FAILED:
-        error = read_failure(body)
-        raise (UnreachableError if error.code in RETRIED else ProtocolError)(str(error)) from error
-    if kind is not Kind.DONE:
-        raise ProtocolError(f"the receiver of parcels sent a frame of kind {kind.name}")
 
 
 class ParcelWay:

@@ -251,7 +251,6 @@ class ParcelPorts:
             return self._ports[lane]
 
     def keep_only(self, lives: Collection[tuple[str, int]]) -> None:
-        """End the sockets of other lives than these: (task, incarnation)."""
         with self._lock:
             ports = list(self._ports.values())
         for port in ports:

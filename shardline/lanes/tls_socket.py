@@ -73,7 +73,6 @@ class TlsSocket(socket.socket):
                 raise
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
-        """See recv_into()."""
         data = bytearray(bufsize)
         return bytes(memoryview(data)[: self.recv_into(data)])
 
@@ -92,7 +91,6 @@ class TlsSocket(socket.socket):
                 raise ssl.SSLWantWriteError
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
-        """Send all bytes."""
         left = memoryview(data)
         while len(left):
             left = left[self.send(left) :]

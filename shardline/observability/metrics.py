@@ -439,11 +439,9 @@ class Metrics:
         return self._child(Counter, name, labels)
 
     def gauge(self, name: str, **labels: str | int) -> Gauge:
-        """The gauge with these labels; see counter()."""
         return self._child(Gauge, name, labels)
 
     def histogram(self, name: str, **labels: str | int) -> Spread:
-        """The histogram with these labels; see counter()."""
         return self._child(Spread, name, labels)
 
     def _child(self, cls: type[_M], name: str, labels: Mapping[str, str | int]) -> _M:

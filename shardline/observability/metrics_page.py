@@ -184,7 +184,6 @@ class MetricsPage:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving and free the port."""
         # A listener that takes no more wakes the server's thread, which otherwise looks every half second.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)

@@ -326,11 +326,6 @@ def as_json(view: ClusterView) -> dict[str, Any]:
     return found
 
 
-def incarnation_text(incarnation: int) -> str:
-    """An incarnation for people: "term.life"."""
-    return f"{incarnation >> 32}.{incarnation & 0xFFFFFFFF}"
-
-
 def _codecs(status: ChiefStatus) -> tuple[CodecView, ...]:
     servers = [task.traffic for task in status.tasks if task.task.startswith("ps/")]
     workers = [task.traffic for task in status.tasks if not task.task.startswith("ps/")]
@@ -391,7 +386,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         name=task.task,
         role=role,
         index=index,
-        incarnation=incarnation_text(task.incarnation) if task.incarnation else "",
+        incarnation=f"{task.incarnation >> 32}.{task.incarnation & 0xFFFFFFFF}" if task.incarnation else "",
         heard_s=None if task.state == MISSING else _finite(task.last_heard_s),
         step=_step(task),
         shards=tuple(shard.shard for shard in task.shards),

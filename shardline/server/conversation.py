@@ -46,7 +46,6 @@ class Replies:
         await self._queue.put(error)
 
     async def get(self) -> Reply | Exception | None:
-        """The next reply; waits for it."""
         item = self._next.pop() if self._next else await self._queue.get()
         if isinstance(item, Reply) and item.HasField("ack") and not self._queue.empty():
             following = self._queue.get_nowait()

@@ -168,7 +168,6 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
 
 
 def hosted(backend: Backend, number: int) -> Hosted:
-    """Description of a shard for a lane."""
     shard = backend.shard(number)
     return Hosted(
         shard=number,

@@ -71,7 +71,6 @@ class TlsInUse:
 
     @functools.cached_property
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of gRPC channels."""
         import grpc
 
         return grpc.ssl_channel_credentials(self.ca or _system_roots(), self.key or None, self.cert or None)

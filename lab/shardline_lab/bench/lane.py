@@ -192,7 +192,6 @@ class LaneProbe:
         return seconds
 
     def close(self) -> None:
-        """Stop the server and close all connections."""
         try:
             self._control.stop("measured")
         finally:

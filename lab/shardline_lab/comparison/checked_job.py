@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from shardline import codecs
 from shardline.job import Job
@@ -21,7 +20,20 @@ class CheckedJob:
 
 def checked_job(job: Job, steps: int) -> CheckedJob:
     """The job with `steps` steps, as the comparison trains it: synchronous, every step, exact codecs, whole models."""
-    plain = _plain_methods(job)
+    chosen = codecs.of(job)
+    exact = all(codec.exact for codec in (*chosen.ups, *chosen.downs))
+    plain = {
+        "consistency": "sync",
+        "rule": "torch",
+        "cadence": "every-step",
+        "pipeline": "whole-model",
+        "codec": job.codec if exact else "raw",
+        "codec_up": job.codec_up if exact else "",
+        "codec_down": job.codec_down if exact else "",
+        "codec_tensors": job.codec_tensors if exact else {},
+        "codec_parcels": "",
+        "tensor_parallel": {},
+    }
     replaced = tuple(
         f"{name}={getattr(job, name)}" for name, value in plain.items() if getattr(job, name) not in (value, "", {})
     )
@@ -37,20 +49,3 @@ def checked_job(job: Job, steps: int) -> CheckedJob:
         ),
         replaced,
     )
-
-
-def _plain_methods(job: Job) -> dict[str, Any]:
-    chosen = codecs.of(job)
-    exact = all(codec.exact for codec in (*chosen.ups, *chosen.downs))
-    return {
-        "consistency": "sync",
-        "rule": "torch",
-        "cadence": "every-step",
-        "pipeline": "whole-model",
-        "codec": job.codec if exact else "raw",
-        "codec_up": job.codec_up if exact else "",
-        "codec_down": job.codec_down if exact else "",
-        "codec_tensors": job.codec_tensors if exact else {},
-        "codec_parcels": "",
-        "tensor_parallel": {},
-    }

@@ -72,7 +72,6 @@ class Menu:
 
 
 def own(job: Job) -> Choice:
-    """What the job has chosen."""
     return Choice(
         consistency=str(job.consistency),
         codec=str(job.codec),

@@ -96,7 +96,6 @@ class PostOffice(Partners):
         self.mailbox.arm()
 
     def interrupt(self) -> None:
-        """End waits: the orders have changed."""
         self.mailbox.interrupt()
         self.on_interrupt()
 

@@ -106,7 +106,17 @@ def trace(model: nn.Module, inputs: Inputs, cuts: Sequence[str]) -> Traced:
             pipe = pipeline(model, *inputs)
         except Exception as error:
             raise JobError(_untraced(model, error)) from error
-    _check_cuts(cuts, begun, pipe.split_gm)
+    for name in cuts:
+        if begun.count(name) != 1:
+            raise JobError(
+                f"Pipeline.split: the model calls {name!r} {begun.count(name)} times, so a stage can't begin with it; "
+                "cut the model elsewhere"
+            )
+    # Of submod_pp_0, submod_pp_1, ..., those that would be empty are left out.
+    stages = {str(node.target) for node in pipe.split_gm.graph.nodes if node.op == "call_module"}
+    empty = [number for number in range(len(begun) + 1) if f"submod_pp_{number}" not in stages]
+    if empty:
+        raise EmptyStagesError(begun, empty)
     return _read(model, pipe, begun, forms[-1])
 
 
@@ -125,20 +135,6 @@ def _untraced(model: nn.Module, error: Exception) -> str:
         f"Pipeline.split: torch.export can't trace the {type(model).__name__}{line}: {what}. What the model computes "
         "must not depend on the values of its tensors; change it, or list its layers: Pipeline([...], stages=...)"
     )
-
-
-def _check_cuts(cuts: Sequence[str], begun: Sequence[str], graph: torch.fx.GraphModule) -> None:
-    for name in cuts:
-        if begun.count(name) != 1:
-            raise JobError(
-                f"Pipeline.split: the model calls {name!r} {begun.count(name)} times, so a stage can't begin with it; "
-                "cut the model elsewhere"
-            )
-    # Of submod_pp_0, submod_pp_1, ..., those that would be empty are left out.
-    stages = {str(node.target) for node in graph.graph.nodes if node.op == "call_module"}
-    empty = [number for number in range(len(begun) + 1) if f"submod_pp_{number}" not in stages]
-    if empty:
-        raise EmptyStagesError(begun, empty)
 
 
 def _read(model: nn.Module, pipe: Any, starts: Sequence[str], form: pytree.TreeSpec) -> Traced:

@@ -35,25 +35,22 @@ def cut(tensors: Sequence[TensorSpec], layers: Sequence[SharedLayer], ranks: int
             found.append(replace(tensor, fragment=fragment(tensor.fragment, ranks, None)))
             continue
         layer, dim = cuts[tied[0]]
-        _check(tensor, layer, dim, ranks)
+        if tensor.aliases:
+            raise JobError(
+                f"{layer} can't be shared: {tensor.name!r} is also {', '.join(map(repr, tensor.aliases))}, and tied "
+                "weights stay whole; leave it out of tensor_parallel"
+            )
+        if tensor.whole:
+            raise JobError(
+                f"{layer} can't be shared: the job's update rule or codec needs {tensor.name!r} whole; choose another "
+                "one, or leave the layer out of tensor_parallel"
+            )
+        if tensor.shape[dim] % ranks:
+            raise JobError(
+                f"{layer} can't be shared by {ranks} workers: {tensor.name!r} has shape {tensor.shape}, and {ranks} "
+                f"does not divide {tensor.shape[dim]}; choose another tensor_ranks, or leave the layer out of "
+                "tensor_parallel"
+            )
         for part in parts_of(tensor, dim, ranks):
             found.append(replace(part, fragment=fragment(tensor.fragment, ranks, part.part)))
     return tuple(found)
-
-
-def _check(tensor: TensorSpec, layer: SharedLayer, dim: int, ranks: int) -> None:
-    if tensor.aliases:
-        raise JobError(
-            f"{layer} can't be shared: {tensor.name!r} is also {', '.join(map(repr, tensor.aliases))}, and tied "
-            "weights stay whole; leave it out of tensor_parallel"
-        )
-    if tensor.whole:
-        raise JobError(
-            f"{layer} can't be shared: the job's update rule or codec needs {tensor.name!r} whole; choose another one, "
-            "or leave the layer out of tensor_parallel"
-        )
-    if tensor.shape[dim] % ranks:
-        raise JobError(
-            f"{layer} can't be shared by {ranks} workers: {tensor.name!r} has shape {tensor.shape}, and {ranks} does "
-            f"not divide {tensor.shape[dim]}; choose another tensor_ranks, or leave the layer out of tensor_parallel"
-        )

@@ -110,7 +110,12 @@ class Timeline:
         steps = self.whole()
         if not steps:
             return ()
-        spans = _union(_span(self._steps[number].values()) for number in steps)
+        spans: list[tuple[float, float]] = []
+        for start_s, end_s in sorted(_span(self._steps[number].values()) for number in steps):
+            if spans and start_s <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(spans[-1][1], end_s)
+            else:
+                spans.append((start_s, end_s))
         length_s = sum(end_s - start_s for start_s, end_s in spans)
         # Without a flush, passes of other steps are between those of these.
         busy, own = [0.0] * self.stages, set(steps)
@@ -142,16 +147,6 @@ def _stage(stage: int, passes: Sequence[TaskPass], busy_s: float, length_s: floa
 def _span(passes: Iterable[TaskPass]) -> tuple[float, float]:
     own = list(passes)
     return min(one.start_s for one in own), max(one.end_s for one in own)
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(spans):
-        if found and start_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end_s)
-        else:
-            found.append((start_s, end_s))
-    return found
 
 
 def _inside(one: TaskPass, spans: Sequence[tuple[float, float]]) -> float:

@@ -184,7 +184,6 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of encode()."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

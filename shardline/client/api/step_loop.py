@@ -584,7 +584,6 @@ class StepLoop:
         self.contribute(self._own_replica, gradients, loss=loss, samples=0, keep=True)
 
     def finish(self, loss: float | None) -> bool:
-        """See Session.finish_step."""
         self.owner.check()
         runner, ticks = self.runner, self.trainer.methods.ticks
         self._reports.skipped = False

@@ -13,7 +13,6 @@ from shardline.cadence.base import Hyper
 from shardline.client.api.profile import StepProfile
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.shard_exchange import StepFigures
-from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
 from shardline.observability.metrics import Metrics
@@ -99,7 +98,7 @@ class StepReports:
         self._accounted_s = time.monotonic()
         if self._profile is not None:
             self._profile.exchanged(figures)
-        meter_step(self._metrics, place.trainer, figures, sent.reports, step_s, place.peers)
+        meter_step(self._metrics, place, figures, sent, step_s)
         for item in sent.reports:
             if place.partners is not None and not place.partners.reports(item.replica):
                 continue
@@ -126,15 +125,9 @@ def figures_of(job: JobSpec, step: int, gradients: Mapping[str, torch.Tensor], h
     return found
 
 
-def meter_step(
-    metrics: Metrics,
-    trainer: Trainer,
-    figures: StepFigures,
-    reports: Sequence[StepReport],
-    step_s: float,
-    peers: Mapping[int, str],
-) -> None:
-    """Record the metrics of one finished step. step_s: seconds. peers: the ps of each shard."""
+def meter_step(metrics: Metrics, place: Workplace, figures: StepFigures, sent: SentStep, step_s: float) -> None:
+    """Record the metrics of one finished step. step_s: seconds."""
+    trainer, reports = place.trainer, sent.reports
     metrics.histogram("shardline_step_seconds").observe(step_s)
     metrics.histogram("shardline_data_seconds").observe(sum(item.data_s for item in reports))
     metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
@@ -156,7 +149,7 @@ def meter_step(
     if trainer.encoders.memory_norm is not None:
         metrics.gauge("shardline_codec_memory_norm", codec=push.name).set(trainer.encoders.memory_norm)
     for shard, outcome in figures.outcomes.items():
-        peer = peers.get(shard, "ps")
+        peer = place.peers.get(shard, "ps")
         coding = trainer.weights.coding
         for kind, raw, wire in trainer.meter.take(shard):
             codec = (coding.push if kind == "push" else coding.pull).name

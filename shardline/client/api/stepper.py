@@ -61,7 +61,6 @@ class Seen:
 
     @property
     def last_done(self) -> bool:
-        """Whether the job's last step is done."""
         return 0 < self.orders.stop_step <= self.job_step
 
 
@@ -78,7 +77,6 @@ class WorkerLeases:
 
     @property
     def number(self) -> list[int]:
-        """Number of the lease, if one is held."""
         return [self.lease.number] if self.lease is not None else []
 
     @property

@@ -94,7 +94,6 @@ class OptimizerBuckets:
         return self.plan.shards[key[0]].buckets[key[1]]
 
     def rule(self, job: JobSpec, key: Key) -> BucketRule:
-        """A bucket's rule, without a state."""
         bucket = self.bucket(key)
         device = self.model.tensors[bucket.slices[0].tensor].device
         return bucket_rule(job.rule, job.schedule, bucket, self.plan.tensors, device)
@@ -115,7 +114,6 @@ class OptimizerBuckets:
         self.model.settle()
 
     def values(self, key: Key) -> torch.Tensor:
-        """A copy of a bucket's parameters."""
         whole = self.model.whole(*key)
         return self.model.values(*key, self.rules[key].site.device) if whole is None else whole.clone()
 

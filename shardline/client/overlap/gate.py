@@ -317,7 +317,6 @@ class Compiler:
         self._events.register_start_callback(callback)
 
     def ignore(self, callback: Callable[..., None]) -> None:
-        """Don't call this any more."""
         with contextlib.suppress(ValueError):
             self._events.remove_start_callback(callback)
 

@@ -348,7 +348,7 @@ class GradientStaging:
             bucket=bucket,
             dtype=spec.dtype,
             elements=spec.elements,
-            present=present_bits(partial.present),
+            present=b"" if all(partial.present) else pack_bits(partial.present),
             data=data,
             raw_bytes=spec.nbytes,
             # The digest protects bytes in transit; these stay in place.
@@ -423,10 +423,6 @@ def fill_bucket(
 def _mark(data: Memory) -> int:
     """The fingerprint of bytes in host memory; 0 = unknown."""
     return 0 if isinstance(data, torch.Tensor) else fingerprint(data)
-
-
-def present_bits(present: Sequence[bool]) -> bytes:
-    return b"" if all(present) else pack_bits(present)
 
 
 def initial_contribution(coding: Coding, shard: int, layout: ModelLayout) -> Push:

@@ -184,7 +184,6 @@ class BucketSink:
         """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
 
     def begin(self) -> None:
-        """Start a new pull."""
         self.first_s = 0.0
         self.arrived.clear()
         self._in_place.clear()
