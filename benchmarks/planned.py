@@ -15,7 +15,7 @@ from benchmarks.stage_memory import measured
 from benchmarks.staged import JOB
 from shardline.job import load_job
 from shardline_pipeline.cli.partition import in_layers, make_costs, own_stages
-from shardline_pipeline.partition import choose, rated
+from shardline_pipeline.partition.choose import choose, rated
 
 STEPS = 4
 """Of each stage, for its memory."""

@@ -31,7 +31,11 @@ from benchmarks.network import lab
 from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment
 from shardline.cli import quantities
 from shardline.job import load_job
-from shardline_lab.simulator import Network, Setup, StageCosts, Times, runs, simulated
+from shardline_lab.simulator import runs
+from shardline_lab.simulator.links import Network
+from shardline_lab.simulator.simulation import Setup, StageCosts
+from shardline_lab.simulator.stages import simulated
+from shardline_lab.simulator.times import Times
 
 JOB = ROOT / "benchmarks" / "simulated_job.py"
 PORT = 2422

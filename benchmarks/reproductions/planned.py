@@ -6,19 +6,10 @@ from collections.abc import Sequence
 
 from benchmarks.reproductions.base import Found, Reproduction, Row
 from shardline_pipeline import Stash
-from shardline_pipeline.partition import (
-    ALL_REDUCE,
-    SERVERS,
-    Cluster,
-    Costs,
-    Handed,
-    Layer,
-    LinkLevel,
-    PlannedStage,
-    Profile,
-    choose,
-    forecast_of,
-)
+from shardline_pipeline.partition.choose import choose
+from shardline_pipeline.partition.costs import ALL_REDUCE, SERVERS, Cluster, Costs, LinkLevel, PlannedStage
+from shardline_pipeline.partition.forecast import forecast_of
+from shardline_pipeline.partition.profile import Handed, Layer, Profile
 
 WORKERS = 8
 LINK_BYTES_PER_S = 10e9 / 8

@@ -45,7 +45,8 @@ def check(**flags: Any) -> int:
 
     leave_compiler_out()
     from shardline.job import load_job
-    from shardline_lab.comparison import checked_job, differences
+    from shardline_lab.comparison.checked_job import checked_job
+    from shardline_lab.comparison.difference import differences
 
     steps: int = flags["steps"]
     path = options.existing_job(flags["job"])
@@ -88,14 +89,16 @@ def check(**flags: Any) -> int:
 
 def _plain(job: Job, flags: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
     from shardline.host.process import resolve_device
-    from shardline_lab.comparison import PlainTraining, checked_job
+    from shardline_lab.comparison.checked_job import checked_job
+    from shardline_lab.comparison.plain import PlainTraining
 
     checked = checked_job(job, flags["steps"])
     return PlainTraining(checked.job, resolve_device(flags["device"])).run(flags["steps"])
 
 
 def _served(job: Job, flags: Mapping[str, Any], steps: int, *, overlap: bool) -> dict[int, dict[str, Tensor]]:
-    from shardline_lab.comparison import InProcessCluster, checked_job, train_served
+    from shardline_lab.comparison.checked_job import checked_job
+    from shardline_lab.comparison.served import InProcessCluster, train_served
 
     checked = checked_job(job, steps)
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardline.job import Job
-    from shardline_lab.simulator import Death, Result, Setup, StageCosts, Times
     from shardline_lab.simulator.menu import Choice, Menu
+    from shardline_lab.simulator.result import Result
+    from shardline_lab.simulator.simulation import Death, Setup, StageCosts
+    from shardline_lab.simulator.times import Times
 
 _DEATH = re.compile(r"worker/([0-9]{1,6})@([^:]+)(?::back=(.+))?")
 cluster_shape = options.together(
@@ -91,9 +93,9 @@ def simulate(**flags: Any) -> int:
 
     The same seed gives the same result.
     """
-    from shardline_lab.simulator import simulated
     from shardline_lab.simulator.gradients import training_contents
     from shardline_lab.simulator.plot import svg
+    from shardline_lab.simulator.stages import simulated
 
     job = options.loaded_job(flags)
     kills = tuple(death(text, "--kill") for text in flags["kills"])
@@ -187,7 +189,7 @@ def death(text: str, option: str) -> Death:
         raise UsageError(f"{option}: {text!r} is not of the form worker/INDEX@TIME or worker/INDEX@TIME:back=TIME")
     index, at, back = found.groups()
     # Imports torch, which --help must not do.
-    from shardline_lab.simulator import Death
+    from shardline_lab.simulator.simulation import Death
 
     return Death(
         worker=int(index),
@@ -199,7 +201,8 @@ def death(text: str, option: str) -> Death:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     import shardline_pipeline as pipeline
-    from shardline_lab.simulator import Network, Setup
+    from shardline_lab.simulator.links import Network
+    from shardline_lab.simulator.simulation import Setup
     from shardline_pipeline.partition.automatic import cuts_for
     from shardline_pipeline.staged import StagedModel
 
@@ -254,7 +257,8 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
 def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
     """How long the workers compute, from parsed flags."""
     from shardline.cadence import CADENCES
-    from shardline_lab.simulator import Gamma, runs
+    from shardline_lab.simulator import runs
+    from shardline_lab.simulator.times import Gamma
 
     if flags["source"] is not None and flags["compute"] is not None:
         raise UsageError("--from and --compute both say how long a pass takes; give one of them")
@@ -270,7 +274,8 @@ def pass_times(job: Job, flags: Mapping[str, Any]) -> tuple[Times, ...]:
 
 def stage_costs(job: Job, flags: Mapping[str, Any], model: nn.Module) -> StageCosts:
     """What the stages of a pipeline cost, from parsed flags."""
-    from shardline_lab.simulator import Gamma, runs
+    from shardline_lab.simulator import runs
+    from shardline_lab.simulator.times import Gamma
 
     if flags["source"] is not None and flags["compute"] is not None:
         raise UsageError("--from and --compute both say how long a pass takes; give one of them")

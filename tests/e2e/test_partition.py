@@ -12,7 +12,10 @@ from shardline.job import load_job
 from shardline_pipeline import schedule_named
 from shardline_pipeline.cli.partition import exchanges
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, coded, forecast_of, shapes
+from shardline_pipeline.partition.costs import Cluster, Costs, LinkLevel, PlannedStage
+from shardline_pipeline.partition.forecast import forecast_of
+from shardline_pipeline.partition.measure import shapes
+from shardline_pipeline.partition.profile import coded
 from tests.e2e.support import PATIENCE_S, mortal_cluster, scrape, summary_of, total, wait_for_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]

@@ -20,7 +20,10 @@ from shardline.config import RoleConfig
 from shardline.errors import ShardlineError
 from shardline.model import named_tensors
 from shardline_chief import service as chief
-from shardline_lab.comparison import InProcessCluster, PlainTraining, checked_job, differences, train_served
+from shardline_lab.comparison.checked_job import checked_job
+from shardline_lab.comparison.difference import differences
+from shardline_lab.comparison.plain import PlainTraining
+from shardline_lab.comparison.served import InProcessCluster, train_served
 from shardline_ps import service as ps
 from tests.models.changes import CHANGES
 from tests.models.row import Row

@@ -15,7 +15,8 @@ from shardline.cli.main import main
 from shardline.job import Job, load_job
 from shardline_pipeline import stages
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Profile, coded, measure, shapes
+from shardline_pipeline.partition.measure import measure, shapes
+from shardline_pipeline.partition.profile import Profile, coded
 from shardline_pipeline.split.model import Split
 
 JOB = """

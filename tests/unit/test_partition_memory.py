@@ -14,7 +14,9 @@ from benchmarks.stage_memory import measured
 from shardline.job import Job
 from shardline_pipeline import schedule_named
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, LinkLevel, PlannedStage, forecast_of, shapes
+from shardline_pipeline.partition.costs import Cluster, Costs, LinkLevel, PlannedStage
+from shardline_pipeline.partition.forecast import forecast_of
+from shardline_pipeline.partition.measure import shapes
 
 MICROBATCHES, SAMPLES, STEPS = 6, 64, 5
 CUTS = [3, 6, 9]

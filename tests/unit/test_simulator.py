@@ -15,9 +15,11 @@ from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.errors import UsageError
 from shardline.fit import divide
-from shardline_lab.simulator import Death, Gamma, Measured, Network, Result, Setup, Simulation
 from shardline_lab.simulator.clock import VirtualClock
-from shardline_lab.simulator.links import Machines
+from shardline_lab.simulator.links import Machines, Network
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Death, Setup, Simulation
+from shardline_lab.simulator.times import Gamma, Measured
 from tests.support.builders import make_job_spec
 
 MEGABYTE = TensorSpec(name="w", shape=(256, 1024), dtype="float32")

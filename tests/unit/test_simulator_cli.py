@@ -17,8 +17,9 @@ from shardline.codecs import CODECS
 from shardline.codecs.base import Memory
 from shardline.errors import UsageError
 from shardline_lab.simulate import death
-from shardline_lab.simulator import Death, Gamma, menu, runs
-from shardline_lab.simulator.times import Measured
+from shardline_lab.simulator import menu, runs
+from shardline_lab.simulator.simulation import Death
+from shardline_lab.simulator.times import Gamma, Measured
 
 JOB = """
 import torch

@@ -19,22 +19,19 @@ from shardline.core.spec import JobSpec
 from shardline.data import BatchSource
 from shardline.errors import JobError, UsageError
 from shardline.job import Job
-from shardline_lab.simulator import (
-    Death,
-    Gamma,
-    Network,
-    PipelineSimulation,
-    Result,
-    Setup,
-    StageCosts,
-    runs,
-    simulated,
-)
+from shardline_lab.simulator import runs
 from shardline_lab.simulator.gradients import training_contents
+from shardline_lab.simulator.links import Network
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Death, Setup, StageCosts
+from shardline_lab.simulator.stages import PipelineSimulation, simulated
+from shardline_lab.simulator.times import Gamma
 from shardline_pipeline import PIPELINES, bubble, schedule_named
 from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import Cluster, Costs, Handed, Layer, LinkLevel, PlannedStage, Profile, forecast_of
+from shardline_pipeline.partition.costs import Cluster, Costs, LinkLevel, PlannedStage
+from shardline_pipeline.partition.forecast import forecast_of
+from shardline_pipeline.partition.profile import Handed, Layer, Profile
 from shardline_pipeline.runner import AtHome, StageRunner
 
 FLUSHING = [one.name for one in PIPELINES if schedule_named(one.name).staged and schedule_named(one.name).flushes]

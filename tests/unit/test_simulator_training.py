@@ -19,9 +19,11 @@ from shardline.errors import UsageError
 from shardline.schedule import cosine
 from shardline.testing import reference
 from shardline.update import RULES
-from shardline_lab.simulator import Death, Gamma, Network, Result, Setup, Simulation
 from shardline_lab.simulator.gradients import parameters, training_contents
-from shardline_lab.simulator.simulation import Contents
+from shardline_lab.simulator.links import Network
+from shardline_lab.simulator.result import Result
+from shardline_lab.simulator.simulation import Contents, Death, Setup, Simulation
+from shardline_lab.simulator.times import Gamma
 from tests.support.cluster import Cluster
 from tests.support.covering import covering
 

@@ -16,8 +16,9 @@ from shardline.errors import JobError
 from shardline.job import Job
 from shardline_lab.simulator.runs import measure_stages
 from shardline_pipeline.model import Pipeline
-from shardline_pipeline.partition import coded, shapes
 from shardline_pipeline.partition.activations import Activations
+from shardline_pipeline.partition.measure import shapes
+from shardline_pipeline.partition.profile import coded
 from shardline_pipeline.split.model import Split
 from shardline_pipeline.staged import StagedModel
 from shardline_pipeline.worker.memory import activation_bytes

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shardline.core.plan import Plan
     from shardline.core.spec import JobSpec
     from shardline.job import Job
-    from shardline_pipeline.partition import Cluster, Costs, LayerTraffic, Profile, Stages
+    from shardline_pipeline.partition.costs import Cluster, Costs, LayerTraffic, Stages
+    from shardline_pipeline.partition.profile import Profile
 
 
 @click.command(short_help="Find the best stages of a pipeline, and compare them with data parallelism.")
@@ -63,7 +64,7 @@ def partition(**flags: Any) -> int:
     The job's model must be a shardline.Pipeline, one of Pipeline.split, or a torch.nn.Sequential; how it is cut now
     does not matter. A step keeps its samples: the job's replicas x accumulate x batch_size.
     """
-    from shardline_pipeline.partition import choose, rated, smallest
+    from shardline_pipeline.partition.choose import choose, rated, smallest
 
     job = options.loaded_job(flags)
     model = in_layers(replace(job, pipeline="whole-model", tensor_ranks=1).build_model())
@@ -87,7 +88,8 @@ def partition(**flags: Any) -> int:
 def make_costs(job: Job, flags: Mapping[str, Any], model: nn.Sequential) -> Costs:
     from shardline.core.settings import WORKER
     from shardline_pipeline import Flush, schedule_named
-    from shardline_pipeline.partition import Costs, coded
+    from shardline_pipeline.partition.costs import Costs
+    from shardline_pipeline.partition.profile import coded
 
     spec = spec_of(replace(job, pipeline="whole-model", tensor_ranks=1), model)
     profile = read_profile(job, model, flags["profile"])
@@ -132,7 +134,7 @@ def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
     from shardline_pipeline import schedule_named
     from shardline_pipeline.hosts import assign_hosts, planned_hosts
     from shardline_pipeline.model import Pipeline
-    from shardline_pipeline.partition import PlannedStage
+    from shardline_pipeline.partition.costs import PlannedStage
     from shardline_pipeline.split.model import Units
 
     if not schedule_named(job.pipeline).staged:
@@ -157,7 +159,7 @@ def own_stages(job: Job, model: nn.Sequential, workers: int) -> Stages | None:
 
 def make_cluster(flags: Mapping[str, Any]) -> Cluster:
     """The cluster, from parsed flags. Raises UsageError."""
-    from shardline_pipeline.partition import Cluster, LinkLevel
+    from shardline_pipeline.partition.costs import Cluster, LinkLevel
 
     link, workers, group = quantities.bytes_per_s(flags["link"], "--link"), flags["workers"], flags["group"]
     memory = quantities.byte_count(flags["memory"], "--memory")
@@ -191,7 +193,8 @@ def in_layers(model: nn.Module) -> nn.Sequential:
 def read_profile(job: Job, model: nn.Sequential, path: Path | None) -> Profile:
     """The profile in a file, or if there is none, measured here and written to it. Raises UsageError, JobError."""
     from shardline.host.process import torch_threads
-    from shardline_pipeline.partition import Profile, measure
+    from shardline_pipeline.partition.measure import measure
+    from shardline_pipeline.partition.profile import Profile
 
     if path is not None and path.exists():
         try:
@@ -238,7 +241,7 @@ def bucket_sizes(job: JobSpec, servers: int) -> list[int]:
 def exchanges(job: JobSpec, layers: int, servers: int) -> list[LayerTraffic]:
     """What a worker with a layer pushes and pulls in a step, as the job's codecs write it."""
     from shardline.core.spec import TensorKind
-    from shardline_pipeline.partition import LayerTraffic
+    from shardline_pipeline.partition.costs import LayerTraffic
 
     plan, coding = plan_of(job, servers)
     push, pull, once = ([0] * layers for _ in range(3))

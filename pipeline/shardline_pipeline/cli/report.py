@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardline.job import Job
-    from shardline_pipeline.partition import Comparison, Costs, Rated
+    from shardline_pipeline.partition.choose import Comparison, Rated
+    from shardline_pipeline.partition.costs import Costs
 
 
 LIMITS = {
@@ -44,7 +45,7 @@ def report(job: Job, costs: Costs, choice: Comparison, present: Rated | None = N
 
 def table(costs: Costs, option: Rated) -> list[str]:
     from shardline.cli.terminal import aligned
-    from shardline_pipeline.partition import kept
+    from shardline_pipeline.partition.costs import kept
 
     rows: list[tuple[str, ...]] = [
         ("stage", "layers", "workers", "computing", "link", "weights", "activations out", "held", "memory")
