@@ -7,7 +7,7 @@ import random
 import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import grpc
@@ -56,29 +56,22 @@ class _Away(Exception):
     """The chief went away during a request."""
 
 
+@dataclass(eq=False)
 class JoinAttempts:
     """One task's attempts to join. cancelled: the process was asked to end. closed: this side has given up."""
 
-    def __init__(
-        self,
-        client: ChiefClient,
-        timeouts: Timeouts,
-        applicant: Applicant,
-        *,
-        cancelled: threading.Event,
-        closed: threading.Event,
-    ) -> None:
-        self._client = client
-        self._timeouts = timeouts
-        self._applicant = applicant
-        self._cancelled = cancelled
-        self._closed = closed
-        self._wake = threading.Event()
+    client: ChiefClient
+    timeouts: Timeouts
+    applicant: Applicant
+    _: KW_ONLY
+    cancelled: threading.Event
+    closed: threading.Event
+    _wake: threading.Event = field(default_factory=threading.Event, init=False)
 
     def cancel(self) -> None:
         """End a running join() early; may be called from a signal's thread."""
-        self._cancelled.set()
-        self._client.peer.cancel()
+        self.cancelled.set()
+        self.client.peer.cancel()
         self._wake.set()
 
     def join(self) -> chief_pb2.JoinReply | None:
@@ -87,18 +80,18 @@ class JoinAttempts:
         None if the process was asked to end. Raises UnreachableError if the time for joining is over, MismatchError if
         the chief refuses for good, or FencedError.
         """
-        task, timeout_s = self._applicant.task, self._timeouts.join_s
+        task, timeout_s = self.applicant.task, self.timeouts.join_s
         start_s = awake_s()
         waiting = Waiting(start_s, start_s + timeout_s)
         request = self._request()
-        if not self._client.peer.await_name(timeout_s):
+        if not self.client.peer.await_name(timeout_s):
             return None
         reason = ""
         while True:
             left_s = waiting.deadline_s - awake_s()
-            if left_s <= 0 or self._closed.is_set():
+            if left_s <= 0 or self.closed.is_set():
                 raise UnreachableError(
-                    f"{task}: {self._client.peer} did not admit this task within {timeout_s:.0f} s: {reason}"
+                    f"{task}: {self.client.peer} did not admit this task within {timeout_s:.0f} s: {reason}"
                 )
             try:
                 reply = self._ask(request, waiting)
@@ -111,12 +104,12 @@ class JoinAttempts:
                 if not reply.retry:
                     raise MismatchError(f"{task}: the chief refused this task: {reply.reason}")
             self._tell(waiting, reason)
-            if self._wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
+            if self._wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self.cancelled.is_set():
                 return None
             self._wake.clear()
 
     def _request(self) -> chief_pb2.JoinRequest:
-        applicant = self._applicant
+        applicant = self.applicant
         request = chief_pb2.JoinRequest(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
@@ -138,22 +131,22 @@ class JoinAttempts:
         return request
 
     def _tell(self, waiting: Waiting, why: str) -> None:
-        if sentence := waiting.sentence(awake_s(), str(self._client.peer), why):
+        if sentence := waiting.sentence(awake_s(), str(self.client.peer), why):
             log.info("%s", sentence)
 
     def _ask(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
         """One Join, which waits for a chief that isn't up yet; None if the process was asked to end meanwhile."""
         start_s = awake_s()
         left_s = max(0.1, waiting.deadline_s - start_s)
-        prover = self._client.peer.prover
+        prover = self.client.peer.prover
         if not prover.ready:
             # Asked for beforehand: a call that waits for its challenge could not be cancelled.
-            reply = self._await(self._client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
+            reply = self._await(self.client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
             if reply is None:
                 return None
             prover.answer(reply.challenge)
             left_s = max(0.1, left_s - (awake_s() - start_s))
-        joined: chief_pb2.JoinReply | None = self._await(self._client.stub.Join, request, left_s, waiting)
+        joined: chief_pb2.JoinReply | None = self._await(self.client.stub.Join, request, left_s, waiting)
         return joined
 
     def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
@@ -165,16 +158,16 @@ class JoinAttempts:
             # The call's own deadline limits this.
             self._wake.wait(waiting.pause_s(awake_s()) or 1.0)
             self._wake.clear()
-            if self._cancelled.is_set() and not call.done():
+            if self.cancelled.is_set() and not call.done():
                 call.cancel()
                 return None
             if not call.done() and waiting.pause_s(awake_s()) <= 0.0:
-                self._tell(waiting, self._client.peer.obstacle())
+                self._tell(waiting, self.client.peer.obstacle())
         try:
             return call.result()
         except grpc.RpcError as error:
             waited_s = awake_s() - start_s
-            failure = self._client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
+            failure = self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
             if is_retried(error) and waited_s < left_s - LONGEST_S:
                 # It was up, so it may come back, or this process was stopped until the call's deadline had passed; if
                 # the chief had admitted this process, it will do so again.

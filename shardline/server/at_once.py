@@ -8,6 +8,7 @@ for; in others one task waits until all buckets are counted, and answers with al
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from shardline.core.outcome import Outcome
@@ -27,23 +28,17 @@ Counted: TypeAlias = tuple[PushResult, data_pb2.PullRequest | None]
 """The result of a push, and the pull that follows it."""
 
 
+@dataclass(eq=False)
 class SingleRequests:
     """Answers calls that are one push, in place or small, and the pull that follows. Used on the server's loop.
 
     on_push: called with the result of every push that has ended.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        attachments: Attachments,
-        calls: OpenCalls,
-        on_push: Callable[[PushResult], None],
-    ) -> None:
-        self._backend = backend
-        self._attachments = attachments
-        self._calls = calls
-        self._on_push = on_push
+    backend: Backend
+    attachments: Attachments
+    calls: OpenCalls
+    on_push: Callable[[PushResult], None]
 
     def answer(self, request: data_pb2.PushPullRequest) -> Answered | None:
         """The replies so far, and what is left to do. None if this is no such request: nothing was done.
@@ -54,7 +49,7 @@ class SingleRequests:
         attachment = self._fits(frame)
         if attachment is None:
             return None
-        receiver = PushReceiver(self._backend, self._attachments, spawn=_never)
+        receiver = PushReceiver(self.backend, self.attachments, spawn=_never)
         try:
             push = Started(_counted(receiver, frame, request.pull if request.HasField("pull") else None))
         except BaseException:
@@ -75,12 +70,12 @@ class SingleRequests:
             return None
         if frame.HasField("chunk") or frame.HasField("bucket"):
             return None
-        shard = self._backend.shards.get(header.data.shard)
+        shard = self.backend.shards.get(header.data.shard)
         if shard is None or not gradient_kind(header) or shard.consistency.intake.number(header.seq) is not None:
             return None
         if header.empty_buckets or not (frame.refs or commit.empty_buckets):
             return None
-        attachment = attachment_of(self._attachments, header.data)
+        attachment = attachment_of(self.attachments, header.data)
         if attachment is None:
             return None
         # With more, the first should be answered while the last are counted.
@@ -94,14 +89,14 @@ class SingleRequests:
 
         admitted: the attachment of a pull that needs no further look at its sender.
         """
-        self._on_push(result)
+        self.on_push(result)
         reply = data_pb2.PushPullReply()
         reply.ack.CopyFrom(result.ack)
         if wanted is None:
             return reply, False
-        if admitted is None and admit_data(self._backend, wanted.data, init=False).outcome is Outcome.SERVED:
-            admitted = attachment_of(self._attachments, wanted.data)
-        ready = admitted is not None and ready_reply(self._backend, admitted, wanted, reply)
+        if admitted is None and admit_data(self.backend, wanted.data, init=False).outcome is Outcome.SERVED:
+            admitted = attachment_of(self.attachments, wanted.data)
+        ready = admitted is not None and ready_reply(self.backend, admitted, wanted, reply)
         return reply, not ready
 
     def _rest(
@@ -110,7 +105,7 @@ class SingleRequests:
         """What is left of a step: counting the push, if it waits, and the pull."""
 
         async def rest(writer: ReplyWriter) -> None:
-            with self._calls.enter() as call:
+            with self.calls.enter() as call:
                 for part in (request.push.header, request.pull):
                     if part.HasField("data"):
                         call.of(part.data.task, part.data.incarnation)
@@ -125,7 +120,7 @@ class SingleRequests:
                     if not waits:
                         return
                 assert wanted is not None
-                async for message in pull(self._backend, self._attachments, wanted, new=in_push_pull):
+                async for message in pull(self.backend, self.attachments, wanted, new=in_push_pull):
                     await call.write(writer, message)
 
         return rest

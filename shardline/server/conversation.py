@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from shardline.consistency.base import Gives
@@ -56,25 +57,18 @@ class Replies:
         return item
 
 
+@dataclass(eq=False)
 class PushPullTalk:
     """Processes the requests of one call; its replies go to `replies`, then None or the error that ended it.
 
     on_push: called with the result of every push that has ended.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        attachments: Attachments,
-        replies: Replies,
-        call: OpenCall,
-        on_push: Callable[[PushResult], None],
-    ) -> None:
-        self._backend = backend
-        self._attachments = attachments
-        self._replies = replies
-        self._call = call
-        self._on_push = on_push
+    backend: Backend
+    attachments: Attachments
+    replies: Replies
+    call: OpenCall
+    on_push: Callable[[PushResult], None]
 
     async def run(self, request: AsyncIterator[Any]) -> None:
         """Process all requests, then put the end into the queue."""
@@ -91,10 +85,10 @@ class PushPullTalk:
             if isinstance(error, ShardlineError):
                 # The call may be cancelled before the error is taken out of the queue.
                 drop_frames(error)
-            await self._replies.end(error)
+            await self.replies.end(error)
             del error
         else:
-            await self._replies.end(None)
+            await self.replies.end(None)
 
     async def _read(self, request: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
         """Process the call's requests; a pull runs beside the pushes."""
@@ -107,7 +101,7 @@ class PushPullTalk:
                 fused.copy(shard)
 
         receiver = PushReceiver(
-            self._backend, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=self._call.of
+            self.backend, self.attachments, async_reply=copy, spawn=group.create_task, on_admitted=self.call.of
         )
         try:
             async for message in request:
@@ -117,27 +111,27 @@ class PushPullTalk:
                     pulls += 1
                     if pulls > 1:
                         raise ProtocolError("PushPull takes one pull; this call has already sent one")
-                    self._call.of(message.pull.data.task, message.pull.data.incarnation)
+                    self.call.of(message.pull.data.task, message.pull.data.incarnation)
                     if message.pull.WhichOneof("want") != "exact_step" and self._follows_push(message.pull):
-                        latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
-                        coding = self._backend.coding.pull
+                        latest, shard = message.pull, self.backend.shard(message.pull.data.shard)
+                        coding = self.backend.coding.pull
                         # Answered from the state right after this call's push, where the mode does not let it wait.
-                        attachment = attachment_of(self._attachments, message.pull.data)
+                        attachment = attachment_of(self.attachments, message.pull.data)
                         fused = AsyncReply(message.pull, shard, coding, attachment)
                     elif not is_soon_whole(push):
                         group.create_task(self._pull(message.pull))
                 if push is not None:
                     result = await receiver.feed(push)
                     if result is not None:
-                        self._on_push(result)
+                        self.on_push(result)
                         if message.HasField("pull") and latest is None and is_soon_whole(push):
                             # Usually a pull of this push's step, so after the push it may be ready at once.
                             group.create_task(self._pull(message.pull))
-                        await self._replies.put_ack(result.ack)
+                        await self.replies.put_ack(result.ack)
                         if fused is not None and latest is not None and fused.copied:
-                            shard = self._backend.shard(latest.data.shard)
-                            async for message_out in fused.messages(self._backend, shard):
-                                await self._replies.put(message_out)
+                            shard = self.backend.shard(latest.data.shard)
+                            async for message_out in fused.messages(self.backend, shard):
+                                await self.replies.put(message_out)
                             fused = latest = None
             if latest is not None:
                 await self._pull(latest)
@@ -146,13 +140,13 @@ class PushPullTalk:
 
     def _follows_push(self, request: data_pb2.PullRequest) -> bool:
         """Whether a pull of the latest values has to wait for this call's push."""
-        shard = self._backend.shards.get(request.data.shard)
-        admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
+        shard = self.backend.shards.get(request.data.shard)
+        admitted = admit_data(self.backend, request.data, init=False).outcome is Outcome.SERVED
         return admitted and shard is not None and Gives.COMMON_STEPS not in shard.consistency.gives
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
-        async for message in pull(self._backend, self._attachments, request, new=in_push_pull):
-            await self._replies.put(message)
+        async for message in pull(self.backend, self.attachments, request, new=in_push_pull):
+            await self.replies.put(message)
 
 
 def first_error(errors: BaseExceptionGroup[Any]) -> Exception:

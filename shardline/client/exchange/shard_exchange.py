@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 from shardline.client.exchange.streaming_payloads import LivePayloads, Unready
@@ -175,6 +175,7 @@ class PullSink(Sink, Protocol):
     def begin(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Retrying:
     """One shard's ShardService over a lane, whose calls it repeats.
 
@@ -182,25 +183,15 @@ class Retrying:
     promise: called with the shard and the seconds that its next call may take.
     """
 
-    def __init__(
-        self,
-        shard: int,
-        lane: Lane,
-        timeouts: Timeouts,
-        *,
-        interrupted: threading.Event,
-        observer: Observer,
-        note: Callable[[int, bool], None],
-        promise: Callable[[int, float], None],
-    ) -> None:
-        self._shard = shard
-        self._lane = lane
-        self._timeouts = timeouts
-        self._interrupted = interrupted
-        self._observer = observer
-        self._note = note
-        self._promise = promise
-        self._told = ""
+    shard: int
+    lane: Lane
+    timeouts: Timeouts
+    _: KW_ONLY
+    interrupted: threading.Event
+    observer: Observer
+    note: Callable[[int, bool], None]
+    promise: Callable[[int, float], None]
+    _told: str = field(default="", init=False)
 
     def exchange(
         self, sender: Sender, pushes: Sequence[Push], want: Want | None, sink: PullSink, *, timeout_s: float
@@ -213,12 +204,12 @@ class Retrying:
         start_s, heard_s, pause_s, push_s = time.monotonic(), awake_s(), FIRST_PAUSE_S, 0.0
         pending, acks = list(pushes), list[Ack]()
         while pending or want is not None:
-            if self._interrupted.is_set():
+            if self.interrupted.is_set():
                 raise Interrupted
             limit_s, call_s = self._limit_s(timeout_s, pending, sink), time.monotonic()
-            self._promise(self._shard, TRIES * limit_s)
+            self.promise(self.shard, TRIES * limit_s)
             try:
-                done = self._lane.exchange(sender, pending, want, sink, timeout_s=limit_s)
+                done = self.lane.exchange(sender, pending, want, sink, timeout_s=limit_s)
             except Unready:
                 # Not an error: the call is repeated when there is something to send.
                 self._await_gradients(pending)
@@ -226,12 +217,12 @@ class Retrying:
                 continue
             except UnreachableError as error:
                 self._failed(error, awake_s() - heard_s)
-                self._interrupted.wait(pause_s)
-                pause_s = min(pause_s * 2, self._timeouts.heartbeat_s + 1.0)
+                self.interrupted.wait(pause_s)
+                pause_s = min(pause_s * 2, self.timeouts.heartbeat_s + 1.0)
                 want = self._again(want, sink)
                 continue
             heard_s = awake_s()
-            self._note(self._shard, False)
+            self.note(self.shard, False)
             if pending:
                 push_s = call_s - start_s + done.push_s
             taken = [ack for ack in done.acks if ack.outcome is not Outcome.WAITING]
@@ -239,9 +230,9 @@ class Retrying:
             if len(taken) < len(done.acks):
                 # The shard answered and is busy with other pushes: neither silence nor a fault of the lane.
                 self._check_wanted()
-                self._tell(f"shard {self._shard} has no room for this push yet: {done.acks[-1].reason}")
+                self._tell(f"shard {self.shard} has no room for this push yet: {done.acks[-1].reason}")
                 pending = pending[len(taken) :]
-                self._interrupted.wait(pause_s)
+                self.interrupted.wait(pause_s)
                 want = self._again(want, sink)
                 continue
             pending, end = [], done.end
@@ -254,16 +245,16 @@ class Retrying:
 
     def _failed(self, error: UnreachableError, silent_s: float) -> None:
         """After a failed call. Raises Interrupted, Rerouted, or the error itself after the whole timeout."""
-        if self._interrupted.is_set():
+        if self.interrupted.is_set():
             raise Interrupted from error
-        if self._observer.leaves(self._shard):
-            raise Rerouted(f"shard {self._shard}: {error}") from error
-        if silent_s > self._timeouts.total_s:
+        if self.observer.leaves(self.shard):
+            raise Rerouted(f"shard {self.shard}: {error}") from error
+        if silent_s > self.timeouts.total_s:
             raise error
-        if silent_s >= self._timeouts.dead_s:
-            self._note(self._shard, True)
-        self._observer.retried(self._shard)
-        log.warning("shard %d: %s; trying again", self._shard, error)
+        if silent_s >= self.timeouts.dead_s:
+            self.note(self.shard, True)
+        self.observer.retried(self.shard)
+        log.warning("shard %d: %s; trying again", self.shard, error)
 
     def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """The shard's standing on some replicas; asked again for timeout_s while the shard does not answer.
@@ -272,23 +263,23 @@ class Retrying:
         """
         start_s, pause_s = awake_s(), FIRST_PAUSE_S
         while True:
-            if self._interrupted.is_set():
+            if self.interrupted.is_set():
                 raise Interrupted
             try:
-                standing = self._lane.standing(sender, replicas, timeout_s=timeout_s)
-                self._note(self._shard, False)
+                standing = self.lane.standing(sender, replicas, timeout_s=timeout_s)
+                self.note(self.shard, False)
                 return standing
             except UnreachableError as error:
-                if self._interrupted.is_set():
+                if self.interrupted.is_set():
                     raise Interrupted from error
-                if self._observer.leaves(self._shard):
-                    raise Rerouted(f"shard {self._shard}: {error}") from error
+                if self.observer.leaves(self.shard):
+                    raise Rerouted(f"shard {self.shard}: {error}") from error
                 waited_s = awake_s() - start_s
                 if waited_s >= timeout_s:
-                    self._note(self._shard, True)
-                    raise UnreachableError(f"shard {self._shard}, after {waited_s:.1f} s: {error}") from error
-                self._observer.retried(self._shard)
-                self._interrupted.wait(pause_s)
+                    self.note(self.shard, True)
+                    raise UnreachableError(f"shard {self.shard}, after {waited_s:.1f} s: {error}") from error
+                self.observer.retried(self.shard)
+                self.interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
 
     def _limit_s(self, timeout_s: float, pending: Sequence[Push], sink: PullSink) -> float:
@@ -302,13 +293,13 @@ class Retrying:
     def _await_gradients(self, pending: Sequence[Push]) -> None:
         """Wait until the backward pass has computed more of a push. Raises Interrupted if the orders change."""
         for payloads in (push.payloads for push in pending):
-            while isinstance(payloads, LivePayloads) and not payloads.wait(self._timeouts.rpc_s):
-                if self._interrupted.is_set():
+            while isinstance(payloads, LivePayloads) and not payloads.wait(self.timeouts.rpc_s):
+                if self.interrupted.is_set():
                     raise Interrupted
                 self._check_wanted()
 
     def _check_wanted(self) -> None:
-        if not self._observer.still_ordered():
+        if not self.observer.still_ordered():
             raise Interrupted
 
     def _again(self, want: Want | None, sink: PullSink) -> Want | None:
@@ -322,15 +313,15 @@ class Retrying:
         return rest if rest is not None and rest.buckets else None
 
     def _tell_waiting(self, end: End, waited_s: float, *, wants_latest: bool) -> None:
-        if waited_s < self._timeouts.suspect_s:
+        if waited_s < self.timeouts.suspect_s:
             return
         if wants_latest:
             self._tell(f"{end.reason}: this worker is too far ahead", f" since {waited_s:.0f} s")
             return
-        sentence = f"shard {self._shard} is waiting for replicas {list(end.waiting_for)} in step {end.step}"
+        sentence = f"shard {self.shard} is waiting for replicas {list(end.waiting_for)} in step {end.step}"
         rest = "the chief reassigns them when their worker is dead"
         if not end.waiting_for:
-            sentence = f"shard {self._shard} has all gradients of step {end.step} but has not closed it"
+            sentence = f"shard {self.shard} has all gradients of step {end.step} but has not closed it"
             rest = "it is waiting for the verdict of all shards, or for its standby to have the step too"
         self._tell(sentence, f" since {waited_s:.0f} s; {rest}")
 
