@@ -26,6 +26,7 @@ from shardline.rpc.messages.choices import choices_to_proto
 from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.data import ON_STREAM, lane_number
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.messages.status import STANDBY_STATES
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -41,11 +42,41 @@ from shardline_ps.state_calls import StateCalls
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 
 
+def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> parameter_server_pb2.PsStatusReply:
+    authority = store.authority
+    reply = parameter_server_pb2.PsStatusReply(
+        task=task,
+        term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
+        timeline=authority.timeline,
+        active=authority.active,
+        failure=store.failure,
+        shards=[_shard(shard, standbys) for _, shard in sorted(store.shards.items())],
+        standbys=[
+            parameter_server_pb2.StandbyStatus(
+                shard=number,
+                synced=held.synced,
+                record=held.record,
+                copy=held.copy,
+                bytes=held.nbytes,
+                appointment=held.appointment,
+            )
+            for number, held in sorted(store.standbys.items())
+        ],
+    )
+    pulls = store.configuration.coding.pull if store.configuration is not None else None
+    error = (pulls.relative_error if pulls is not None else None) or 0.0
+    with store.traffic_lock:
+        reply.traffic.CopyFrom(to_message(parameter_server_pb2.Traffic, store.traffic, codec_error=error))
+    return reply
+
+
 def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
     standby = standbys.view(shard.number)
     step_min, choices = shard.step_min, choices_of(shard.mode)
     made = choices.made() if choices is not None and choices.leads else None
-    return parameter_server_pb2.ShardStatus(
+    return to_message(
+        parameter_server_pb2.ShardStatus,
+        shard.tally,
         shard=shard.number,
         # A step is reported together with its choice, so that the chief never ends a run that lacks one.
         step_min=step_min if made is None else min(step_min, made.end),
@@ -56,13 +87,8 @@ def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardS
             parameter_server_pb2.HeldCut(step=step, complete=complete, skipped=skipped)
             for step, complete, skipped in shard.cuts.status()
         ],
-        pushes=shard.tally.pushes,
-        staleness_sum=shard.tally.staleness_sum,
-        staleness_max=shard.tally.staleness_max,
-        skipped_steps=shard.tally.skipped_steps,
         waiting_for=shard.mode.waiting_for(),
         bytes=shard.held_bytes,
-        duplicate_mismatches=shard.tally.duplicate_mismatches,
         standby=STANDBY_STATES[standby.state],
         standby_task=standby.task,
         standby_record=standby.record,
@@ -395,38 +421,7 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 
     def status(self) -> parameter_server_pb2.PsStatusReply:
         """The status message; also sent with every heartbeat."""
-        authority = self._store.authority
-        reply = parameter_server_pb2.PsStatusReply(
-            task=self._task,
-            term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
-            timeline=authority.timeline,
-            active=authority.active,
-            failure=self._store.failure,
-            shards=[_shard(shard, self._standbys) for _, shard in sorted(self._store.shards.items())],
-            standbys=[
-                parameter_server_pb2.StandbyStatus(
-                    shard=number,
-                    synced=held.synced,
-                    record=held.record,
-                    copy=held.copy,
-                    bytes=held.nbytes,
-                    appointment=held.appointment,
-                )
-                for number, held in sorted(self._store.standbys.items())
-            ],
-        )
-        pulls = self._store.configuration.coding.pull if self._store.configuration is not None else None
-        with self._store.traffic_lock:
-            reply.traffic.CopyFrom(
-                parameter_server_pb2.Traffic(
-                    push_raw_bytes=self._store.traffic.push_raw,
-                    push_wire_bytes=self._store.traffic.push_wire,
-                    pull_raw_bytes=self._store.traffic.pull_raw,
-                    pull_wire_bytes=self._store.traffic.pull_wire,
-                    codec_error=(pulls.relative_error if pulls is not None else None) or 0.0,
-                )
-            )
-        return reply
+        return ps_status(self._task, self._store, self._standbys)
 
     # Coordinator
 

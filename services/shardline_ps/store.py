@@ -53,10 +53,10 @@ T = TypeVar("T")
 class TrafficTally:
     """Bytes since the process started, by direction; raw = before the codec."""
 
-    push_raw: int = 0
-    push_wire: int = 0
-    pull_raw: int = 0
-    pull_wire: int = 0
+    push_raw_bytes: int = 0
+    push_wire_bytes: int = 0
+    pull_raw_bytes: int = 0
+    pull_wire_bytes: int = 0
 
 
 class PoolWork(asyncio.Future[T]):
@@ -478,10 +478,10 @@ class ParameterStore:
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
         with self.traffic_lock:
-            self.traffic.push_raw += push_raw
-            self.traffic.push_wire += push_wire
-            self.traffic.pull_raw += pull_raw
-            self.traffic.pull_wire += pull_wire
+            self.traffic.push_raw_bytes += push_raw
+            self.traffic.push_wire_bytes += push_wire
+            self.traffic.pull_raw_bytes += pull_raw
+            self.traffic.pull_wire_bytes += pull_wire
 
     @property
     def held_bytes(self) -> int:

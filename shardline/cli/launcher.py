@@ -334,12 +334,7 @@ class LocalCluster:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             _write(settings_path(self.options.out), json.dumps(self.options.settings(), indent=2))
             _write(cluster_path(self.options.out), self.options.spec(self.reserved_address()).to_json())
-            paths = [self.log_path(task) for task in self.tasks()]
-            for old in [] if self.options.resume else paths[0].parent.glob("*.log"):
-                old.unlink()
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    os.close(files.update_fd(path))
+            _prepare_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         # Here, where nothing is held and a signal ends it.
@@ -602,6 +597,15 @@ class LocalCluster:
             self._life_read = self._life_write = -1
         if left:
             raise InternalError(f"{', '.join(left)} can't be killed; pids {[self.pid(task) for task in left]}")
+
+
+def _prepare_logs(paths: list[Path], *, keep: bool) -> None:
+    """Remove all logs in the tasks' folder, unless `keep`. Raises OSError where one of these can't be written."""
+    for old in [] if keep else paths[0].parent.glob("*.log"):
+        old.unlink()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(files.update_fd(path))
 
 
 def _join_wait(timeouts: Timeouts) -> Waiting:

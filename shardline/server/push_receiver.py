@@ -451,15 +451,7 @@ class PushReceiver:
 
         def apply() -> tuple[Decision, int]:
             return shard.push(
-                NumberedPush(
-                    task=header.data.task,
-                    incarnation=header.data.incarnation,
-                    seq=header.seq,
-                    base_version=header.base_min,
-                    clock=header.clock,
-                    scale=scale,
-                    skip=commit.skip,
-                ),
+                _push_of(header, scale=scale, skip=commit.skip),
                 staged,
                 hyper=push.hyper,
                 guard=lambda: self._outdated(push),
@@ -541,3 +533,15 @@ async def _arrived(coming: deque[Slot]) -> list[Slot]:
 
 def _where(push: IncomingPush, number: int) -> str:
     return f"shard {push.shard.number}, bucket {number}"
+
+
+def _push_of(header: data_pb2.PushHeader, *, scale: float, skip: bool) -> NumberedPush:
+    return NumberedPush(
+        task=header.data.task,
+        incarnation=header.data.incarnation,
+        seq=header.seq,
+        base_version=header.base_min,
+        clock=header.clock,
+        scale=scale,
+        skip=skip,
+    )

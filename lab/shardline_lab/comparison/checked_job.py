@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from shardline import codecs
 from shardline.job import Job
@@ -22,7 +23,7 @@ def checked_job(job: Job, steps: int) -> CheckedJob:
     """The job with `steps` steps, as the comparison trains it: synchronous, every step, exact codecs, whole models."""
     chosen = codecs.of(job)
     exact = all(codec.exact for codec in (*chosen.ups, *chosen.downs))
-    plain = {
+    plain: dict[str, Any] = {
         "consistency": "sync",
         "rule": "torch",
         "cadence": "every-step",

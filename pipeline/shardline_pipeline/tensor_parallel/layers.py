@@ -102,27 +102,7 @@ def shared_layers(model: nn.Module, choices: Mapping[str, str], *, in_stages: bo
                 found.setdefault(layer, _shared(model, layer, STYLES[style]))
     order = [name for name, _ in model.named_modules() if name in found]
     layers = tuple(found[name] for name in order)
-    # Refuse outputs in parts that no later layer of the same stage takes, and inputs in parts that none has left.
-    stage_of = _stage_of(model, in_stages)
-    left: SharedLayer | None = None
-    for layer in layers:
-        if layer.embedding:
-            continue
-        if left is not None and (
-            stage_of(left.name) != stage_of(layer.name) or not (layer.style.takes_parts or layer.style.leaves_parts)
-        ):
-            break
-        if layer.style.takes_parts and left is None:
-            raise JobError(
-                f"{layer} takes its input in parts, but no colwise layer before it leaves its output so; make one "
-                "colwise, or this one 'gathered'"
-            )
-        left = layer if layer.style.leaves_parts else None
-    if left is not None:
-        raise JobError(
-            f"{left} leaves its output in parts, but no rowwise layer of the same stage follows it; make one rowwise, "
-            "or this one 'gathered'"
-        )
+    _check_flow(layers, _stage_of(model, in_stages))
     return layers
 
 
@@ -172,6 +152,29 @@ def _stage_of(model: nn.Module, in_stages: bool) -> Callable[[str], int]:
         return model.stage_of(int(layer.partition(".")[0])) if in_stages and isinstance(model, Pipeline) else 0
 
     return stage
+
+
+def _check_flow(layers: Sequence[SharedLayer], stage_of: Callable[[str], int]) -> None:
+    """Refuse outputs in parts that no later layer of the same stage takes, and inputs in parts that none has left."""
+    left: SharedLayer | None = None
+    for layer in layers:
+        if layer.embedding:
+            continue
+        if left is not None and (
+            stage_of(left.name) != stage_of(layer.name) or not (layer.style.takes_parts or layer.style.leaves_parts)
+        ):
+            break
+        if layer.style.takes_parts and left is None:
+            raise JobError(
+                f"{layer} takes its input in parts, but no colwise layer before it leaves its output so; make one "
+                "colwise, or this one 'gathered'"
+            )
+        left = layer if layer.style.leaves_parts else None
+    if left is not None:
+        raise JobError(
+            f"{left} leaves its output in parts, but no rowwise layer of the same stage follows it; make one rowwise, "
+            "or this one 'gathered'"
+        )
 
 
 def handed_in_parts(layers: Sequence[SharedLayer]) -> list[tuple[str, str]]:
