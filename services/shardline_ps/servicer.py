@@ -460,14 +460,9 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
 def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.VerdictReply:
     if verdict is None:
         return parameter_server_pb2.VerdictReply(outcome=common_pb2.OUTCOME_WAITING, step=step)
-    return parameter_server_pb2.VerdictReply(
-        outcome=common_pb2.OUTCOME_SKIPPED if verdict.skip else common_pb2.OUTCOME_APPLIED,
-        step=verdict.step,
-        scale=verdict.scale,
-        skip=verdict.skip,
-        norm=verdict.norm,
-        nonfinite_tensors=verdict.nonfinite,
-    )
+    outcome = common_pb2.OUTCOME_SKIPPED if verdict.skip else common_pb2.OUTCOME_APPLIED
+    differing = {"outcome": outcome, "nonfinite_tensors": verdict.nonfinite}
+    return to_message(parameter_server_pb2.VerdictReply, verdict, without={"nonfinite"}, **differing)
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:

@@ -30,6 +30,7 @@ from shardline.rpc.messages.data import (
     state_frames,
     state_request,
 )
+from shardline.rpc.messages.fields import from_message
 from shardline.rpc.v1 import data_pb2
 from shardline.waist import Ack, Arrival, End, Exchanged, Memory, Push, Sender, Sink, Standing, Want
 
@@ -190,15 +191,7 @@ class ShardCalls:
             raise LaneUnavailable(f"{self._peer}: {reply.reason}")
         if outcome is not Outcome.SERVED:
             raise NotAdmittedError(outcome, reply.reason)
-        return Opened(
-            attachment=reply.attachment,
-            port=reply.port,
-            up_token=reply.up_token,
-            down_token=reply.down_token,
-            call_token=reply.call_token,
-            socket=reply.socket,
-            token=reply.token,
-        )
+        return from_message(Opened, reply)
 
     def converse(
         self,

@@ -22,6 +22,7 @@ from shardline.host.awake import LONGEST_S, awake_s
 from shardline.rpc.channel import is_retried
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.messages.convert import job_to_proto
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2
 
 log = logging.getLogger("shardline.link")
@@ -110,25 +111,16 @@ class JoinAttempts:
 
     def _request(self) -> chief_pb2.JoinRequest:
         applicant = self.applicant
-        request = chief_pb2.JoinRequest(
-            hello=common_pb2.Hello(
-                protocol_minor=PROTOCOL_MINOR,
-                features=FEATURES,
-                codecs=CODECS.names,
-                lanes=[common_pb2.LANE_GRPC],
-                machine=applicant.machine,
-            ),
-            role=applicant.role,
-            index=applicant.index,
-            stable_id=applicant.stable_id,
-            address=applicant.address,
-            metrics_address=applicant.metrics_address,
-            device=applicant.device,
+        hello = common_pb2.Hello(
             protocol_minor=PROTOCOL_MINOR,
+            features=FEATURES,
+            codecs=CODECS.names,
+            lanes=[common_pb2.LANE_GRPC],
+            machine=applicant.machine,
         )
-        if applicant.job is not None:
-            request.job.CopyFrom(job_to_proto(applicant.job))
-        return request
+        job = job_to_proto(applicant.job) if applicant.job is not None else None
+        differing = {"hello": hello, "job": job, "protocol_minor": PROTOCOL_MINOR}
+        return to_message(chief_pb2.JoinRequest, applicant, without={"machine"}, **differing)
 
     def _tell(self, waiting: Waiting, why: str) -> None:
         if sentence := waiting.sentence(awake_s(), str(self.client.peer), why):

@@ -14,6 +14,7 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.call_server import Answered, ReplyWriter
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.messages.data import lane_name
+from shardline.rpc.messages.fields import to_message
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.admission import admit_data, holder_of, outcome_to_proto
 from shardline.server.at_once import SingleRequests
@@ -61,15 +62,8 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             return parameter_server_pb2.OpenLaneReply(
                 outcome=common_pb2.OUTCOME_REFUSED, reason=f"it can't open a {lane} lane: {error}"
             )
-        return parameter_server_pb2.OpenLaneReply(
-            outcome=common_pb2.OUTCOME_SERVED,
-            attachment=number,
-            port=opening.port,
-            up_token=opening.up_token,
-            down_token=opening.down_token,
-            call_token=opening.call_token,
-            socket=opening.socket,
-            token=opening.token,
+        return to_message(
+            parameter_server_pb2.OpenLaneReply, opening, outcome=common_pb2.OUTCOME_SERVED, attachment=number
         )
 
     @rpc_errors.unary

@@ -24,6 +24,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError, as_error
 from shardline.host.awake import awake_s
 from shardline.rpc.channel import AioPeer
+from shardline.rpc.messages.fields import from_message
 from shardline.rpc.messages.records import verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
@@ -178,13 +179,7 @@ class Voters:
         reply = await self._call(request)
         if reply is None:
             return None
-        return Verdict(
-            step=reply.step,
-            scale=reply.scale,
-            skip=reply.skip,
-            norm=reply.norm,
-            nonfinite=tuple(reply.nonfinite_tensors),
-        )
+        return from_message(Verdict, reply, nonfinite=tuple(reply.nonfinite_tensors))
 
     async def _call(self, request: parameter_server_pb2.VoteRequest) -> parameter_server_pb2.VerdictReply | None:
         """The answer of a lead that is on another ps; None, after a pause, if it has none yet."""

@@ -11,7 +11,7 @@ from shardline.codecs.coding import JobCoding
 from shardline.core.choices import Choices
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
-from shardline.core.settings import Settings
+from shardline.core.settings import Settings, known
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
 from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
@@ -20,13 +20,12 @@ from shardline.rpc.messages.convert import (
     plan_from_proto,
     plan_to_proto,
     rule_from_proto,
-    rule_to_proto,
     schedule_from_proto,
     settings_from_proto,
     settings_to_proto,
 )
 from shardline.rpc.messages.fields import from_message, to_message
-from shardline.rpc.v1 import parameter_server_pb2, plan_pb2
+from shardline.rpc.v1 import parameter_server_pb2
 from shardline.update import completed
 
 
@@ -82,22 +81,14 @@ def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> 
 def configuration_to_proto(
     configuration: Configuration, term: parameter_server_pb2.Term
 ) -> parameter_server_pb2.ConfigureRequest:
-    return parameter_server_pb2.ConfigureRequest(
+    return to_message(
+        parameter_server_pb2.ConfigureRequest,
+        configuration,
+        without={*known(), "keep"},
         term=term,
-        job=configuration.job,
-        timeline=configuration.timeline,
         plan=plan_to_proto(configuration.plan),
-        shards=configuration.shards,
-        rule=rule_to_proto(configuration.rule),
-        schedule=to_message(plan_pb2.ScheduleSpec, configuration.schedule),
-        consistency=to_message(plan_pb2.ConsistencySpec, configuration.consistency),
         settings=settings_to_proto(configuration),
-        cut_every=configuration.cut_every,
-        placement=placement_to_proto(configuration.placement),
-        activate=configuration.activate,
         keep_shards=configuration.keep,
-        standbys=configuration.standbys,
-        keep_standbys=configuration.keep_standbys,
         replayed=choices_to_proto(configuration.replayed),
     )
 
@@ -113,16 +104,15 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
     ):
         # A slight excess gets its own error message, which names the shards.
         at_most(len(named), max(64, len(message.plan.shards)), f"Configure: {what}")
-    return PsConfiguration(
+    return from_message(
+        PsConfiguration,
+        message,
+        without=known(),
+        **settings,
         job=short(message.job, "name of the job"),
-        timeline=message.timeline,
         plan=plan_from_proto(message.plan),
-        shards=tuple(message.shards),
         rule=completed(rule_from_proto(message.rule)),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        cut_every=message.cut_every,
-        standbys=tuple(message.standbys),
         replayed=choices_from_proto(message.replayed),
-        **settings,
     )
