@@ -185,7 +185,7 @@ def test_the_command_lists_the_tensors_that_differ(
             found[job.steps]["bias"] += 0.5
         return {step: found[step] for step in (0, job.steps)}
 
-    monkeypatch.setattr("shardline_lab.comparison.train_served", served)
+    monkeypatch.setattr("shardline_lab.comparison.served.train_served", served)
     assert main(["check", job_file(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "3 steps: 1 of 2 tensors differ",

@@ -84,7 +84,7 @@ def as_counted(model: nn.Sequential, job: Job) -> Profile:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline_pipeline.partition.measure", as_counted)
+    monkeypatch.setattr("shardline_pipeline.partition.measure.measure", as_counted)
 
 
 def planned(path: Path, *arguments: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_a_model_like_resnet_is_told_to_be_data_parallel(residual: Path, capsys:
 def test_a_profile_makes_plans_repeatable_and_of_another_model_is_refused(
     linear: Path, residual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardline_pipeline.partition.measure", measure)
+    monkeypatch.setattr("shardline_pipeline.partition.measure.measure", measure)
     profile = tmp_path / "profile.json"
     arguments = ["--link", "1Gbit", "--profile", str(profile), "--pipeline", "double-buffer"]
     first = planned(linear, *arguments)
