@@ -59,11 +59,13 @@ def variable(name: str) -> str:
     return f"SHARDLINE_{name.partition('/')[0].lstrip('-').upper().replace('-', '_')}"
 
 
+def _is_switch(name: str, settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("is_flag")) or "/" in name
+
+
 def option(name: str, *declarations: str, **settings: Any) -> Callable[[F], F]:
     """A click option that SHARDLINE_<NAME> sets as well."""
-    settings.setdefault(
-        "show_default", settings.get("default") is not None and not (bool(settings.get("is_flag")) or "/" in name)
-    )
+    settings.setdefault("show_default", settings.get("default") is not None and not _is_switch(name, settings))
     return click.option(name, *declarations, envvar=variable(name), show_envvar=True, **settings)
 
 
@@ -86,6 +88,7 @@ def check_device(_context: click.Context, _parameter: click.Parameter, value: st
 
 
 def check_fraction(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse an invalid share of a device's memory."""
     if value is not None and not 0.0 < value <= 1.0:
         raise click.BadParameter(f"{value} is not a fraction of a device's memory; use a number above 0, at most 1")
     return value
@@ -94,6 +97,7 @@ def check_fraction(_context: click.Context, _parameter: click.Parameter, value: 
 def check_tasks(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, int], ...]:
+    """Convert ROLE=N texts to pairs."""
     pairs = [text.partition("=") for text in value]
     for role, _, count in pairs:
         if not count.isdecimal() or int(count) < 1:
@@ -104,6 +108,7 @@ def check_tasks(
 def check_settings(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
+    """Convert FIELD=VALUE texts to pairs."""
     pairs = []
     for text in value:
         field, equals, setting = text.partition("=")
