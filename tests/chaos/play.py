@@ -95,6 +95,7 @@ def job_of(schedule: Schedule, folder: Path) -> Path:
     sync: dict[str, Any] = {}
     if schedule.synchronous:
         sync = {"replicas": schedule.replicas, "clip_norm": schedule.clip_norm, "apply": schedule.apply}
+        sync |= {"topology": schedule.topology}
     if schedule.apart:
         sync = {"replicas": schedule.replicas}
     if schedule.pipeline != "whole-model":
@@ -180,11 +181,12 @@ class _Player:
         self._acts: list[threading.Thread] = []
         self.run_id = uuid.uuid4().hex
         flags = ["--no-page", "--standbys", str(schedule.standbys)]
+        between = {"aggregator": schedule.aggregators} if schedule.aggregators else {}
         self.field = Field(
             starter,
             folder,
             job_of(schedule, folder),
-            counts={"chief": 1, "ps": schedule.ps, "worker": schedule.workers, "evaluator": 1},
+            counts={"chief": 1, "ps": schedule.ps, "worker": schedule.workers, "evaluator": 1, **between},
             timeout_s=timeout_s,
             flags=flags,
             networks=schedule.networks,

@@ -32,11 +32,16 @@ BESIDE = 500
 """Seeds from this one on draw SoftSync, jobs whose workers share layers, and for each job another one on its host."""
 TEAM = (2, 6)
 """Last digits of the seeds, from BESIDE on, whose workers share layers; so do all neighbours."""
+BEHIND = 600
+"""Seeds from this one on draw jobs whose workers exchange through aggregators, or through one of them."""
+GATHERED = (3, 7, 8, 9)
+"""Last digits of the seeds, from BEHIND on, that do."""
 PACED = "ssp:slack=1"
 SUMMED = "softsync:n=1"
 UNBROKEN = ("stash", "double-buffer", "vertical-sync", "ftpipe")
 """Pipelines without a flush that train."""
 STAGED = (UNBROKEN[0], "flush", UNBROKEN[1], "gpipe", *UNBROKEN[2:])
+UPWARDS = ("onebit", "topk:ratio=0.1", "twobit", "randomk:ratio=0.2", "qsgd", "powersgd")
 CUT = (0, 2, 3, 9)
 """Last digits of the seeds, from PLAIN on, that draw a pipeline."""
 
@@ -87,6 +92,8 @@ class Schedule:
     """Lossy ones with error_memory="exact"."""
     codec_down: str = ""
     apply: str = "server"
+    topology: str = "flat"
+    aggregators: int = 0
     pipeline: str = "whole-model"
     accumulate: int = 1
     """Microbatches of each replica in a step."""
@@ -132,6 +139,8 @@ class Schedule:
             about += f", pipeline {self.pipeline}, {self.accumulate} microbatches"
         about += f", parcels in {self.codec_parcels}" if self.codec_parcels else ""
         about += ", workers apply" if self.apply == "worker" else ""
+        about += f", topology {self.topology}" if self.topology != "flat" else ""
+        about += f", {self.aggregators} of them" if self.aggregators else ""
         about += f", lane {self.lane}" if self.lane != "auto" else ""
         about += ", with standbys" if self.standbys else ""
         about += ", networks" if self.networks else ""
@@ -149,7 +158,8 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     spare, one a lossy codec, and in one workers run the optimizer. From APART on, replicas of two of the four cut into
     stages don't wait for each other, or not much.
     From PAUSED on, somewhere among the events the chief is paused, or everybody. From BESIDE on, another job runs on
-    the same host, and two of ten jobs have workers that share layers.
+    the same host, and two of ten jobs have workers that share layers. From BEHIND on, four of ten are synchronous
+    jobs behind aggregators, most of them with a codec; what these seeds draw else is as if there were no BEHIND.
     networks, standbys: whether there may be any; without, a seed gives another schedule.
     """
     dice = random.Random(seed)
@@ -162,6 +172,8 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         mode = SUMMED
     if seed >= BESIDE and seed % 10 in TEAM:
         return replace(_team(seed, dice), beside=_team(-seed, dice))
+    if seed >= BEHIND and seed % 10 in GATHERED:
+        return _gathered(seed, dice, standbys=standbys and seed // 10 % 2 == 1)
     cut = _pipeline(seed)
     if cut:
         mode = "sync"
@@ -211,6 +223,40 @@ def _team(seed: int, dice: random.Random) -> Schedule:
         every=10,
         team=True,
         events=_events(dice, counts, networks=False, later=True, paused=True),
+    )
+
+
+def _gathered(seed: int, dice: random.Random, *, standbys: bool) -> Schedule:
+    """Aggregators of one process each, or workers that are some; one or two events more are theirs."""
+    topology = dice.choice(["aggregators", "aggregators", "local-sum"])
+    count, workers, every = dice.choice([1, 2]), dice.choice([2, 3, 4]), dice.choice([7, 10, 15])
+    counts = {"chief": 1, "ps": 2, "worker": workers, "evaluator": 1}
+    events = list(_events(dice, counts, networks=False, later=True, paused=True))
+    for _ in range(dice.choice([1, 2])):
+        task = f"aggregator/{dice.randrange(count)}" if topology == "aggregators" else "worker/0"
+        kind, seconds = dice.choice(
+            [("kill", 0.0), ("kill", 0.0), ("away", 1.0), ("pause", SHORT_S), ("pause", LONG_S)]
+        )
+        event = Event(after=dice.uniform(0.0, DEAD_S), kind=kind, task=task, seconds=seconds)
+        events.insert(dice.randrange(1, len(events) + 1), event)
+    up = dice.choice(["raw", *UPWARDS])
+    down = dice.choice(["", "bf16", *([] if standbys else [f"delta:by=int8,refresh={every}"])]) if up != "raw" else ""
+    return Schedule(
+        seed=seed,
+        mode="sync",
+        ps=counts["ps"],
+        workers=workers,
+        replicas=dice.choice([workers, workers + 1]),
+        steps=110,
+        every=every,
+        clip_norm=dice.choice([0.0, 0.0, 0.5]),
+        codec=up,
+        codec_down=down,
+        topology=topology,
+        aggregators=count if topology == "aggregators" else 0,
+        standbys=int(standbys),
+        lane=dice.choice(["auto", "tcp", "grpc"]),
+        events=tuple(events),
     )
 
 
@@ -291,7 +337,7 @@ def _codecs(seed: int, every: int, *, standbys: bool) -> tuple[str, str]:
     if seed < PLAIN or seed % 10 != 8:
         return "raw", ""
     dice = random.Random(f"codecs of {seed}")
-    up = dice.choice(["onebit", "topk:ratio=0.1", "twobit", "randomk:ratio=0.2", "qsgd", "powersgd"])
+    up = dice.choice(UPWARDS)
     return up, dice.choice(["", "bf16", *([] if standbys else [f"delta:by=int8,refresh={every}"])])
 
 

@@ -14,6 +14,7 @@ from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
 from tests.chaos.schedules import (
     APART,
+    BEHIND,
     BESIDE,
     EPOCH,
     EVERYBODY,
@@ -213,6 +214,16 @@ def test_the_last_seeds_have_neighbours_and_workers_that_share_layers_and_earlie
     drawn = [draw(seed) for seed in range(BESIDE, BESIDE + 20)]
     assert all(one.beside is not None and one.beside.team and not one.beside.networks for one in drawn)
     assert sum(one.team for one in drawn) == 4 and sum(one.mode == SUMMED for one in drawn) == 2
+
+
+def test_jobs_behind_aggregators_are_drawn_with_codecs_and_earlier_seeds_draw_none() -> None:
+    assert {draw(seed).topology for seed in range(BEHIND)} == {"flat"}
+    drawn = [one for one in map(draw, range(BEHIND, BEHIND + 40)) if one.topology != "flat"]
+    assert len(drawn) == 16 and {one.topology for one in drawn} == {"aggregators", "local-sum"}
+    assert all(one.aggregators == 0 for one in drawn if one.topology == "local-sum")
+    hit = [{event.task for event in one.events} for one in drawn]
+    assert all(tasks & {"aggregator/0", "aggregator/1", "worker/0"} for tasks in hit)
+    assert {one.standbys for one in drawn} == {0, 1} and len({one.codec for one in drawn}) > 4
 
 
 def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
