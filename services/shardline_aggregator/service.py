@@ -12,7 +12,7 @@ from shardline.config import RoleConfig
 from shardline.core.orders import Phase
 from shardline.errors import ShardlineError
 from shardline.host.process import Termination, tell_ready
-from shardline.observability.line_rate import meter_line
+from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
@@ -43,19 +43,21 @@ def run(config: RoleConfig) -> int:
         meter_line(metrics, address)
         log.info("serving at %s, metrics at %s", address, metrics.url)
         applicant = Applicant(role=config.role, index=config.index, address=address, metrics_address=metrics_address)
-        return _serve(config, aggregator, applicant, termination)
+        return _serve(config, aggregator, applicant, termination, metrics)
     finally:
         aggregator.close()
         metrics.close()
 
 
-def _serve(config: RoleConfig, aggregator: Aggregator, applicant: Applicant, termination: Termination) -> int:
+def _serve(
+    config: RoleConfig, aggregator: Aggregator, applicant: Applicant, termination: Termination, metrics: Metrics
+) -> int:
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
         applicant,
         cancelled=termination.event,
-        facts=BeatFacts(usage=UsageMeter("cpu").read),
+        facts=BeatFacts(usage=UsageMeter("cpu").read, links=lambda: links(metrics)),
         security=config.security,
     )
     try:

@@ -20,7 +20,7 @@ from shardline.host.process import Termination, free_memory, memory_limit, resol
 from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.lanes.kind import ServerSide
-from shardline.observability.line_rate import meter_line
+from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
@@ -201,7 +201,9 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         on_orders=obey,
         cancelled=termination.event,
         facts=BeatFacts(
-            ps=process.meter.observed(process.servicer.status), usage=UsageMeter(str(process.store.device)).read
+            ps=process.meter.observed(process.servicer.status),
+            usage=UsageMeter(str(process.store.device)).read,
+            links=lambda: links(process.metrics),
         ),
         security=config.security,
     )

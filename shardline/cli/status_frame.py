@@ -159,6 +159,8 @@ def _head(view: ClusterView, width: int) -> Iterator[RenderableType]:
         figures.append(f"staleness {view.staleness:.1f} (at most {view.staleness_max})")
     if figures:
         yield _cut("  ".join(figures))
+    if view.topology is not None and view.topology.marked:
+        yield _cut(view.topology.marked)
     for name, score in (("evaluated", view.evaluation), ("best", view.best)):
         if score is not None:
             metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in sorted(score.metrics.items()))

@@ -136,6 +136,28 @@ class Usage:
     """Share of the last moments in which its GPU computed, for any process, 0 to 1."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeerBytes:
+    """Bytes of tensors to another task and from it, as sent, or as they moved through memory.
+
+    Since the task started in a heartbeat, per second in a TaskStatus.
+    """
+
+    task: str
+    out_bytes: float = 0.0
+    in_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLinks:
+    """Whom a task exchanges with, and over what."""
+
+    line_bytes_per_s: float = 0.0
+    """What the link of its machine carries each way; 0 = not known."""
+    peers: tuple[PeerBytes, ...] = ()
+    """Only of tasks that push and pull: the other side of an exchange does not tell of it."""
+
+
 STEP_MEANS = tuple(item.name for item in fields(StepMeans))
 MEASURED_RARELY = ("drift", "gap")
 """Those that are 0 where nothing was measured."""
@@ -157,6 +179,7 @@ class TaskStatus(StepMeans):
     replicas: tuple[int, ...] = ()
     traffic: Traffic = field(default_factory=Traffic)
     usage: Usage = field(default_factory=Usage)
+    links: TaskLinks = field(default_factory=TaskLinks)
     push_bytes_per_s: float = 0.0
     pull_bytes_per_s: float = 0.0
     shards: tuple[ShardStatus, ...] = ()

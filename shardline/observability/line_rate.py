@@ -1,4 +1,4 @@
-"""Speed of the network link behind this task's address, if the machine knows it."""
+"""Speed of the network link behind this task's address, if the machine knows it, and who uses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import psutil
 
 from shardline.cluster import parse_address
 from shardline.config import environment
+from shardline.core.status import PeerBytes, TaskLinks
 from shardline.errors import ClusterSpecError, UsageError
 from shardline.observability.metrics import Metrics
+from shardline.roles import ROLES
 
 log = logging.getLogger("shardline")
 
@@ -29,6 +31,27 @@ def meter_line(metrics: Metrics, address: str) -> None:
     rate = given_rate() or interface_rate(address)
     if rate is not None:
         metrics.gauge("shardline_link_bytes_per_second").set(rate)
+
+
+def links(metrics: Metrics) -> TaskLinks:
+    """What a task has exchanged with each other one, by its metrics; see TaskLinks."""
+    line = sum(metrics.sums("shardline_link_bytes_per_second", "task").values())
+    if not ROLES[metrics.role].talks:
+        return TaskLinks(line_bytes_per_s=line)
+    push, pull, parcel = (_moved(metrics, kind) for kind in ("push", "pull", "parcel"))
+    return TaskLinks(
+        line_bytes_per_s=line,
+        peers=tuple(
+            PeerBytes(task=peer, out_bytes=push.get(peer, 0.0) + parcel.get(peer, 0.0), in_bytes=pull.get(peer, 0.0))
+            for peer in sorted({*push, *pull, *parcel} - {metrics.task})
+        ),
+    )
+
+
+def _moved(metrics: Metrics, kind: str) -> dict[str, float]:
+    """Bytes by peer: on the wire, or through memory where nothing is sent."""
+    raw, wire = (metrics.sums(f"shardline_{kind}_{what}_bytes_total", "peer") for what in ("raw", "wire"))
+    return raw | {peer: count for peer, count in wire.items() if count}
 
 
 def given_rate() -> float | None:

@@ -444,6 +444,16 @@ class Metrics:
     def histogram(self, name: str, **labels: str | int) -> Spread:
         return self._child(Spread, name, labels)
 
+    def sums(self, name: str, by: str) -> dict[str, float]:
+        """The sums of a counter or a gauge by the values of a label; empty if this task does not have it."""
+        self.tell()
+        found: dict[str, float] = {}
+        families = self._families[name].collect() if name in self._families else ()
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name == name:
+                found[sample.labels[by]] = found.get(sample.labels[by], 0.0) + sample.value
+        return found
+
     def _child(self, cls: type[_M], name: str, labels: Mapping[str, str | int]) -> _M:
         key = (name, tuple((label, str(value)) for label, value in labels.items()))
         child = self._children.get(key)

@@ -28,6 +28,7 @@ from shardline.core.status import (
     Traffic,
     Usage,
 )
+from shardline.observability.topology_view import TopologyView, topology_view
 from shardline.roles import ROLES
 
 V = TypeVar("V")
@@ -220,6 +221,8 @@ class ClusterView:
     """Current faults that do not stop the job, one sentence each."""
     stages: tuple[StageStatus, ...]
     """Of a pipeline whose first step is done."""
+    topology: TopologyView | None
+    """None before the first exchange, and after the end."""
     standstill: StandstillView | None
     """None while the job moves; otherwise there are no steps per second and no time left."""
     out_dir: str
@@ -261,6 +264,7 @@ def cluster_view(status: ChiefStatus, written: float | None = None) -> ClusterVi
             for c in sorted(status.checkpoints, key=lambda c: -c.step)
         ),
         events=status.said,
+        topology=None if ended else topology_view([task for task in status.tasks if task.state not in GONE]),
         standstill=_standstill(status),
         written=written,
     )

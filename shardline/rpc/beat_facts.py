@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardline.core.status import Traffic, Usage
+from shardline.core.status import TaskLinks, Traffic, Usage
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import PassQueue
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
@@ -20,6 +20,7 @@ class BeatFacts:
     """The status of a parameter server."""
     traffic: Callable[[], Traffic] | None = None
     usage: Callable[[], Usage] | None = None
+    links: Callable[[], TaskLinks] | None = None
     passes: PassQueue | None = None
     """Passes of a pipeline, on the clock of time.monotonic()."""
 
@@ -34,6 +35,8 @@ class BeatFacts:
             beat.traffic.CopyFrom(to_message(parameter_server_pb2.Traffic, self.traffic()))
         if self.usage is not None:
             beat.usage.CopyFrom(to_message(chief_pb2.Usage, self.usage()))
+        if self.links is not None:
+            beat.links.CopyFrom(to_message(chief_pb2.TaskLinks, self.links()))
         if self.figures is not None:
             beat.figures.update(self.figures())
         if self.passes is not None:

@@ -24,8 +24,10 @@ from shardline.core.status import (
     CheckpointStatus,
     ChiefStatus,
     EventStatus,
+    PeerBytes,
     ShardStatus,
     Standstill,
+    TaskLinks,
     TaskStatus,
 )
 from shardline.errors import UsageError
@@ -120,6 +122,11 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
         for task in ("ps/0", "worker/0", "worker/1"):
             browser.wait(f"{row(task)}?.includes('alive')", f"{task} alive")
             browser.wait(rf"/\d %\s+[\d.]+ MB/.test({row(task)})", f"CPU and memory of {task}")
+        browser.wait(
+            "document.querySelectorAll('#topology svg .edge').length === 2", "what workers and servers exchange"
+        )
+        marked = r"/^busiest: worker\/\d and ps\/0, [\d.]+ [kM]B\/s, within one machine$/"
+        browser.wait(f"{marked}.test(document.querySelector('#topology .count').textContent)", "the busiest of them")
         assert "shard 0" in browser.text("#shards tbody")
         assert "joined from 127.0.0.1" in browser.text("#events")
         titles = browser.ask(
@@ -492,6 +499,76 @@ def test_a_pipeline_is_drawn_with_its_passes_stash_and_versions(browser: Browser
         assert browser.console == []
     finally:
         server.close()
+
+
+def exchanging(task: str, host: str, *peers: str, out_bytes: float = 4e7) -> TaskStatus:
+    """A task that sends this many bytes per second to each peer, and gets a quarter of that."""
+    told = tuple(PeerBytes(task=peer, out_bytes=out_bytes, in_bytes=out_bytes / 4) for peer in peers)
+    links = TaskLinks(line_bytes_per_s=125e6, peers=told)
+    return TaskStatus(task=task, state="alive", address=f"{host}:2222", links=links)
+
+
+def test_a_topology_is_drawn_with_machines_tasks_and_the_full_link_between_them(browser: Browser) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        tasks = (
+            exchanging("chief/0", "10.0.0.1"),
+            exchanging("ps/0", "10.0.0.1"),
+            exchanging("aggregator/0", "10.0.0.2", "ps/0", out_bytes=6e7),
+            exchanging("worker/0", "10.0.0.3", "aggregator/0"),
+            exchanging("worker/1", "10.0.0.3", "aggregator/0"),
+            exchanging("worker/2", "10.0.0.4", "ps/0", out_bytes=1e6),
+        )
+        server.show(ChiefStatus(phase="running", tasks=tasks))
+        browser.prefer("dark")
+        browser.open(url)
+        browser.wait("document.querySelectorAll('#topology .edge').length === 4", "every edge")
+        assert browser.text("#topology .count") == "fullest link: 10.0.0.2 in, 95.0 MB/s, 76% of 125.0 MB/s"
+        told = browser.ask("[...document.querySelectorAll('#topology .edge.marked title')].map((e) => e.textContent)")
+        assert told == [
+            "aggregator/0 to ps/0: 60.0 MB/s, back: 15.0 MB/s",
+            "worker/0 to aggregator/0: 40.0 MB/s, back: 10.0 MB/s",
+            "worker/1 to aggregator/0: 40.0 MB/s, back: 10.0 MB/s",
+        ]
+        # Each task is inside its machine, and none of these lies over another.
+        assert browser.ask(PLACES) == {
+            "10.0.0.1": ["ps/0"],
+            "10.0.0.2": ["aggregator/0"],
+            "10.0.0.3": ["worker/0", "worker/1"],
+            "10.0.0.4": ["worker/2"],
+        }
+        assert browser.ask(f"{OVERLAPS}('.machine') + {OVERLAPS}('.label')") == 0
+        colours = "getComputedStyle(document.querySelector('#topology .edge.marked')).stroke"
+        dark = browser.ask(colours)
+        browser.prefer("light")
+        browser.wait(f"{colours} !== {json.dumps(dark)}", "light colours")
+        browser.resize(*PHONE, phone=True)
+        browser.wait("document.querySelector('#topology svg').clientWidth === 640", "a drawing to scroll")
+        assert browser.ask("document.documentElement.scrollWidth") <= PHONE[0]
+        server.show(ChiefStatus(phase="ended", tasks=tasks))
+        browser.wait("document.querySelector('#topology').hidden", "the end")
+        assert browser.console == []
+    finally:
+        server.close()
+
+
+PLACES = """Object.fromEntries([...document.querySelectorAll("#topology .machine")].map((box) => {
+    const outer = box.getBoundingClientRect();
+    const held = [...document.querySelectorAll("#topology .task")].filter((task) => {
+        const inner = task.getBoundingClientRect();
+        return outer.left < inner.left && inner.right < outer.right
+            && outer.top < inner.top && inner.bottom < outer.bottom;
+    });
+    return [box.nextSibling.textContent, held.map((task) => task.nextSibling.textContent)];
+}))"""
+"""The tasks in each machine, by their places."""
+OVERLAPS = """((kind) => {
+    const boxes = [...document.querySelectorAll(`#topology ${kind}`)].map((e) => e.getBoundingClientRect());
+    const over = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+    return boxes.filter((box, at) => boxes.slice(at + 1).some((other) => over(box, other))).length;
+})"""
+"""How many things of a kind lie over a later one."""
 
 
 class Between(http.server.BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ from these files.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -22,7 +23,7 @@ from typing import Any, TextIO, TypeVar, cast
 
 from shardline.core.orders import StepReport
 from shardline.core.spec import JobSpec
-from shardline.core.status import MEASURED_RARELY, STEP_MEANS, CheckpointStatus, EventStatus
+from shardline.core.status import MEASURED_RARELY, STEP_MEANS, CheckpointStatus, EventStatus, PeerBytes, TaskLinks
 from shardline.host import files
 from shardline.observability.metrics import Metrics
 from shardline_chief.io.trackers import Trackers
@@ -49,6 +50,8 @@ LAST_STEPS = 50
 """Steps that a task's current means are taken over."""
 STALENESSES = 1024
 """Different values of staleness that are counted for each task; others are left out."""
+MOST_PAIRS = 4096
+"""Pairs of tasks whose bytes are followed at most; of more, none are shown."""
 SENTENCE = 4000
 """Characters of an event that are kept: 50 of them are in each status."""
 
@@ -140,6 +143,30 @@ class TaskSpeed:
         return {name: _mean_of(name, self._last) for name in STEP_MEANS}
 
 
+class LinkRates:
+    """Bytes per second between each two tasks."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], tuple[Rate, Rate]] = {}
+
+    def add(self, links: Mapping[str, TaskLinks], now_s: float) -> None:
+        """Note the bytes that each task tells of; those with tasks that tell nothing themselves are not followed."""
+        told = [(task, peer) for task, held in links.items() for peer in held.peers if peer.task in links]
+        for task, peer in told if len(told) <= MOST_PAIRS else ():
+            out, into = self._pairs.setdefault((task, peer.task), (Rate(), Rate()))
+            out.add(peer.out_bytes, now_s)
+            into.add(peer.in_bytes, now_s)
+
+    def of(self, task: str, links: TaskLinks) -> TaskLinks:
+        """The same per second."""
+        found = []
+        for peer in links.peers:
+            if (task, peer.task) in self._pairs:
+                out, into = self._pairs[task, peer.task]
+                found.append(PeerBytes(task=peer.task, out_bytes=out.per_second, in_bytes=into.per_second))
+        return dataclasses.replace(links, peers=tuple(found))
+
+
 def _mean_of(name: str, reports: Collection[StepReport]) -> float:
     found = [getattr(report, name) for report in reports]
     return mean([value for value in found if value] if name == "gap" else found)
@@ -218,6 +245,7 @@ class Reporter:
         self.byte_rate = Rate()
         self.push_rate, self.pull_rate = Rate(), Rate()
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
+        self.links = LinkRates()
         self.paces: dict[str, TaskSpeed] = {}
         self._timeline = 0
         self._staleness = deque[float](maxlen=STALENESS)

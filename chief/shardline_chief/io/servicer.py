@@ -18,7 +18,7 @@ from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, PassReport, StepReport
 from shardline.core.placement import Post
-from shardline.core.status import Traffic, Usage
+from shardline.core.status import TaskLinks, Traffic, Usage
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
     CheckpointError,
@@ -365,8 +365,9 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
     # Some for each server.
     at_most(len(message.figures), MAX_FIGURES + MAX_TASKS, f"{where}: figures")
     at_most(len(message.passes), MAX_PASSES, f"{where}: passes")
-    for word in (*message.suspects, *message.figures):
-        short(word, f"{where}: a suspect or the name of a figure")
+    at_most(len(message.links.peers), MAX_MEMBERS, f"{where}: peers")
+    for word in (*message.suspects, *message.figures, *(peer.task for peer in message.links.peers)):
+        short(word, f"{where}: a suspect, a peer or the name of a figure")
     if message.HasField("ps"):
         # Raise ProtocolError if a server's status has more items than there can be.
         at_most(len(message.ps.shards), MAX_TENSORS, f"{where}: shards")
@@ -404,6 +405,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
         traffic=from_message(Traffic, message.traffic),
         usage=from_message(Usage, message.usage),
+        links=from_message(TaskLinks, message.links),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
         barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,

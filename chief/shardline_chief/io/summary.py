@@ -207,6 +207,7 @@ def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
         row,
         push_bytes_per_s=push.per_second if push is not None else 0.0,
         pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
+        links=reporter.links.of(row.task, row.links),
         steps_per_s=pace.rate.per_second if pace is not None else 0.0,
         **(pace.means() if pace is not None else {}),
     )

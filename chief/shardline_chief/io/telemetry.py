@@ -52,6 +52,7 @@ class Telemetry:
         self._next_rates_s = now_s + RATES_S
         if state.figures.running_s is not None and not state.ended:
             self._reporter.rates(state.progress.step, _wire(state.figures.traffic), now_s)
+            self._reporter.links.add(state.figures.links, now_s)
         if state.ended:
             return True
         if self._targets is None:

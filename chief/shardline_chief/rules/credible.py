@@ -46,6 +46,10 @@ def beat(state: State, said: Beat) -> None:
     for name in ("cores", "gpu_share"):
         if not 0.0 <= (value := getattr(said.usage, name)) <= MOST:
             raise ProtocolError(f"{where}: usage: {name} is {value}; it must be a number from 0 to {MOST}")
+    moved = [number for peer in said.links.peers for number in (peer.out_bytes, peer.in_bytes)]
+    for number in (said.links.line_bytes_per_s, *moved):
+        if not 0.0 <= number <= MOST_BYTES:
+            raise ProtocolError(f"{where}: links: bytes are {number}; they must be a number from 0 to {MOST_BYTES}")
     if said.barrier is not None:
         _counts(where, "barrier", said.barrier)
         if len(said.barrier.value) > MOST_BROADCAST:

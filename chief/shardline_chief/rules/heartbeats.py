@@ -58,6 +58,7 @@ class Heartbeats:
         tasks.steps[beat.task] = beat.step
         state.figures.traffic[beat.task] = beat.traffic
         state.figures.usage[beat.task] = beat.usage
+        state.figures.links[beat.task] = beat.links
         # Workers report nothing about shards, and servers nothing about who is silent.
         if member.trains:
             tasks.suspects[beat.task] = beat.suspects

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, PassReport, StepReport
 from shardline.core.spec import JobSpec
-from shardline.core.status import PsStatus, Traffic, Usage
+from shardline.core.status import PsStatus, TaskLinks, Traffic, Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Beat:
     ps: PsStatus | None = None
     traffic: Traffic = field(default_factory=Traffic)
     usage: Usage = field(default_factory=Usage)
+    links: TaskLinks = field(default_factory=TaskLinks)
     suspects: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     barrier: BarrierPlace | None = None

@@ -12,7 +12,7 @@ from shardline.consistency.assignment import by_worker
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
-from shardline.core.status import Counting, TaskStatus, Traffic, Usage
+from shardline.core.status import Counting, TaskLinks, TaskStatus, Traffic, Usage
 from shardline.errors import UsageError
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.stages import Stage
@@ -130,6 +130,7 @@ def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
                 replicas=_replicas(state, units.get(member.task, ())) if member.trains else (),
                 traffic=state.figures.traffic.get(member.task, Traffic()),
                 usage=state.figures.usage.get(member.task, Usage()),
+                links=state.figures.links.get(member.task, TaskLinks()),
                 shards=tuple(told[shard] for shard in sorted(shards.get(member.task, ())) if shard in told),
             )
         )

@@ -27,7 +27,7 @@ from shardline.errors import (
 )
 from shardline.host.fingerprint import machine_fingerprint
 from shardline.host.process import Termination, resolve_device
-from shardline.observability.line_rate import meter_line
+from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
@@ -108,6 +108,7 @@ class JobMember:
             facts=BeatFacts(
                 traffic=place.traffic,
                 usage=UsageMeter(str(self.device)).read,
+                links=lambda: links(self.metrics),
                 passes=place.partners.passes if place.partners else None,
                 figures=place.figures,
             ),

@@ -261,6 +261,7 @@ class Beat(_message.Message):
     PASSES_FIELD_NUMBER: _builtins.int
     CLOCK_S_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
@@ -301,6 +302,8 @@ class Beat(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def links(self) -> Global___TaskLinks: ...
     def __init__(
         self,
         *,
@@ -321,14 +324,72 @@ class Beat(_message.Message):
         passes: _abc.Iterable[Global___PassReport] | None = ...,
         clock_s: _builtins.float = ...,
         usage: Global___Usage | None = ...,
+        links: Global___TaskLinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "links", b"links", "ps", b"ps", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "clock_s", b"clock_s", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "passes", b"passes", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "clock_s", b"clock_s", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "links", b"links", "passes", b"passes", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class TaskLinks(_message.Message):
+    """A task's machine and those that it exchanges with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    line_bytes_per_s: _builtins.float
+    """Bytes per second that the machine's link carries each way; 0 = not known."""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerBytes]:
+        """Only of tasks that push and pull: the other side of an exchange does not tell of it."""
+
+    def __init__(
+        self,
+        *,
+        line_bytes_per_s: _builtins.float = ...,
+        peers: _abc.Iterable[Global___PeerBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["line_bytes_per_s", b"line_bytes_per_s", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskLinks: _TypeAlias = TaskLinks  # noqa: Y015
+
+@_typing.final
+class PeerBytes(_message.Message):
+    """Bytes of tensors to a task and from it, as sent, or as they moved through memory: since the sender of a heartbeat
+    started, and per second in a TaskStatus.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    OUT_BYTES_FIELD_NUMBER: _builtins.int
+    IN_BYTES_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    out_bytes: _builtins.float
+    in_bytes: _builtins.float
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        out_bytes: _builtins.float = ...,
+        in_bytes: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_bytes", b"in_bytes", "out_bytes", b"out_bytes", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerBytes: _TypeAlias = PeerBytes  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -999,6 +1060,7 @@ class TaskStatus(_message.Message):
     DATA_S_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -1031,6 +1093,8 @@ class TaskStatus(_message.Message):
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_parameter_server_pb2.ShardStatus]: ...
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def links(self) -> Global___TaskLinks: ...
     def __init__(
         self,
         *,
@@ -1056,10 +1120,11 @@ class TaskStatus(_message.Message):
         data_s: _builtins.float = ...,
         device: _builtins.str = ...,
         usage: Global___Usage | None = ...,
+        links: Global___TaskLinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "device", b"device", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocked_s", b"blocked_s", "compute_s", b"compute_s", "data_s", b"data_s", "device", b"device", "drift", b"drift", "exchange_s", b"exchange_s", "gap", b"gap", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "links", b"links", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

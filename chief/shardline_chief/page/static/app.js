@@ -4,6 +4,7 @@ import { Feed } from "./feed.js";
 import { NONE, bytes, count, figure, moment, percent, plural, rate, seconds } from "./format.js";
 import { Pipeline } from "./pipeline.js";
 import { fill } from "./tables.js";
+import { Topology } from "./topology.js";
 
 const at = (id) => document.getElementById(id);
 
@@ -18,6 +19,7 @@ function show(view) {
   progress(view);
   figures(view);
   pipeline.show(view);
+  topology.show(view);
   tasks(view);
   shards(view);
   checkpoints(view);
@@ -259,5 +261,6 @@ function contact(state, since) {
 
 put(at("contact"), "connecting …");
 const pipeline = new Pipeline(at("pipeline"));
+const topology = new Topology(at("topology"));
 const curves = new Curves(at("curves"), { log: at("log"), smoothing: at("smoothing"), legend: at("runs") });
 new Feed({ onView: show, onHistory: (news) => curves.take(news), onContact: contact });

@@ -1,8 +1,8 @@
 // The recent passes of a pipeline: a row per stage of a replica, time to the right, and what each stage is like.
 import { figure, plural, seconds } from "./format.js";
+import { make } from "./svg.js";
 import { fill } from "./tables.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const LANE = 22; // height of a pass
 const STASH = 14; // height of the curve of the microbatches held
 const GAP = 16;
@@ -85,13 +85,6 @@ export class Pipeline {
 
 function several(rows) {
   return rows.some((row) => row.replica !== rows[0].replica);
-}
-
-function make(name, attributes, text) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== undefined) element.textContent = text;
-  return element;
 }
 
 function pass([, step, microbatch, back, start, end, version, held], top, x) {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from shardline.core.scores import counts
 from shardline.core.spec import JobSpec
-from shardline.core.status import Traffic, Usage
+from shardline.core.status import TaskLinks, Traffic, Usage
 from shardline.job import lowest_is_best
 
 KEPT_SCORES = 100
@@ -24,6 +24,7 @@ class JobFigures:
         self.training_end_s: float | None = None
         self.traffic: dict[str, Traffic] = {}
         self.usage: dict[str, Usage] = {}
+        self.links: dict[str, TaskLinks] = {}
         self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
         """Counters that each life of a task reports, by (task, incarnation); see shardline.core.orders."""
         self.dropped_memories = 0

@@ -1,0 +1,9 @@
+// Elements of a drawing.
+const SVG = "http://www.w3.org/2000/svg";
+
+export function make(name, attributes, text) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
