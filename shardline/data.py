@@ -76,47 +76,38 @@ class DataSource(Protocol):
     @property
     def seed(self) -> int:
         """Seed of all random numbers."""
-        ...
 
     @property
     def samples(self) -> int:
         """Length of a map-style data set; 0 if it is iterable."""
-        ...
 
     @property
     def batch_size(self) -> int:
         """Samples of one microbatch."""
-        ...
 
     @property
     def accumulate(self) -> int:
         """Microbatches of one replica and step."""
-        ...
 
     @property
     def contributors(self) -> int:
         """Number of replicas whose gradients make one update."""
-        ...
 
     @property
     def codec_parcels(self) -> object:
         """Codec of activations and their gradients between stages, as text; "" = they travel as they are."""
-        ...
 
     @property
     def collate(self) -> Callable[[list[Any]], Batch] | None:
         """Makes a batch of a list of samples; None = torch's default_collate."""
-        ...
 
     @property
     def data(self) -> Any:
         """The data set."""
-        ...
 
     @property
     def loss(self) -> Callable[[nn.Module, Batch], torch.Tensor]:
         """Mean loss of a batch, a scalar."""
-        ...
 
     def data_order(self) -> DataOrder:
         """The samples of each place."""

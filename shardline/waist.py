@@ -37,7 +37,6 @@ class ShardService(Protocol):
         Raises UnreachableError if no answer came within timeout_s seconds, and ProtocolError, TensorError or
         NonFiniteError for a push or a want that the shard can't take: nothing was changed then.
         """
-        ...
 
     def standing(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """The shard's progress, and that of some replicas. Raises UnreachableError.
@@ -45,7 +44,6 @@ class ShardService(Protocol):
         Where a pull waits for senders that are behind, naming a replica says that this one computes, naming none that
         it rests.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,6 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the work before it is done."""
-        ...
 
 
 @fixed(kw_only=True)
@@ -123,26 +120,21 @@ class Payloads(Protocol):
     @property
     def nbytes(self) -> int:
         """Upper bound for the bytes of all payloads together, for deadlines."""
-        ...
 
     @property
     def empty(self) -> Sequence[int]:
         """Buckets to which the push adds nothing; known once batches() has ended."""
-        ...
 
     @property
     def in_place(self) -> bool:
         """Whether all payloads are ready, in memory that the shard can read too: then nothing need be sent."""
-        ...
 
     @property
     def at_once(self) -> bool:
         """Whether all payloads are ready, and few enough to be sent before anything is heard of them."""
-        ...
 
     def batches(self) -> Iterator[Sequence[Payload]]:
         """Yield ready payloads in the order of sending; waits for more until all have come. Ends early by raising."""
-        ...
 
 
 @fixed()
@@ -298,22 +290,18 @@ class Sink(Protocol):
 
     def buffer(self, arrival: Arrival) -> memoryview:
         """Writable memory of payload_bytes bytes for this bucket. Raises ProtocolError."""
-        ...
 
     def done(self, arrival: Arrival) -> None:
         """All bytes of the bucket are in the memory from buffer(); or it is unchanged, or has no bytes."""
-        ...
 
     def whole(self, arrival: Arrival, payload: Memory) -> None:
         """All bytes of the bucket are in this memory, which nobody writes to: it came in one message.
 
         Raises ProtocolError as buffer() does.
         """
-        ...
 
     def take(self, arrival: Arrival, memory: Memory) -> None:
         """All bytes of the bucket are in foreign memory, which must be copied before this returns."""
-        ...
 
 
 def refuse_rows(bucket: int) -> ProtocolError:

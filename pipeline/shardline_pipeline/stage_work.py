@@ -95,7 +95,6 @@ class Layers(Named, Protocol):
 
     def run(self, stage: int, *inputs: Any, **named: Any) -> Any:
         """The output of one stage: of the model's inputs for stage 0, of what the stage before returned for others."""
-        ...
 
     def end_of(self, stage: int) -> str: ...
 
@@ -105,17 +104,14 @@ class ActivationChannel(Protocol):
 
     def send(self, parcel: Parcel) -> None:
         """Hand a parcel over; it is delivered in the background."""
-        ...
 
     def here(self, key: ParcelKey) -> bool: ...
 
     def wait(self, keys: Sequence[ParcelKey]) -> None:
         """Wait until one of these has come. Raises if none will."""
-        ...
 
     def take(self, key: ParcelKey) -> Parcel:
         """A parcel that has come; it is kept until its step is over."""
-        ...
 
     def passed(self, report: PassReport) -> None: ...
 

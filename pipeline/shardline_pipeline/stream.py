@@ -29,15 +29,12 @@ class StageExchange(ActivationChannel, Protocol):
 
     def comes_first(self, keys: Sequence[ParcelKey]) -> bool:
         """Wait until one of these has come; False if settle() is to be called first, since it need not wait (long)."""
-        ...
 
     def settle(self) -> None:
         """Wait until the parameters of the open step are in the tensors that pulls fill. Raises if they don't come."""
-        ...
 
     def staleness(self, stage: int, steps: int) -> None:
         """Note how many updates the parameters of a finished step had missed at most."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

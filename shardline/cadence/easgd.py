@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardline.cadence.base import Cadence, Held, InnerOptimizer, LocalTraining, Outgoing, Values
 from shardline.cadence.local_training import Kept, KeptCopies, LocalCadence
-from shardline.core.spec import Argument
 from shardline.errors import JobError
 
 
@@ -24,11 +22,6 @@ class EASGD(LocalCadence):
         super().__post_init__()
         if not 0.0 < self.pull <= 1.0:
             raise JobError(f"cadence easgd: pull is {self.pull}; give a number above 0 and at most 1, such as 0.9")
-
-    @property
-    def outer_rule(self) -> Mapping[str, Argument]:
-        """See Cadence.outer_rule: the servers move by what the replicas send."""
-        return {"lr": 1.0}
 
     @property
     def keeps_copies(self) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.cadence.local_training import LocalCadence
-from shardline.core.spec import Argument
 
 
 @dataclass(frozen=True)
@@ -16,8 +14,3 @@ class LocalSGD(LocalCadence):
 
     name: ClassVar[str] = "local-sgd"
     every: int = 8
-
-    @property
-    def outer_rule(self) -> Mapping[str, Argument]:
-        """See Cadence.outer_rule: with the rate 1 the mean delta leads to the mean of the replicas."""
-        return {"lr": 1.0}

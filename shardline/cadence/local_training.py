@@ -32,7 +32,7 @@ from shardline.cadence.base import (
     Told,
     Values,
 )
-from shardline.core.spec import TensorKind
+from shardline.core.spec import Argument, TensorKind
 from shardline.errors import JobError
 
 
@@ -49,6 +49,11 @@ class LocalCadence(Cadence):
     @property
     def rounds(self) -> Rounds:
         return Rounds(ticks=self.every)
+
+    @property
+    def outer_rule(self) -> Mapping[str, Argument]:
+        """See Cadence.outer_rule: with the rate 1 the mean delta leads to the mean of the replicas."""
+        return {"lr": 1.0}
 
     def local(self, held: Held) -> LocalTraining:
         assert held.inner is not None, "a cadence with an outer rule gets the job's optimizer"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.cadence.base import Rounds
 from shardline.cadence.local_training import LocalCadence
-from shardline.core.spec import Argument
 from shardline.errors import JobError
 
 
@@ -28,8 +26,3 @@ class PostLocalSGD(LocalCadence):
     @property
     def rounds(self) -> Rounds:
         return Rounds(ticks=self.every, start=self.start, together=self.start > 0 and self.every > 1)
-
-    @property
-    def outer_rule(self) -> Mapping[str, Argument]:
-        """See Cadence.outer_rule: with the rate 1 the mean delta leads to the mean of the replicas."""
-        return {"lr": 1.0}

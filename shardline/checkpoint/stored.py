@@ -37,7 +37,6 @@ class Readable(Protocol):
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows [start, stop) of these, as a tensor of its own."""
-        ...
 
 
 Index = Mapping[str, Mapping[tuple[str, str], Sequence[Readable]]]

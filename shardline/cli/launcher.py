@@ -178,7 +178,6 @@ class LaunchOptions:
                     )
 
     def runs_script(self, task: str) -> bool:
-        """Return whether a task's process runs the user's script."""
         return self.script and parse_task(task)[0] == "worker"
 
     def describe(self, task: str, code: int) -> str:
@@ -223,7 +222,6 @@ def task_command(
 
 
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What all tasks have in their environment."""
     settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
     return {**settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
 
@@ -502,11 +500,9 @@ class LocalCluster:
         )
 
     def log_path(self, task: str) -> Path:
-        """File with the stdout and stderr of all processes of a task."""
         return self.options.out / "logs" / f"{task.replace('/', '-')}.log"
 
     def log_tail(self, task: str, lines: int = 10) -> list[str]:
-        """Last lines of a task's output."""
         try:
             with files.open_binary(self.log_path(task)) as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))

@@ -88,7 +88,6 @@ def check_device(_context: click.Context, _parameter: click.Parameter, value: st
 
 
 def check_fraction(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuse an invalid share of a device's memory."""
     if value is not None and not 0.0 < value <= 1.0:
         raise click.BadParameter(f"{value} is not a fraction of a device's memory; use a number above 0, at most 1")
     return value
@@ -97,7 +96,6 @@ def check_fraction(_context: click.Context, _parameter: click.Parameter, value: 
 def check_tasks(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, int], ...]:
-    """Convert ROLE=N texts to pairs."""
     pairs = [text.partition("=") for text in value]
     for role, _, count in pairs:
         if not count.isdecimal() or int(count) < 1:
@@ -108,7 +106,6 @@ def check_tasks(
 def check_settings(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    """Convert FIELD=VALUE texts to pairs."""
     pairs = []
     for text in value:
         field, equals, setting = text.partition("=")

@@ -113,7 +113,6 @@ role_options = options.together(
 
 
 def run_role(role: str, flags: dict[str, Any]) -> int:
-    """Run one task until the job ends; returns its exit code."""
     protect_output()
     if wants_place(flags["task"]):
         # Until its index is known, its log lines carry the role only.

@@ -41,31 +41,24 @@ class Partners(Protocol):
 
     def services(self) -> tuple[Sequence[Any], Sequence[str]]:
         """What the worker's server offers: functions that register it, and its services' names."""
-        ...
 
     def begin(self, job: JobSpec, orders: Orders, step: int, who: Identity) -> None:
         """Compute this step by these orders. who: this life. Called before every step."""
-        ...
 
     def reports(self, replica: int) -> bool:
         """Whether this worker reports a replica's step: the chief counts one report each."""
-        ...
 
     def look(self) -> None:
         """Ask Hooks.settled again."""
-        ...
 
     def arm(self) -> None:
         """Forget earlier interruptions."""
-        ...
 
     def interrupt(self) -> None:
         """End waits: the orders have changed."""
-        ...
 
     def close(self) -> None:
         """Free threads and sockets."""
-        ...
 
 
 class WorkerSide(Protocol):
@@ -75,7 +68,6 @@ class WorkerSide(Protocol):
 
     def train(self, session: Any, job: Job, model: nn.Module, spec: JobSpec, source: BatchSource) -> None:
         """Attach the session, see shardline.client.api.session, and train until the job ends."""
-        ...
 
 
 def server_of(config: RoleConfig, partners: Partners | None) -> RpcServer:

@@ -37,12 +37,10 @@ class DeviceMemory(Protocol):
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> Self:
         """Allocate memory. Raises DeviceMemoryError."""
-        ...
 
     @classmethod
     def adopt(cls, handle: bytes, device: torch.device) -> Self:
         """Map another process's memory, for reading and writing. Raises DeviceMemoryError."""
-        ...
 
 
 class _Block:

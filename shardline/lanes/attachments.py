@@ -58,7 +58,6 @@ class Ticket(Protocol):
     @property
     def memory(self) -> Memory:
         """The encoded bytes, on whatever device they are; valid when whole."""
-        ...
 
     @property
     def whole(self) -> bool: ...
@@ -66,15 +65,12 @@ class Ticket(Protocol):
     @property
     def matches(self) -> bool | None:
         """When whole, whether the bytes have the expected digest; None = nobody has looked."""
-        ...
 
     def tensor(self, dtype: str) -> torch.Tensor:
         """A tensor over the bytes, flat: it is read, never written. When whole; from any thread."""
-        ...
 
     async def wait(self) -> None:
         """Wait until all bytes have arrived. Raises UnreachableError if the attachment broke or is late."""
-        ...
 
 
 class Attachment(Protocol):
@@ -92,18 +88,15 @@ class Attachment(Protocol):
 
         digest: of its bytes, as the sender computed it; 0 = not sent.
         """
-        ...
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
         """(area, offset) at which the worker can read theta_step of a bucket; None = its bytes have to be sent."""
-        ...
 
     def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, Memory] | None:
         """(offset in area 2, memory) for bytes that the worker can read; None = send() them.
 
         May be called from any thread. The worker has read the previous contents: it makes one pull at a time.
         """
-        ...
 
     async def send(self, payload: Buffer, intact: Intact | None) -> None:
         """Queue bytes for sending; returns when the queue is short enough.
@@ -111,15 +104,12 @@ class Attachment(Protocol):
         intact: looked at when they have been sent; if they were overwritten meanwhile, the attachment is broken so that
         nobody uses them. None = they can't change.
         """
-        ...
 
     def abort(self, reason: str) -> None:
         """End it after a push or pull broke off: bytes in flight have no meaning any more. May be called twice."""
-        ...
 
     def close(self) -> None:
         """Free everything; waiting tickets raise. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +137,9 @@ class LaneOffer(Protocol):
 
         answers: serves the calls that come over them, on the loop.
         """
-        ...
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication | None:
         """Memory for a shard's published values that workers can read in place; None = any memory will do."""
-        ...
 
     def close(self) -> None: ...
 

@@ -23,15 +23,12 @@ class SharedMemory(Protocol):
     @property
     def is_read(self) -> bool:
         """Whether the shard may still read pushed bytes, since no pull has shown a later step yet."""
-        ...
 
     def slot(self, offset: int, nbytes: int) -> memoryview:
         """Writable part of the segment from which the shard reads gradients."""
-        ...
 
     def area(self, number: int) -> memoryview:
         """The shard's publications of even (0) or odd (1) steps; what is written there stays in this process."""
-        ...
 
 
 class Lane(ShardService, Protocol):
@@ -40,7 +37,6 @@ class Lane(ShardService, Protocol):
     @property
     def name(self) -> str:
         """Name of the lane, or of the one in use."""
-        ...
 
     def state(
         self, sender: Sender, step: int, buckets: Sequence[int], *, timeout_s: float
@@ -51,19 +47,15 @@ class Lane(ShardService, Protocol):
 
         One call, no retry. Raises UnreachableError, ProtocolError; NotAdmittedError if it accepts nothing from here.
         """
-        ...
 
     def bring_state(self, sender: Sender, images: Sequence[BucketImage], *, timeout_s: float) -> Outcome:
         """Bring the shard such a state for a cut; one call, no retry. Raises UnreachableError, ProtocolError."""
-        ...
 
     def cancel(self) -> None:
         """Make a running exchange raise UnreachableError early."""
-        ...
 
     def close(self) -> None:
         """Free the connection."""
-        ...
 
     # For lanes that share memory with the shard
 

@@ -36,11 +36,9 @@ class ReplyWriter(Protocol):
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
         """Nothing: there is no metadata."""
-        ...
 
     async def write(self, message: data_pb2.PushPullReply) -> None:
         """Send one reply; waits while the caller takes none."""
-        ...
 
 
 class Answered(NamedTuple):
@@ -55,11 +53,9 @@ class Answers(Protocol):
 
     async def answer(self, request: AsyncIterator[data_pb2.PushPullRequest], writer: ReplyWriter) -> None:
         """Take the requests of a call and write its replies."""
-        ...
 
     def answer_at_once(self, request: data_pb2.PushPullRequest) -> Answered | None:
         """Answer a call that is one request, without waiting; None = nothing was done, it needs answer()."""
-        ...
 
 
 class _Call:

@@ -49,15 +49,12 @@ class Talk(Protocol):
 
     def began(self, call: CallSocket) -> None:
         """The call can be cancelled from now on."""
-        ...
 
     def sending(self, requests: Iterable[Item]) -> Iterator[Item]:
         """The requests; keeps the error that ends them and cancels the call."""
-        ...
 
     def follow(self, requests: Iterator[Item]) -> None:
         """Do what comes after the only request."""
-        ...
 
     def over(self, call: CallSocket) -> None: ...
 

@@ -28,18 +28,15 @@ class Inbox(Protocol):
 
         A worker learns who computes stages from the chief's orders, so others may know it earlier.
         """
-        ...
 
     def awaits(self, parcel: ParcelReader, *, wait_s: float) -> bool:
         """Whether a parcel may still be needed. Waits while this worker is behind its step.
 
         Raises UnreachableError if it still is after wait_s, ProtocolError for a pass that the job does not have.
         """
-        ...
 
     def deliver(self, who: Identity, timeline: int, parcel: Parcel) -> bool:
         """Take in a parcel; False if it is for a step that is over here."""
-        ...
 
 
 Open = Callable[[str, Identity], worker_pb2.OpenParcelLaneReply]

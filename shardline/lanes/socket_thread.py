@@ -31,7 +31,6 @@ class Line(Protocol):
 
     def stalled(self) -> None:
         """There was no progress for limit_s seconds. Called on the socket thread, repeatedly until unguarded."""
-        ...
 
 
 class SocketThread:

@@ -102,7 +102,6 @@ class Handshake(Protocol[B]):
     @property
     def who(self) -> str:
         """The guest, for the message that explains a refusal."""
-        ...
 
     def hear(self) -> bytes:
         """The token, once the whole handshake has arrived.
@@ -110,19 +109,15 @@ class Handshake(Protocol[B]):
         Raises BlockingIOError, SSLWantReadError or SSLWantWriteError while bytes are missing; ProtocolError or OSError
         with the reason for a refusal; LeftQuietly.
         """
-        ...
 
     def admit(self, bearer: B) -> None:
         """Pass on the guest's socket and data. Raises ProtocolError or OSError if they can't be used."""
-        ...
 
     def refuse(self) -> None:
         """Send a refusal. May raise OSError."""
-        ...
 
     def close(self) -> None:
         """Close the socket and everything that was not passed on."""
-        ...
 
 
 class Guest(Generic[T]):

@@ -34,12 +34,10 @@ class Sums(Protocol):
 
     def wants_state(self, buckets: Collection[int] = ()) -> bool:
         """Whether a cut of the open step lacks their state. buckets: of those that ask; () = all."""
-        ...
 
     @property
     def hyper(self) -> Mapping[int, Mapping[str, float]]:
         """Hyper-parameters of the last closed step that differ from the job's, by parameter group."""
-        ...
 
 
 class HostedShard:
@@ -140,50 +138,38 @@ class Backend(Protocol):
     @property
     def timeline(self) -> int:
         """The current timeline."""
-        ...
 
     @property
     def coding(self) -> JobCoding:
         """Coding of the job's numbers. Raises ProtocolError if there is no job."""
-        ...
 
     @property
     def shards(self) -> Mapping[int, HostedShard]:
         """By number."""
-        ...
 
     def shard(self, number: int) -> HostedShard:
         """The shard with this number. Raises ProtocolError if it isn't here."""
-        ...
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
         """Whether a message of this sender is processed: SERVED, or why not. init: it may come before training."""
-        ...
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
         """Why this incarnation does not count any more; None if it does. From any thread."""
-        ...
 
     def signal(self, shard: int, bucket: int) -> Signal | None:
         """Signal of changes to a bucket; None if the bucket is gone."""
-        ...
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
-        ...
 
     def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> asyncio.Future[T]:
         """work() that continues if its caller is cancelled. Then calls after(), even if the work never began."""
-        ...
 
     def filled(self) -> None:
         """Note that a push of initial values was counted. In the pool."""
-        ...
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
         """Add bytes to the traffic metrics; raw = before the codec. From any thread."""
-        ...
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         """Record that a pull was answered in full."""
-        ...
