@@ -329,7 +329,11 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
             store, number = self._store, request.shard
             if not store.authority.configured:
                 raise ProtocolError(f"{self._task} is not configured; it can't become the primary of shard {number}")
-            self._check_later(request.timeline, "Promote")
+            now = store.authority
+            if request.timeline < now.timeline or (request.timeline == now.timeline and now.active):
+                raise ProtocolError(
+                    f"Promote is for timeline {request.timeline:#x}; this ps is already at {now.timeline:#x}"
+                )
             if number not in store.shards:
                 standby = store.standbys.get(number)
                 reason = f"{self._task} has no standby of shard {number}"
@@ -348,11 +352,6 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
         self._store.authority.active = True
         self._standbys.follow()
         self._voters.tell_verdicts()
-
-    def _check_later(self, timeline: int, what: str) -> None:
-        authority = self._store.authority
-        if timeline < authority.timeline or (timeline == authority.timeline and authority.active):
-            raise ProtocolError(f"{what} is for timeline {timeline:#x}; this ps is already at {authority.timeline:#x}")
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:

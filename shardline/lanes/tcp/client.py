@@ -37,8 +37,7 @@ DIAL_S = 10.0
 class TcpLane(ShardCalls):
     """One shard over its ps's channel and a pair of bulk sockets.
 
-    tls: the context for new sockets, if the cluster has TLS. tls_name: the name in the ps's certificate, if it is not
-    the host of its address.
+    tls: the context for new sockets, if the cluster has TLS.
     """
 
     name = "tcp"
@@ -51,12 +50,10 @@ class TcpLane(ShardCalls):
         *,
         timeouts: Timeouts,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
-        tls_name: str = "",
     ) -> None:
         super().__init__(peer, shard, elements)
         self._timeouts = timeouts
         self._tls = tls
-        self._tls_name = tls_name
         self.sockets: BulkSockets | None = None
         """The open sockets; None before the first exchange and after one that broke off."""
         self._dialling: list[socket.socket] = []
@@ -129,7 +126,6 @@ class TcpLane(ShardCalls):
                         timeout_s=min(timeout_s, DIAL_S),
                         stall_s=self._timeouts.rpc_s,
                         tls=self._tls,
-                        tls_name=self._tls_name,
                         hold=self._hold,
                     )
                 )

@@ -86,14 +86,12 @@ def dial(
     timeout_s: float,
     stall_s: float,
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
-    tls_name: str = "",
     hold: Callable[[socket.socket], None] = lambda sock: None,
 ) -> socket.socket:
     """Open a bulk socket that the server has accepted, for send_all() or receive().
 
     timeout_s: for connecting, and again for the handshake. stall_s: seconds that a later send or receive may take
-    without progress. tls_name: name required in the certificate; empty = the host. hold: called with every socket
-    before it connects, so that another thread can shut() it.
+    without progress. hold: called with every socket before it connects, so that another thread can shut() it.
     Raises RefusedError if the token was refused, OSError if nobody answers.
     """
     errors: list[OSError] = []
@@ -103,7 +101,7 @@ def dial(
         try:
             if context is not None:
                 # Before connecting: wrapping moves the descriptor to another object.
-                sock = TlsSocket(sock, context, name=tls_name or host)
+                sock = TlsSocket(sock, context, name=host)
             hold(sock)
             sock.settimeout(timeout_s)
             sock.connect(address)
