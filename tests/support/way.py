@@ -22,10 +22,10 @@ from tests.support.services import Services
 from tests.support.sources import ROOT
 
 FOLDERS = {"shardline": "library", "worker": "worker", "services": "server"}
-CHIEF = str(ROOT / "chief")
+ASIDE = (str(ROOT / "chief"), str(ROOT / "shardline" / "rpc" / "link.py"))
+"""The chief, and heartbeats: on a busy machine each step meets one."""
 WARM, TRACED = 3, 20
-"""Steps before the trace, and steps of it. A file counts if every traced step enters it: heartbeats don't, unless the
-machine is so busy that each step meets one; therefore what the chief calls is left out."""
+"""Steps before the trace, and steps of it. A file counts if every traced step enters it."""
 
 
 @dataclass
@@ -72,11 +72,11 @@ class Tracer:
         while caller is not None and self._name(caller.f_code.co_filename) is None:
             caller = caller.f_back
         source = self._name(caller.f_code.co_filename) if caller is not None else None
-        if source != name and not self._of_chief(frame):
+        if source != name and not self._aside(frame):
             self.steps[-1][name].setdefault(source or "a thread", None)
 
-    def _of_chief(self, frame: FrameType | None) -> bool:
-        while frame is not None and not frame.f_code.co_filename.startswith(CHIEF):
+    def _aside(self, frame: FrameType | None) -> bool:
+        while frame is not None and not frame.f_code.co_filename.startswith(ASIDE):
             frame = frame.f_back
         return frame is not None
 

@@ -9,8 +9,7 @@ from tests.support import house, way
 LINES, LINES_WITH_PACKAGES = 68_739, 84_603
 MEMBERS_FOR_ONE, TRAITS_ASKED_OUTSIDE, CIRCLES = 0, 12, 0
 """The 12 ask whether replicas are assigned to workers (`assigns_replicas`)."""
-FILES_OF_A_GRADIENT = 87
-"""85, and on a busy machine the file or two of a heartbeat that every step meets."""
+FILES_OF_A_GRADIENT = 83
 
 
 def test_the_house_does_not_grow() -> None:
