@@ -379,7 +379,11 @@ class PushEncoders:
                 self._count(held)
             elif number != held.next:
                 held.memories, held.next = held.kept.get(number, {}), number
-            held.pending = {}
+                held.pending = {}
+            elif self._sender is not None:
+                # Another batch may get this number. A step's gradient stays what it is, and what was sent of it may
+                # still arrive, late or through an aggregator.
+                held.pending = {}
             held.kept = {kept: memories for kept, memories in held.kept.items() if kept <= number}
         # What it showed of a replica that is another worker's now would be counted there too.
         self._owed = {key: norm for key, norm in self._owed.items() if key[:2] in self._held}

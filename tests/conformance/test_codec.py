@@ -451,6 +451,20 @@ def test_a_push_that_counts_though_its_answer_was_lost_leaves_its_memory(codec: 
 
 
 @REMEMBERING
+def test_a_push_that_arrives_after_the_worker_has_asked_for_it_leaves_its_memory(codec: Codec) -> None:
+    plan = model()
+    worker, other = encoders(codec, plan), encoders(codec, plan)
+    values = numbers(worker.coding.bucket(0, 0).layout)
+    push(worker, 0, values)
+    push(other, 0, values)
+    other.settle()
+    # It was under way, and counts before the step is computed again.
+    worker.locate({(0, 0): 0})
+    worker.locate({(0, 0): 1})
+    assert push(worker, 1, values) == push(other, 1, values)
+
+
+@REMEMBERING
 def test_a_push_that_counts_at_some_shards_and_is_sent_again_to_all_leaves_its_memory_once(codec: Codec) -> None:
     plan = model()
     worker, other = encoders(codec, plan), encoders(codec, plan)
