@@ -329,7 +329,9 @@ class PushEncoders:
         memory = dict(held.memories.get(bucket, {}))
         turn = Turn(number, who, self._seed, present, whole=shard in self._whole, memory=memory)
         data = encoder.encode(values, turn)
-        held.pending[bucket] = memory
+        if number == held.next:
+            # Otherwise it has counted there, and is sent again for other shards.
+            held.pending[bucket] = memory
         self.coding.measure(shard, bucket, values, data, turn)
         if number % MEASURED_EVERY == 0:
             owed = (values for (_, _, what), values in memory.items() if what == ERROR)

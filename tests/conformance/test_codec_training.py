@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -250,3 +251,36 @@ def test_a_payload_that_the_toy_cannot_have_made_is_refused_and_nothing_changes(
             with pytest.raises(Exception, match="claims 4294967295 bytes"):
                 worker.trainer.finish()
         assert same(cluster.state().params, before)
+
+
+@pytest.mark.parametrize("codec", ["topk:ratio=0.1", "powersgd"])
+def test_a_worker_that_starts_over_while_others_are_awaited_still_owes_what_it_owed(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("adam", model=broad, replicas=2, steps=4, codec=codec)
+    with Cluster(job) as cluster:
+        cluster.train([[0], [1]])
+        expected = cluster.state().params
+    with Cluster(job) as cluster:
+        one, two, asked = cluster.worker(0), cluster.worker(1), threading.Event()
+        cluster.together([lambda: one.run([0], 2), lambda: two.run([1], 2)])
+        one.tick([0])
+        one.trainer.send()
+        buckets = cluster.shards[0].buckets
+        wait_for(lambda: all(0 in bucket.contributions.counted for bucket in buckets), "its push to count")
+        one.trainer.give_up()
+        standings = one.trainer.standings
+
+        def told(replicas: Sequence[int]) -> Any:
+            found = standings(replicas)
+            asked.set()
+            return found
+
+        def rest() -> None:
+            # The step is open when the first one asks for it.
+            assert asked.wait(20.0)
+            two.run([1], job.steps)
+
+        monkeypatch.setattr(one.trainer, "standings", told)
+        cluster.together([lambda: one.run([0], job.steps), rest])
+        assert same(cluster.state().params, expected)

@@ -296,9 +296,10 @@ class Trainer:
         standings = self.standings(self.half.asks_for(asked))
         todo = self.half.located(standings, asked)
         before = self.methods.versions
-        skipped = bool(before) and all(shard.version == before.get(n) for n, shard in standings.items())
-        self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
         outcomes = _fetch(self)
+        # Only now: a step that counts may have been open when the shards were asked.
+        skipped = bool(before) and all(self.methods.versions[n] == before.get(n) for n in standings)
+        self.encoders.locate(self.half.awaited(standings, share.replicas), skipped=skipped)
         self.half.arrived(self.methods.versions)
         self.open.close()
         self.methods.restart(outcomes)
