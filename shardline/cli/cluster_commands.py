@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -14,13 +15,14 @@ from shardline import plugins
 from shardline.cli import options
 from shardline.cluster import from_tf_config, read_spec
 from shardline.core.timeouts import Timeouts
-from shardline.errors import ClusterSpecError, TaskLostError
+from shardline.errors import ClusterSpecError, TaskLostError, UsageError
 from shardline.security import Security
 
 EXPORTERS = "shardline.exporters"
 """Entry points that write a checkpoint as another library does."""
 VIEWERS = "shardline.viewers"
 """Entry points that serve the page of a run from its files."""
+PS = re.compile(r"ps/\d+")
 POLL_S = 0.5
 """Seconds between two questions whether shards have moved."""
 
@@ -72,6 +74,8 @@ def drain(task: str, cluster: str | None, within: float, **files: Path | None) -
 
     It gets no shard and no standby any more. A new process under its name may: see rebalance.
     """
+    if not PS.fullmatch(task):
+        raise UsageError(f"{task!r} is no server; name one, such as ps/1")
     _move(task, cluster, within, files)
     print(f"{task} holds no shard; it can be stopped")
     return 0
@@ -93,23 +97,24 @@ def rebalance(cluster: str | None, within: float, **files: Path | None) -> int:
 
 
 def _move(drain: str, cluster: str | None, within_s: float, files: dict[str, Path | None]) -> None:
-    """Ask the chief to move shards, and wait until they have moved. Raises TaskLostError if they don't."""
+    """Ask the chief to move shards, and wait until they have moved. Raises UsageError, TaskLostError if they don't."""
     address, security = chief_address(cluster), options.security(files)
     from shardline.rpc.watch import ChiefWatch
 
     client, never, deadline_s = ChiefWatch(address, security=security), threading.Event(), time.monotonic() + within_s
     try:
-        asked = client.move(drain)
-        for shard, task in sorted(asked.moves.items()):
-            print(f"shard {shard} moves to {task}", flush=True)
-        while asked.moves:
+        asked, told = client.move(drain), set[tuple[int, str]]()
+        while not (asked.done or asked.failure):
+            for shard, task in sorted(set(asked.moves.items()) - told):
+                print(f"shard {shard} moves to {task}", flush=True)
+            told.update(asked.moves.items())
             if time.monotonic() > deadline_s:
                 left = ", ".join(map(str, sorted(asked.moves)))
                 raise TaskLostError(f"shards {left} have not moved within {within_s:g} s; the chief's log says why")
             never.wait(POLL_S)
             asked = client.move(number=asked.number)
         if asked.failure:
-            raise TaskLostError(f"the move was given up: {asked.failure}")
+            raise UsageError(f"the move was given up: {asked.failure}")
     finally:
         client.close()
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from shardline.codecs.auto import options
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.errors import JobError, UsageError
 from shardline_chief.rules.actions import AskStatus, Cut, Release
+from shardline_chief.rules.codecs.choice import encoded
 from shardline_chief.rules.messages import MoveAnswer
+from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.standbys import spread
 from tests.support.chief_cluster import Cluster, FakePs, T, make_job, phase
 from tests.support.mortal_chief import Killed, Mortal, hear_twice
@@ -70,12 +73,14 @@ def orders_of(cluster: Cluster) -> list[str]:
 def test_a_drained_server_holds_nothing_and_nothing_goes_back(mode: str, standbys: int) -> None:
     cluster = training(mode=mode, standbys=standbys)
     asked = ask(cluster, "ps/1")
-    assert asked.moves == {1: "ps/0"} and not asked.failure
+    # With standbys a complete copy is there already.
+    aim = "ps/2" if standbys else "ps/0"
+    assert asked.moves == {1: aim} and not asked.failure and not asked.done
     cluster.tick(10)
     assert phase(cluster) is Phase.RUNNING
-    assert where(cluster) == ["ps/0", "ps/0", "ps/2"]
+    assert where(cluster) == ["ps/0", aim, "ps/2"]
     assert orders_of(cluster).count("Promote") == 1 and "Restore" not in orders_of(cluster)
-    assert ask(cluster, number=asked.number) == MoveAnswer(number=asked.number)
+    assert ask(cluster, number=asked.number) == MoveAnswer(number=asked.number, done=True)
     # It has dropped its shard, and is given no standby.
     assert cluster.ps[1].shards == cluster.ps[1].held == ()
     assert [bool(place.standby_task) for place in cluster.program.state.layout.placement] == [bool(standbys)] * 3
@@ -150,18 +155,122 @@ def test_a_move_to_a_server_without_room_is_given_up() -> None:
     cluster.tick(10)
     assert where(cluster) == ["ps/0", "ps/1"]
     failed = ask(cluster, number=asked.number)
-    assert not failed.moves and "ps/0 could not take, or keep, a copy of shard 1; shards 1 stay" in failed.failure
+    assert not failed.moves and not failed.done
+    assert "ps/0 could not take, or keep, a copy of shard 1; what has not moved stays: shard 1" in failed.failure
+    # It may hold what it held.
+    assert not cluster.program.state.tasks.drained
     cluster.advance(40)
 
 
-def test_a_copy_that_refuses_to_take_over_ends_the_move_and_the_job_goes_back() -> None:
+def test_a_copy_that_refuses_to_take_over_ends_the_move_and_nothing_goes_back() -> None:
     cluster = training()
     cluster.ps[0].refuses = "the standby of shard 1 is not whole"
     asked = ask(cluster, "ps/1")
     cluster.tick(T)
-    assert "a copy could not take over" in ask(cluster, number=asked.number).failure
-    assert phase(cluster) is Phase.RUNNING
-    assert [ps.step for ps in cluster.ps] == [0, 0, 0]
+    assert "not whole; what has not moved stays: shard 1" in ask(cluster, number=asked.number).failure
+    assert phase(cluster) is Phase.RUNNING and where(cluster) == ["ps/0", "ps/1", "ps/2"]
+    assert "Restore" not in orders_of(cluster) and cluster.program.state.losses.recoveries == []
+    cluster.ps[0].refuses = ""
+    cluster.advance(40)
+    ask(cluster, "ps/1")
+    cluster.tick(10)
+    assert where(cluster) == ["ps/0", "ps/0", "ps/2"]
+
+
+def hand_over(cluster: Cluster) -> None:
+    """Stop the clock within it: its orders are held."""
+    for _ in range(60):
+        layout = cluster.program.state.layout
+        if cluster.program.state.stage is Stage.PREPARING:
+            return
+        cluster.hold_commands = layout.settled and any(place.standby_task for place in layout.placement)
+        cluster.now_s += 0.1
+        for task in list(cluster.lives):
+            cluster.beat(task)
+        cluster.program.tick(cluster.now_s)
+        cluster.settle()
+    raise AssertionError("nothing was handed over")
+
+
+def test_a_new_server_that_dies_during_the_hand_over_leaves_all_as_it_was() -> None:
+    cluster = training()
+    ask(cluster, "ps/1")
+    cluster.tick(10)
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick(10)
+    at, asked = where(cluster), ask(cluster)
+    assert set(asked.moves.values()) == {"ps/1"}
+    cluster.commands.clear()
+    hand_over(cluster)
+    cluster.ps[1].dead = True
+    cluster.release_commands()
+    cluster.tick(T)
+    assert where(cluster) == at and phase(cluster) is Phase.RUNNING and "Restore" not in orders_of(cluster)
+    assert ask(cluster, number=asked.number).failure
+    cluster.advance(40)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_ends_the_job_during_the_hand_over_ends_it_with_a_checkpoint(mode: str) -> None:
+    cluster = training(mode=mode)
+    ask(cluster, "ps/1")
+    hand_over(cluster)
+    cluster.program.stop("enough", cluster.now_s)
+    cluster.release_commands()
+    for _ in range(8):
+        cluster.tick()
+        for ps in cluster.ps:
+            if ps.stop is not None:
+                ps.advance(ps.stop)
+    cluster.tick(10)
+    assert cluster.finish is not None and cluster.finish.exit_code == 0, cluster.text()
+    assert cluster.saves[-1].step >= 17
+
+
+def test_a_move_whose_servers_are_all_gone_is_given_up_and_says_so() -> None:
+    cluster = training(ps=2)
+    cluster.ps[1].standby_state = "copying"
+    asked = ask(cluster, "ps/1")
+    cluster.tick(5)
+    cluster.kill_ps(0)
+    cluster.tick(T * 1.2)
+    failed = ask(cluster, number=asked.number)
+    assert not failed.done and "ps/0 is gone; what has not moved stays: shard 1" in failed.failure
+
+
+def test_codecs_that_change_meanwhile_end_the_move() -> None:
+    cluster = training(codec="auto", checkpoint_every=10)
+    cluster.ps[1].standby_state = "copying"
+    asked = ask(cluster, "ps/1")
+    cluster.tick(5)
+    state = cluster.program.state
+    assert state.job is not None
+    option = next(one for one in options(10) if "delta" in one.down)
+    cluster.program.flows.codec_choice.change(encoded(state.job, option), cluster.now_s)
+    cluster.settle()
+    cluster.ps[1].standby_state = "synced"
+    cluster.tick(10)
+    assert where(cluster)[1] == "ps/1"
+    assert "the codecs change" in ask(cluster, number=asked.number).failure
+
+
+def test_a_server_with_copies_alone_is_drained_once_they_are_elsewhere() -> None:
+    cluster = training(standbys=1)
+    ask(cluster, "ps/1")
+    cluster.tick(10)
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick(10)
+    held = [place.standby_task for place in cluster.program.state.layout.placement]
+    if "ps/1" not in held:
+        cluster.kill_ps(2 if "ps/2" in held else 0)
+        cluster.tick(T)
+    asked = ask(cluster, "ps/1")
+    assert not asked.moves and not asked.done
+    cluster.tick(10)
+    assert ask(cluster, number=asked.number).done
+    assert "ps/1" not in [place.standby_task for place in cluster.program.state.layout.placement]
 
 
 def test_where_the_new_server_dies_meanwhile_another_one_is_chosen() -> None:

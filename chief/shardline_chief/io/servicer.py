@@ -256,7 +256,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             )
         except (UsageError, JobError) as error:
             return chief_pb2.MoveReply(failure=str(error))
-        return chief_pb2.MoveReply(number=answer.number, moves=answer.moves, failure=answer.failure)
+        return chief_pb2.MoveReply(number=answer.number, moves=answer.moves, failure=answer.failure, done=answer.done)
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))

@@ -95,6 +95,8 @@ class MoveAnswer:
     """The new server, such as "ps/0", of each shard that has not moved yet."""
     failure: str = ""
     """Why it was given up; empty if it was not."""
+    done: bool = False
+    """All have moved, and a server that is drained holds no standby either."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,8 @@ class Remembered:
             case "cut":
                 self.checkpoint_step, self.checkpoint_path = int(entry["step"]), str(entry["path"])
             case "drained":
-                self.drained.add((str(entry["task"]), int(entry["incarnation"])))
+                life = (str(entry["task"]), int(entry["incarnation"]))
+                (self.drained.discard if entry.get("off") else self.drained.add)(life)
             case "machine" | "member" | "gone" | "finished" | "figures":
                 self._tasks(entry)
             case "cursor" | "lease" | "chosen":

@@ -1631,10 +1631,13 @@ class MoveReply(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """0 = refused: `failure` says why."""
     failure: _builtins.str
     """Why the rest was given up; empty if it was not."""
+    done: _builtins.bool
+    """All have moved, and a server that is drained holds no standby either."""
     @_builtins.property
     def moves(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
         """Where the shards go that have not moved yet."""
@@ -1645,10 +1648,11 @@ class MoveReply(_message.Message):
         number: _builtins.int = ...,
         moves: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
         failure: _builtins.str = ...,
+        done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "moves", b"moves", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failure", b"failure", "moves", b"moves", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

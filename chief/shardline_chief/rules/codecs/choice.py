@@ -157,7 +157,7 @@ class CodecChoice:
             f"{figures}; with {changed.codec_up} for gradients and {changed.codec_down} for parameters the exchange "
             f"should take {best.exchange_s:.3g} s and a step {best.step_s:.3g} s"
         )
-        self._change(changed, now_s)
+        self.change(changed, now_s)
 
     def _judge(self, now_s: float) -> bool:
         """Keep the choice unless steps are slower now."""
@@ -169,13 +169,16 @@ class CodecChoice:
             self._say(f"{figures}: the choice stands")
             return False
         self._say(f"{figures}, so none is used")
-        self._change(encoded(job, None), now_s)
+        self.change(encoded(job, None), now_s)
         return True
 
-    def _change(self, job: JobSpec, now_s: float) -> None:
+    def change(self, job: JobSpec, now_s: float) -> None:
+        """Go on with other codecs, from the newest checkpoint."""
         state = self.state
         state.adopt(job)
         state.record("job", spec=job_to_json(job))
+        # They may not be for shards that are copied.
+        self.recovery.failover.moving.cancel("the codecs change")
         self.recovery.again("the codecs change", now_s, planned=True)
 
     def _fits(self, job: JobSpec, option: Option) -> bool:

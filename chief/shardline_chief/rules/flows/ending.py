@@ -66,7 +66,11 @@ class Ending:
             self._ask()
 
     def end_at_once(self, event: EndAsked, now_s: float) -> None:
-        """Nothing is training yet, or at present: end without waiting."""
+        """Nothing is training yet, or at present: end without waiting, unless all values are about to be there."""
+        loss = self.state.losses.now
+        if loss is not None and loss.failover:
+            self.remember(event, now_s)
+            return
         self.state.end(event.exit_code, event.reason, now_s)
 
     def remember(self, event: EndAsked, now_s: float) -> None:

@@ -16,6 +16,7 @@ from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
 from shardline_chief.rules.flows.moving import Moving, numbers
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
 from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.losses import Recovered
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.rules.state.state import State
@@ -80,20 +81,44 @@ class Failover:
         """
         state, layout, promoted = self.state, self.state.layout, found.promoted
         loss = state.note_loss(task, since_s)
+        if loss.planned and not planned:
+            loss.first, loss.began_s = task, since_s
         loss.failover, loss.planned, loss.at_step = True, planned, loss.at_step if step is None else step
         over = ", ".join(f"shard {n} by {promotion.task}" for n, promotion in sorted(promoted.items()))
         self._forget_changed(found)
-        placement, self._promoted = self._protected(found.placement, now_s), dict(promoted)
+        # New standbys are placed once the job trains again, so that none can refuse what matters now.
+        placement, self._promoted = found.placement, dict(promoted)
         self.reconcile.leave(Stage.PREPARING)
         # Nothing logged after this step is undone.
         state.progress.base_step = loss.at_step
         kind, level = ("moved", "info") if planned else ("ps_lost", "warning")
         state.say(kind, f"{why}; taken over: {over or 'nothing more'}; no step is lost", level, task=task)
         followed = self.protection.followed(placement)
-        former = {place.task: place.address for place in layout.placement} if planned else {}
+        former = self._former(placement)
         layout.want(placement, keep=layout.all_shards, stays=True, promoted=promoted, followed=followed, former=former)
         told = [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]
         state.record("failover", timeline=layout.timeline, promoted=told)
+
+    def put_back(self, why: str) -> bool:
+        """Leave shards that were about to move with their servers, which still have them; False if there are none."""
+        layout, loss = self.state.layout, self.state.losses.now
+        if loss is None or not loss.planned or not loss.failover or layout.have.placement is not None:
+            return False
+        self._promoted.clear()
+        self.moving.cancel(why)
+        placement = without_standbys(loss.home, layout.all_shards)
+        former = self._former(placement)
+        self.protection.forget(layout.all_shards)
+        self.reconcile.leave(Stage.PREPARING)
+        layout.want(placement, keep=layout.all_shards, stays=True, former=former)
+        return True
+
+    def _former(self, placement: tuple[Placement, ...]) -> dict[str, str]:
+        """Living servers that hold something now, and nothing in this placement: address by task."""
+        layout, after = self.state.layout, addresses(placement)
+        living = {member.task for member in self.state.tasks.members.living("ps")} - after.keys()
+        before = {**layout.former, **addresses(layout.placement)}
+        return {task: address for task, address in before.items() if task in living}
 
     def _forget_changed(self, found: StandIn) -> list[int]:
         before = self.state.layout.placement
@@ -106,11 +131,12 @@ class Failover:
         self._promoted.clear()
         done = f"{recovered.task} was declared lost {recovered.seconds:.1f} s ago; its standbys have taken over"
         if planned:
+            done = self.moving.failure or f"shards have moved within {recovered.seconds:.1f} s"
+        if self.state.layout.former:
             # Those that have dropped their shards get no further orders.
             layout = self.state.layout
             layout.former = {}
             layout.have_standbys(layout.placement, layout.followed)
-            done = f"shards have moved within {recovered.seconds:.1f} s"
         self.state.say(
             "recovered",
             f"{done}. Training continues from step {recovered.at_step}, and no step is repeated",
@@ -145,10 +171,10 @@ class Failover:
         placement = self._protected(placement, now_s)
         if placement != state.layout.placement:
             self._set_standbys(placement)
-        elif (found := self.moving.ready()) is not None:
-            sources = sorted({place.task for place in placement if place.shard in found.promoted})
-            why = f"shards {numbers(found.promoted)} move from {', '.join(sources)}"
-            self.promote(found, sources[0], why, now_s, since_s=now_s, planned=True)
+        # A checkpoint that is being fetched would be lost with the timeline.
+        elif state.saves.saving is None and (found := self.moving.ready()) is not None:
+            source = next(place.task for place in placement if place.shard in found.promoted)
+            self.promote(found, source, "the copies are complete", now_s, since_s=now_s, planned=True)
 
     def adopted(self, now_s: float) -> None:
         """A restarted chief found every primary intact: place standbys again, wherever the last chief had them."""
@@ -162,7 +188,7 @@ class Failover:
             {member.task: member.address for member in self.state.tasks.holders()},
             appoint=self.state.layout.new_appointment,
             avoid=lambda shard, at: self.protection.avoided(shard, at, now_s),
-            moves=self.moving.answer.moves,
+            moves=self.moving.moves,
             each=self.state.settings.standbys > 0,
         )
 

@@ -7,7 +7,6 @@ together, as if the servers before them were lost (failover.py): a new timeline 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
@@ -20,11 +19,15 @@ from shardline_chief.rules.state.state import State
 
 
 class Moving:
+    """The newest request for moves; earlier ones are forgotten."""
+
     def __init__(self, state: State, protection: Protection) -> None:
         self.state, self.protection = state, protection
-        self.answer = MoveAnswer(number=0)
-        """The newest request, with the moves that are left."""
-        self._even = False
+        self.moves: dict[int, str] = {}
+        """The new server of each shard that has not moved yet."""
+        self._number = state.settings.term << 32
+        self._drains = self.failure = ""
+        """The server that is drained; why the request was given up."""
 
     def ask(self, task: str, now_s: float) -> MoveAnswer:
         """Move the shards of a server elsewhere, or, if task is empty, from the fullest servers to the emptiest.
@@ -46,53 +49,68 @@ class Moving:
                 raise UsageError(f"no other server than {task} may hold shards; start one first")
             state.tasks.drained.add((task, living[task]))
             state.record("drained", task=task, incarnation=living[task])
-        self._even = not task
-        self.answer = MoveAnswer(number=self.answer.number + 1, moves=self._spread())
-        told = ", ".join(f"shard {shard} to {aim}" for shard, aim in sorted(self.answer.moves.items()))
+        self._number, self._drains, self.failure = self._number + 1, task, ""
+        self.moves = self._spread()
+        told = ", ".join(f"shard {shard} to {aim}" for shard, aim in sorted(self.moves.items()))
         why = f"{task} is drained" if task else "the load is evened out"
         state.say("move", f"{why}: {told or 'no shard has to move'}")
-        return self.answer
+        return self.told(self._number)
 
     def told(self, number: int) -> MoveAnswer:
         """How the newest request goes. Raises UsageError if it has another number."""
-        if number != self.answer.number:
+        if number != self._number:
             raise UsageError("the chief was restarted, or asked for other moves, meanwhile; ask again")
-        return self.answer
+        layout = self.state.layout
+        if self.moves and self.state.phase in (Phase.STOPPING, Phase.ENDED):
+            self.cancel("the job ends")
+        left = [place for place in layout.placement if self._drains in (place.task, place.standby_task)]
+        done = layout.settled and not self.moves and not (self._drains and left)
+        return MoveAnswer(number=number, moves=self.moves, failure=self.failure, done=done)
 
     def _spread(self) -> dict[int, str]:
         state = self.state
         assert state.layout.plan is not None
         sizes = {number: shard.nbytes for number, shard in enumerate(state.layout.plan.shards)}
         holders = [member.task for member in state.tasks.holders()]
-        return spread(state.layout.placement, sizes, holders, even=self._even) if holders else {}
+        return spread(state.layout.placement, sizes, holders, even=not self._drains) if holders else {}
 
     def look(self, now_s: float) -> None:
         """Note what is done, and choose other servers for the shards whose new server is gone."""
-        moves = self.answer.moves
-        if not moves:
-            return
-        if not {member.task for member in self.state.tasks.holders()}.issuperset(moves.values()):
-            moves = self._spread()
         at = {place.shard: place.task for place in self.state.layout.placement}
-        self.answer = replace(self.answer, moves={shard: aim for shard, aim in moves.items() if at[shard] != aim})
-        for shard, aim in self.answer.moves.items():
+        left = {shard: aim for shard, aim in self.moves.items() if at[shard] != aim}
+        gone = set(left.values()) - {member.task for member in self.state.tasks.holders()}
+        others = self._spread() if gone else left
+        self.moves = left
+        if left.keys() - others.keys():
+            self.cancel(f"{', '.join(sorted(gone))} is gone")
+        elif gone:
+            self.moves = others
+        for shard, aim in self.moves.items():
             if self.protection.avoided(shard, aim, now_s):
                 self.cancel(f"{aim} could not take, or keep, a copy of shard {shard}")
+                return
 
     def cancel(self, why: str) -> None:
-        """The shards stay where they are."""
-        if self.answer.moves:
-            self.answer = replace(self.answer, moves={}, failure=f"{why}; shards {numbers(self.answer.moves)} stay")
-            self.state.say("move", f"the move is given up: {self.answer.failure}", "warning")
+        """The shards stay where they are, and a server that was to be drained may hold more again."""
+        state = self.state
+        if not self.moves:
+            return
+        self.failure = f"{why}; what has not moved stays: shard {numbers(self.moves)}"
+        self.moves = {}
+        state.say("move", f"the move is given up: {self.failure}", "warning")
+        member = state.tasks.members.get(self._drains)
+        if member is not None and (member.task, member.incarnation) in state.tasks.drained:
+            state.tasks.drained.discard((member.task, member.incarnation))
+            state.record("drained", task=member.task, incarnation=member.incarnation, off=True)
 
     def ready(self) -> StandIn | None:
         """The placement after the moves, once there are complete copies of all shards that move; else None."""
-        moves, whole, promoted, after = self.answer.moves, self.protection.whole(), {}, []
+        promoted, after = {}, []
         for place in self.state.layout.placement:
-            aim = moves.get(place.shard)
+            aim = self.moves.get(place.shard)
             if aim is None:
                 after.append(place)
-            elif place.shard in whole and place.standby_task == aim:
+            elif self.protection.states.get(place.shard) == "synced" and place.standby_task == aim:
                 promoted[place.shard] = Promotion(aim, place.appointment)
                 after.append(Placement(shard=place.shard, task=aim, address=place.standby_address))
             else:

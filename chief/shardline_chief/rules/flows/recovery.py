@@ -82,6 +82,9 @@ class Recovery:
         over = state.stage in (Stage.SCORING, Stage.COUNTING)
         if state.begun and not over and self.failover.stand_in(task, why, now_s):
             return
+        loss = state.losses.now
+        if loss is not None and all(place.task != task for place in loss.home) and self.failover.put_back(why):
+            return
         if not state.begun or not shards:
             self.failover.without(task)
             state.say("life", f"{why}; it held nothing, so the job continues without it", "warning", task=task)
@@ -120,6 +123,9 @@ class Recovery:
         # Several servers lost together count as one loss.
         another = loss is None or (not loss.failover and state.stage in PREPARATION)
         noted = state.note_loss(task, heard_s)
+        if noted.planned:
+            # Nothing was lost until now.
+            noted.first, noted.began_s = task, heard_s
         noted.failover = noted.planned = False
         self._lost.setdefault(task, now_s)
         state.losses.attempts += another
@@ -240,7 +246,8 @@ class Recovery:
             return False
         if loss.failover:
             _, error = sorted(event.errors.items())[0]
-            self.failover.moving.cancel("a copy could not take over")
+            if self.failover.put_back(str(error)):
+                return True
             self._begin(loss.first, now_s, loss.began_s)
             state.say("no_standby", f"{error}; {self._goes_back()}", "warning")
             return True

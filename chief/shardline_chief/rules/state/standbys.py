@@ -65,11 +65,14 @@ def spread(
 ) -> dict[int, str]:
     """Moves of shards, by shard, to the server that gets it: each away from a server that is not to hold any.
 
+    A shard goes to the server that has its standby, if there is one, or else to the one with least.
+
     sizes: bytes by shard. even: also from the server with most bytes to the one with least, as long as that makes the
     largest smaller by a tenth of what moves.
     """
     home = {place.shard: place.task for place in placement}
     load = {task: sum(sizes[shard] for shard, at in home.items() if at == task) for task in sorted(holders, key=_index)}
+    copies = {place.shard: place.standby_task for place in placement}
     moves: dict[int, str] = {}
 
     def move(shard: int, task: str) -> None:
@@ -80,7 +83,8 @@ def spread(
 
     for shard in sorted(home, key=lambda shard: -sizes[shard]):
         if home[shard] not in load:
-            move(shard, min(load, key=lambda task: load[task]))
+            copy = copies[shard]
+            move(shard, copy if copy in load else min(load, key=lambda task: load[task]))
     while even:
         most, least = max(load, key=lambda task: load[task]), min(load, key=lambda task: load[task])
         gain = load[most] - load[least]
