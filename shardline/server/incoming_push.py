@@ -54,11 +54,11 @@ class IncomingPush:
             return None
         return self.shard.number, self.header.step
 
-    def comparable(self, slot: Slot) -> bool:
-        """Whether the same bytes may come again, from another worker that was asked to compute them."""
+    def comparable(self, bucket: int, coding: BucketCoding) -> bool:
+        """Return whether the same bytes may come again, from another worker that was asked to compute them."""
         if self.usual is None or not self.gradient or self.shard.replicas <= 1:
             return False
-        return slot.coding.name == self.usual.bucket(self.shard.number, slot.number).name
+        return coding.name == self.usual.bucket(self.shard.number, bucket).name
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""

@@ -379,7 +379,7 @@ class PushReceiver:
         """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
-                gradient = opened(slot, self._backend.buffers.take, repeated=push.comparable(slot))
+                gradient = opened(slot, self._backend.buffers.take, repeated=push.comparable(slot.number, slot.coding))
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:

@@ -118,9 +118,9 @@ def test_a_client_that_stops_reading_makes_the_ps_hold_a_few_chunks_only() -> No
 
         def settled() -> bool:
             pause = threading.Event()
-            wire[0] = host.store.traffic.pull_wire
+            wire[0] = host.store.traffic.pull_wire_bytes
             pause.wait(0.3)
-            return host.store.traffic.pull_wire == wire[0]
+            return host.store.traffic.pull_wire_bytes == wire[0]
 
         wait_for(settled, "the ps to be held back")
         # Bytes encoded so far, of which the client has read 4 chunks and the rest is in flight or in memory.

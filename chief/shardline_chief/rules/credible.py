@@ -56,8 +56,9 @@ def beat(state: State, said: Beat) -> None:
             raise ProtocolError(
                 f"{where}: barrier: value has {len(said.barrier.value)} characters; {MOST_BROADCAST} are allowed"
             )
-    servers = {member.task for member in state.tasks.members if member.row.holds} if said.suspects else set()
-    if unknown := sorted(set(said.suspects) - servers):
+    servers = {f"ps/{index}" for index in range(len(state.settings.ps))} if said.suspects else set()
+    joined = {member.task for member in state.tasks.members if member.row.holds} if said.suspects else set()
+    if unknown := sorted(set(said.suspects) - servers - joined):
         raise ProtocolError(f"{where}: it can't reach {unknown[0]!r}, which is no parameter server of this cluster")
     # Where workers get none, their numbers of replicas mean nothing.
     known = state.job is not None and state.mode.assigns_replicas
