@@ -112,6 +112,8 @@ def test_a_server_that_comes_back_gets_shards_when_asked() -> None:
 def test_a_server_beyond_the_cluster_file_takes_its_part_of_many_shards() -> None:
     cluster = training(ps=2, shards=6)
     assert where(cluster) == ["ps/0", "ps/1"] * 3
+    # Nobody is given a place beyond it: a server with another address waits for its own.
+    assert not cluster.program.place("ps", "new:1", cluster.now_s).task and cluster.ask("ps", None)[0].retry
     cluster.ps.append(FakePs(2))
     cluster.join("ps", 2)
     cluster.tick(10)

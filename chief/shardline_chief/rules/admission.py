@@ -32,14 +32,17 @@ class Refusals:
         return True
 
 
-def limit(state: State, role: str) -> int:
-    """Number of indices of a role: valid ones are [0, limit)."""
+def limit(state: State, role: str, *, named: bool) -> int:
+    """Number of indices of a role: valid ones are [0, limit). named: the task names its own.
+
+    A server beyond the cluster spec does: one whose address has changed is to wait for its place, not to take another.
+    """
     settings = state.settings
     listed = state.tasks.expected().get(role, 0)
     if role == "worker":
         # A script has one replica per worker: one more worker would have nothing to do.
         return listed if state.script else max(listed, settings.max_workers)
-    return max(listed, ROLES[role].spare)
+    return listed if ROLES[role].holds and not named else max(listed, ROLES[role].spare)
 
 
 def refusal(state: State, join: Join) -> Refused | None:

@@ -28,7 +28,7 @@ class Joining:
         if refused is None and state.ended and state.exit_code:
             refused = Refused(reason=f"the job has ended: {state.reason}", retry=True)
         if refused is None:
-            limit, keep_s = admission.limit(state, role), state.timeouts.lost_s
+            limit, keep_s = admission.limit(state, role, named=False), state.timeouts.lost_s
             found = state.tasks.members.place(now_s, role, address, limit=limit, keep_s=keep_s)
             if not isinstance(found, Refused):
                 return PlaceAnswer(task=f"{role}/{found}")
@@ -52,7 +52,8 @@ class Joining:
         state = self.state
         if refused is None:
             key = key_of(join.secret) if join.secret else b""
-            decision = state.tasks.members.join(now_s, join, limit=admission.limit(state, join.role), key=key)
+            limit = admission.limit(state, join.role, named=join.index is not None)
+            decision = state.tasks.members.join(now_s, join, limit=limit, key=key)
             if not isinstance(decision, Refused):
                 member, old = decision.member, decision.replaced
                 if old is not None:
