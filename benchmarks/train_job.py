@@ -107,7 +107,7 @@ else:
     job = shardline.Job(
         model=training.model,
         loss=training.loss,
-        dataset=TensorDataset(torch.zeros(1)),
+        dataset=TensorDataset(torch.zeros(64)),
         optimizer="SGD",
         optimizer_args={"lr": RATE},
         batch_size=1,

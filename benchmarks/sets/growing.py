@@ -57,11 +57,13 @@ def sample(bench: Bench, hosts: Lab) -> dict[str, Any]:
         def task(host: int, name: str, *flags: str, cluster: dict[str, list[str]] = tasks) -> None:
             command(host, name.partition("/")[0], "--task", name, "--insecure-bind", *flags, cluster=cluster)
 
-        task(CHIEF, "chief/0", "--job", str(JOB), "--out", str(out), "--shards", str(SHARDS), "--no-page")
+        # Without replicas of their own, workers beyond the first would have nothing to send.
+        job = ("--job", str(JOB), "--set", f"replicas={WORKERS}")
+        task(CHIEF, "chief/0", *job, "--out", str(out), "--shards", str(SHARDS), "--no-page")
         for index in (0, 1):
             task(1 + index, f"ps/{index}")
         for index in range(WORKERS):
-            task(FIRST + index, f"worker/{index}", "--job", str(JOB))
+            task(FIRST + index, f"worker/{index}", *job)
         _pause(lambda: _steps(out) >= bench.scale.warmup, START_S)
         # A server that starts takes a core meanwhile.
         task(3, "ps/2", cluster=more)

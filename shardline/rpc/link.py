@@ -22,7 +22,6 @@ from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.limits import MAX_SENTENCE
-from shardline.rpc.messages.barrier import barrier_place_to_proto
 from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.report_queue import ReportQueue
 from shardline.rpc.v1 import chief_pb2
@@ -241,7 +240,7 @@ class ChiefLink:
             suspects=suspects if timeline == self._orders.timeline else (),
         )
         if self._barrier is not None:
-            beat.barrier.CopyFrom(barrier_place_to_proto(self._barrier))
+            beat.barrier.CopyFrom(to_message(chief_pb2.BarrierPlace, self._barrier))
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
         self._facts.write(beat)

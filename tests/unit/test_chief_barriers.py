@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from shardline.core.orders import BarrierPlace, BarrierState
-from shardline.rpc.messages.barrier import barrier_state_to_proto
-from shardline.rpc.messages.fields import from_message
+from shardline.rpc.messages.fields import from_message, to_message
+from shardline.rpc.v1 import chief_pb2
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
@@ -51,7 +51,7 @@ def test_all_workers_get_the_value_of_the_first_also_one_that_comes_again() -> N
         barriers.told("worker/0", replace(place(step), value=f"{step}"))
         found = barriers.states()["worker/1"]
         assert found.passed and found.place.value == f"{step}"
-    assert from_message(BarrierState, barrier_state_to_proto(found)).place.value == "29"
+    assert from_message(BarrierState, to_message(chief_pb2.BarrierState, found)).place.value == "29"
     barriers.told("worker/1", place(20))
     assert barriers.states()["worker/1"].place.value == "20"
     # Not kept for ever.
@@ -124,7 +124,7 @@ def test_orders_say_how_it_stands_with_a_workers_barrier() -> None:
 
 def test_barriers_survive_the_wire() -> None:
     state = BarrierState(place=place(7, 2), passed=False, hopeless=True, waits_for=("worker/1",))
-    assert from_message(BarrierState, barrier_state_to_proto(state)) == state
+    assert from_message(BarrierState, to_message(chief_pb2.BarrierState, state)) == state
 
 
 # Random deaths: workers that go through steps with barriers in them, as scripts do.

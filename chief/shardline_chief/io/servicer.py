@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 import grpc
@@ -16,9 +16,7 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.cluster import MAX_TASKS
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
-from shardline.core.orders import Orders, PassReport, StepReport
-from shardline.core.placement import Post
-from shardline.core.status import TaskLinks, Traffic, Usage
+from shardline.core.orders import Orders, StepReport
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
     CheckpointError,
@@ -44,10 +42,9 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
-from shardline.rpc.messages.barrier import barrier_place_from_proto, barrier_state_to_proto
 from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
-from shardline.rpc.messages.fields import from_message
+from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto
 from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
@@ -59,6 +56,7 @@ log = logging.getLogger("shardline_chief.io.servicer")
 
 SERVICES = ("shardline.rpc.v1.Chief",)
 JOIN = "/shardline.rpc.v1.Chief/Join"
+MEASURED = ("data_s", "compute_s", "exchange_s", "blocked_s", "drift", "gap")
 MAX_NAME = 256
 SECRET_BYTES = 32
 MOST_FETCHES = 16
@@ -142,15 +140,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         answer = await asyncio.wrap_future(self._control.join(join))
         if answer.accepted and told and not metrics:
             tell_left_out(answer.task, context.peer(), told)
-        return chief_pb2.JoinReply(
-            accepted=answer.accepted,
-            reason=answer.reason,
-            retry=answer.retry,
-            task=answer.task,
-            incarnation=answer.incarnation,
-            secret=answer.secret,
-            term=self._term,
-        )
+        return to_message(chief_pb2.JoinReply, answer, term=self._term)
 
     @rpc_errors.stream
     async def Heartbeat(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -207,14 +197,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             Identity(request.task, request.incarnation, request.secret),
             lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s),
         )
-        return chief_pb2.LeaseReply(
-            outcome=common_pb2.Outcome.Value(f"OUTCOME_{answer.outcome}"),
-            reason=answer.reason,
-            lease=answer.lease,
-            first=answer.first,
-            count=answer.count,
-            retry_after_s=answer.retry_after_s,
-        )
+        outcome = common_pb2.Outcome.Value(f"OUTCOME_{answer.outcome}")
+        return to_message(chief_pb2.LeaseReply, answer, outcome=outcome)
 
     @rpc_errors.unary
     async def Report(self, request: chief_pb2.ReportRequest, context: Any) -> chief_pb2.ReportReply:
@@ -247,6 +231,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         step = await asyncio.wrap_future(self._control.request_stop(request.reason or "requested by a client"))
         return chief_pb2.StopJobReply(stop_step=step)
 
+    @rpc_errors.unary
     async def Move(self, request: chief_pb2.MoveRequest, context: Any) -> chief_pb2.MoveReply:
         """Move shards to other servers while the job trains."""
         short(request.drain, "Move: drain")
@@ -256,7 +241,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             )
         except (UsageError, JobError) as error:
             return chief_pb2.MoveReply(failure=str(error))
-        return chief_pb2.MoveReply(number=answer.number, moves=answer.moves, failure=answer.failure, done=answer.done)
+        return to_message(chief_pb2.MoveReply, answer)
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))
@@ -339,16 +324,14 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
             raise ProtocolError(f"Join: {what} has {len(text)} characters; the limit is {MAX_NAME}")
     if message.role == "ps" and not message.address:
         raise ProtocolError("Join: a ps must give the address at which it serves")
-    job = job_from_proto(message.job) if message.HasField("job") else None
-    return Join(
-        role=message.role,
+    return from_message(
+        Join,
+        message,
+        without={"secret"},
         index=message.index if message.HasField("index") else None,
-        stable_id=message.stable_id,
-        address=message.address,
         metrics_address=message.metrics_address[:MAX_NAME],
         device=message.device[:MAX_NAME],
-        job=job,
-        protocol_minor=message.protocol_minor,
+        job=job_from_proto(message.job) if message.HasField("job") else None,
         required_features=tuple(message.hello.required_features),
         machine=dict(message.hello.machine),
     )
@@ -377,42 +360,16 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
             at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
             at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} is waiting for")
     steps = tuple(
-        StepReport(
-            step=item.step,
-            replica=item.replica,
-            loss=item.loss,
-            samples=item.samples,
-            data_s=_seconds(item.data_s),
-            compute_s=_seconds(item.compute_s),
-            exchange_s=_seconds(item.exchange_s),
-            staleness=item.staleness,
-            blocked_s=_seconds(item.blocked_s),
-            drift=_seconds(item.drift),
-            gap=_seconds(item.gap),
+        from_message(
+            StepReport,
+            item,
+            **_measured(item),
             logged=_logged(item.logged, f"{where}: step {item.step}"),
         )
         for item in message.steps
     )
-    return Beat(
-        task=message.task,
-        incarnation=message.incarnation,
-        step=message.step,
-        leaving=message.leaving,
-        finished=message.finished,
-        failure=message.failure,
-        failure_code=message.failure_code,
-        steps=steps,
-        ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
-        traffic=from_message(Traffic, message.traffic),
-        usage=from_message(Usage, message.usage),
-        links=from_message(TaskLinks, message.links),
-        suspects=tuple(message.suspects),
-        figures=dict(message.figures),
-        barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,
-        passes=tuple(from_message(PassReport, one) for one in message.passes),
-        clock_s=message.clock_s,
-        secret=message.secret,
-    )
+    ps = ps_status_from_proto(message.ps) if message.HasField("ps") else None
+    return from_message(Beat, message, steps=steps, ps=ps)
 
 
 def _life(message: Any, where: str) -> None:
@@ -425,38 +382,13 @@ def _logged(message: Mapping[str, float], where: str) -> dict[str, float]:
     return {short(name, f"{where}: name of a logged figure", MAX_LOGGED_NAME): message[name] for name in message}
 
 
-def _seconds(value: float) -> float:
-    return value if math.isfinite(value) and value >= 0.0 else 0.0
+def _measured(message: chief_pb2.StepReport) -> dict[str, Any]:
+    """Figures that can't be negative; 0 for one that is, or is no number."""
+    found = {name: getattr(message, name) for name in MEASURED}
+    return {name: value if math.isfinite(value) and value >= 0.0 else 0.0 for name, value in found.items()}
 
 
 def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
     """Orders as a protobuf message."""
-    return chief_pb2.Orders(
-        version=orders.version,
-        phase=PHASES[orders.phase.name.lower()],
-        timeline=orders.timeline,
-        replicas=orders.replicas,
-        init=orders.init,
-        stop_step=orders.stop_step,
-        exit_code=orders.exit_code,
-        reason=orders.reason,
-        checkpoint_step=orders.checkpoint_step,
-        final_step=orders.final_step,
-        workers=orders.workers,
-        first_step=orders.first_step,
-        awaited=orders.awaited,
-        fenced=orders.fenced,
-        barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
-        posts=_posts_to_proto(orders.posts),
-        posting=orders.posting,
-        job_secret=orders.job_secret,
-        peers=_posts_to_proto(orders.peers),
-        scores=[chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores],
-    )
-
-
-def _posts_to_proto(posts: Sequence[Post]) -> list[chief_pb2.Post]:
-    return [
-        chief_pb2.Post(task=post.task, address=post.address, incarnation=post.incarnation, key=post.key)
-        for post in posts
-    ]
+    scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
+    return to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
