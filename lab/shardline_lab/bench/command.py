@@ -23,6 +23,7 @@ from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
 from shardline_lab.bench.codecs import codecs
 from shardline_lab.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
+from shardline_lab.bench.mesh import mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -86,6 +87,7 @@ def bench() -> None:
 
 
 bench.add_command(codecs)
+bench.add_command(mesh)
 
 
 @bench.command()

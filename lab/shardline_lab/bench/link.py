@@ -1,4 +1,4 @@
-"""Throughput of a link with plain TCP: one way, the other way, and a round trip. For `shardline bench net`.
+"""Throughput of a link with plain TCP: one way, the other way, and a round trip. For `shardline bench net` and `mesh`.
 
 One request per connection: a JSON line, answered by a JSON line; then bytes flow for some seconds, and the receiver
 reports how many arrived in what time. Both sides have deadlines, and the server serves nothing else. With the job token
@@ -15,8 +15,8 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardline.cluster import format_address, parse_address
@@ -30,6 +30,8 @@ LINE_BYTES = 4096
 """Most bytes of a request or answer, so that strangers can't fill a server's memory."""
 BLOCK_BYTES = 1 << 20
 MAX_SECONDS = 60.0
+MAX_BYTES = 1 << 40
+"""Of one direction, unless the request says fewer."""
 CONNECT_S = 10.0
 STALL_S = 10.0
 """Seconds without a byte after which the peer counts as gone."""
@@ -51,18 +53,36 @@ class LinkFigures:
 class LinkClient:
     """Client of a LinkServer. `where` names the server in errors, such as "ps/0 at 10.0.0.7:2222"."""
 
-    def __init__(self, address: str, *, where: str, hint: str = "", token: bytes = b"") -> None:
+    def __init__(
+        self, address: str, *, where: str, hint: str = "", token: bytes = b"", command: str = "bench net"
+    ) -> None:
         self._host, self._port = parse_address(address)
         self._token = token
+        self._command = command
         self.where = where
         self._hint = hint
 
-    def measure(self, seconds: float) -> LinkFigures:
-        """Measure both directions, one after the other, `seconds` each. Raises UnreachableError, ProtocolError."""
+    def measure(self, seconds: float, most: int = MAX_BYTES) -> LinkFigures:
+        """Measure both directions, one after the other, `seconds` or `most` bytes each.
+
+        Raises UnreachableError, ProtocolError.
+        """
         round_trip_s = self._echo()
-        up, _ = self._transfer("send", seconds)
-        down, _ = self._transfer("receive", seconds)
+        up, _ = self._transfer("send", seconds, most)
+        down, _ = self._transfer("receive", seconds, most)
         return LinkFigures(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
+
+    def towards(self, address: str, seconds: float, most: int) -> LinkFigures:
+        """Have the server measure its link to another one, as measure() would there."""
+        with self._connect() as sock:
+            self._request(sock, "measure", to=address, seconds=seconds, bytes=most)
+            try:
+                answer = read_line(sock, 2 * seconds + 4 * (CONNECT_S + STALL_S))
+            except (OSError, ProtocolError) as error:
+                raise UnreachableError(f"{self.where} did not say what it measured to {address}: {error}") from error
+        if "error" in answer:
+            raise UnreachableError(f"from {self.where}: {answer['error']}")
+        return LinkFigures(**{field: float(answer[field]) for field in LinkFigures.__annotations__})
 
     def ask(self, what: str, **more: object) -> dict[str, Any]:
         with self._connect() as sock:
@@ -86,7 +106,7 @@ class LinkClient:
 
     def _stranger(self, error: Exception) -> ProtocolError:
         return ProtocolError(
-            f"{self.where} is not `shardline bench net --serve` of this cluster ({error}): a task of a running job may "
+            f"{self.where} is not `shardline {self._command} --serve` of this cluster ({error}): a task of a running job may "
             "be listening there, or one side has another --token-file; end the job, set another --port on both sides, "
             "or give both the same token"
         )
@@ -115,7 +135,7 @@ class LinkClient:
         except (OSError, ProtocolError) as error:
             raise self._stranger(error) from error
         if answer.get("is") != MAGIC:
-            raise ProtocolError(f"the answer from {self.where} is not that of `shardline bench net --serve`")
+            raise ProtocolError(f"the answer from {self.where} is not that of `shardline {self._command} --serve`")
         if "error" in answer:
             raise ProtocolError(f"{self.where}: {answer['error']}")
         return answer
@@ -135,14 +155,14 @@ class LinkClient:
                 raise UnreachableError(f"{self.where} stopped answering: {error}") from error
         return statistics.median(seconds)
 
-    def _transfer(self, what: str, seconds: float) -> tuple[float, int]:
+    def _transfer(self, what: str, seconds: float, most: int) -> tuple[float, int]:
         """(bytes per second, bytes) of one direction."""
         with self._connect() as sock:
-            self._request(sock, what, seconds=seconds)
+            self._request(sock, what, seconds=seconds, bytes=most)
             try:
                 if what == "receive":
                     return receive_all(sock)
-                send_for(sock, seconds)
+                send_for(sock, seconds, most)
                 answer = read_line(sock, STALL_S + seconds)
             except (OSError, ProtocolError) as error:
                 raise UnreachableError(
@@ -152,11 +172,14 @@ class LinkClient:
 
 
 class LinkServer:
-    """Serves one client's requests at one address, one at a time. Used by one thread. token: the job's, or empty."""
+    """Serves one client's requests at one address, one at a time. Used by one thread.
 
-    def __init__(self, address: str, token: bytes = b"") -> None:
+    token: the job's, or empty. peers: addresses to which it measures on request, and no others.
+    """
+
+    def __init__(self, address: str, token: bytes = b"", peers: Collection[str] = ()) -> None:
         host, port = parse_address(address)
-        self._token = token
+        self._token, self._peers = token, peers
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self._listener = socket.socket(found[0], found[1])
@@ -171,7 +194,7 @@ class LinkServer:
         self.address = format_address(host, self._listener.getsockname()[1])
 
     def serve(self, *, wait_s: float) -> dict[str, Any]:
-        """Answer requests until one asks for a lane; returns that request, already answered, with the port free again.
+        """Answer requests until one asks for a lane, or to end; returns it, answered, with the port free again.
 
         Raises UnreachableError if no request comes for `wait_s` seconds.
         """
@@ -209,19 +232,21 @@ class LinkServer:
             return None
         except (OSError, ProtocolError) as error:
             # A stranger; a port scan must not end the measurement.
-            log.warning("dropped a connection that is not `shardline bench net`: %s", error)
+            log.warning("dropped a connection that is not `shardline bench`: %s", error)
             with contextlib.suppress(OSError):
                 sock.sendall(_line({"is": MAGIC, "error": str(error)}))
             return None
         try:
             sock.sendall(_line({"is": MAGIC}))
-            if request["do"] == "lane":
+            if request["do"] in ("lane", "end"):
                 return request
             if request["do"] == "echo":
                 for _ in range(int(request["count"])):
                     sock.sendall(sock.recv(1))
             elif request["do"] == "receive":
-                send_for(sock, float(request["seconds"]))
+                send_for(sock, float(request["seconds"]), int(request["bytes"]))
+            elif request["do"] == "measure":
+                sock.sendall(_line({"is": MAGIC, **self._towards(request)}))
             else:
                 rate, nbytes = receive_all(sock)
                 sock.sendall(_line({"is": MAGIC, "bytes": nbytes, "bytes_per_s": rate}))
@@ -230,20 +255,34 @@ class LinkServer:
         return None
 
 
+    def _towards(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures of this machine's link to another one, or why there are none."""
+        to = request["to"]
+        if to not in self._peers:
+            return {"error": f"{to} is no machine of its cluster.json; give all machines the same one"}
+        try:
+            client = LinkClient(to, where=to, token=self._token, command="bench mesh")
+            return asdict(client.measure(float(request["seconds"]), int(request["bytes"])))
+        except (ProtocolError, UnreachableError) as error:
+            return {"error": str(error)}
+
+
 def check_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """The request. Raises ProtocolError unless every field is in its range."""
     if request.get("is") != MAGIC:
         raise ProtocolError(f"the request is not {MAGIC}; use the same version on both machines")
+    request = {"bytes": MAX_BYTES, **request}
     what = request.get("do")
-    if what in ("send", "receive"):
+    if what in ("send", "receive", "measure"):
         _in_range(request, "seconds", 0.0, MAX_SECONDS)
+        _in_range(request, "bytes", 1, MAX_BYTES)
     elif what == "echo":
         _in_range(request, "count", 1, 10_000)
     elif what == "lane":
         _in_range(request, "budget_s", 1.0, 3600.0)
-    else:
+    elif what != "end":
         raise ProtocolError(f"the request {what!r} is unknown; use the same version on both machines")
-    return dict(request)
+    return request
 
 
 def _in_range(request: Mapping[str, Any], field: str, low: float, high: float) -> None:
@@ -252,12 +291,13 @@ def _in_range(request: Mapping[str, Any], field: str, low: float, high: float) -
         raise ProtocolError(f"the request's {field} is {value!r}; it must be a number from {low:g} to {high:g}")
 
 
-def send_for(sock: socket.socket, seconds: float) -> None:
-    """Send for some seconds, then close this direction. Raises OSError."""
+def send_for(sock: socket.socket, seconds: float, most: int = MAX_BYTES) -> None:
+    """Send for some seconds, or so many bytes, then close this direction. Raises OSError."""
     block = memoryview(bytearray(BLOCK_BYTES))
     end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        sock.sendall(block)
+    while time.monotonic() < end_s and most > 0:
+        sock.sendall(block[:most])
+        most -= BLOCK_BYTES
     sock.shutdown(socket.SHUT_WR)
 
 
