@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
+    advised,
     auto,
     bubbles,
     codecs,
@@ -63,6 +64,7 @@ ALL: dict[str, ModuleType] = {
         fan_in,
         placement,
         growing,
+        advised,
         overlap,
         overhead,
         start,

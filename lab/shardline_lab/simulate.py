@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import click
 
 from shardline.cli import options, quantities
 from shardline.cluster import parse_address, read_spec
-from shardline.core.shares import uneven_shares
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
 from shardline_pipeline.cli.report import plain_bytes, plain_time
@@ -36,6 +36,12 @@ cluster_shape = options.together(
         metavar="FILE",
         help="cluster.json: its parameter servers and workers, and which of them share a machine. "
         "Default: --ps and --workers, each on a machine of its own.",
+    ),
+    click.option(
+        "--mesh",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Instead of --cluster, --link and --latency: what shardline bench mesh has measured.",
     ),
     click.option("--link", default="none", metavar="RATE", help="Bandwidth of each machine, each way: 1Gbit, 25MB."),
     click.option("--latency", default="0s", metavar="TIME", help="From one machine to another: 0.2ms."),
@@ -123,11 +129,24 @@ def simulate(**flags: Any) -> int:
 def advise(**flags: Any) -> int:
     """Simulate JOB.py with every consistency, codec and cadence; print the fastest first, and what to write in the job.
 
-    Only speed is compared. Without --compute or --from it measures some passes on this machine.
+    With --mesh: with every topology, and servers in other places. Only speed is compared. Without --compute or --from
+    it measures some passes on this machine.
     """
-    from shardline_lab.simulator import menu
+    from shardline_lab.simulator import arrangements, menu
 
     job = options.loaded_job(flags)
+    if flags["mesh"] is not None:
+        setup = make_setup(job, flags, seed=job.seed)
+        compared, refused = arrangements.simulated(job, setup)
+        for line in [*remarks(setup), *arrangements.report(job, compared), *refused]:
+            click.echo(line)
+        if flags["json_path"] is not None:
+            told = [
+                {**row.result.figures(), **asdict(row.arrangement), "servers": row.servers, "expected_s": row.step_s}
+                for row in compared
+            ]
+            options.write_file(flags["json_path"], json.dumps(told, indent=2) + "\n")
+        return 0
     found = menu.simulated(job, make_setup(job, flags, compares=True, seed=job.seed))
     for line in [*table(found, menu.own(job)), "", *advice(job, found)]:
         click.echo(line)
@@ -201,30 +220,30 @@ def death(text: str, option: str) -> Death:
 def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **more: Any) -> Setup:
     """What is simulated, from parsed flags. compares: with other choices of the job."""
     import shardline_pipeline as pipeline
+    from shardline_lab.bench.mesh import Mesh
     from shardline_lab.simulator.links import Network
-    from shardline_lab.simulator.simulation import Setup
+    from shardline_lab.simulator.simulation import Setup, placed
     from shardline_pipeline.partition.automatic import cuts_for
     from shardline_pipeline.staged import StagedModel
 
-    workers, servers, machines = flags["workers"], flags["ps"], {}
-    if flags["cluster"] is not None:
-        spec = read_spec(flags["cluster"])
-        workers, servers = len(spec.addresses("worker")), len(spec.addresses("ps"))
-        if not workers:
-            raise UsageError(f"--cluster {flags['cluster']} has no worker; a simulation needs some")
-        hosts = {role: [parse_address(one)[0] for one in spec.addresses(role)] for role in ("ps", "worker")}
-        if "*" not in {*hosts["ps"], *hosts["worker"]} and (shares := uneven_shares(hosts["ps"], hosts["worker"])):
-            # The others hold nothing.
-            hosts["ps"] = [host for host, share in zip(hosts["ps"], shares, strict=True) if share]
-            servers = len(hosts["ps"])
-        machines = {f"{role}/{index}": host for role in hosts for index, host in enumerate(hosts[role])}
-        # The address of a task that takes any place is *; it runs on some machine of its own.
-        machines = {task: host for task, host in machines.items() if host != "*"}
+    places = {"workers": flags["workers"], "servers": flags["ps"]}
     links = Network(
         bytes_per_s=quantities.bytes_per_s(flags["link"], "--link"),
         latency_s=quantities.seconds(flags["latency"], "--latency"),
     )
-    exchange_s = quantities.seconds(flags["exchange"], "--exchange")
+    roles = ("ps", "worker", "aggregator")
+    if flags["mesh"] is not None:
+        if flags["cluster"] is not None or links != Network():
+            raise UsageError("--mesh says which tasks and links there are; leave out --cluster, --link and --latency")
+        mesh = Mesh.read(flags["mesh"])
+        places = placed(*(mesh.hosts(role) for role in roles))
+        trip_s = statistics.median(mesh.round_trip_s.values())
+        links = Network(latency_s=trip_s / 2, pairs=mesh.bytes_per_s, trips_s=mesh.round_trip_s)
+    elif flags["cluster"] is not None:
+        spec = read_spec(flags["cluster"])
+        places = placed(*([parse_address(one)[0] for one in spec.addresses(role)] for role in roles))
+    if not places["workers"] or not places["servers"]:
+        raise UsageError(f"{flags['mesh'] or flags['cluster']} has no worker or no ps; a simulation needs some")
     model = job.build_model()
     described = job.spec(model)
     # Of a model in stages both ways are compared; then the times of its stages are those of the whole, too.
@@ -242,14 +261,12 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
     stages = stage_costs(job, flags, model) if both or pipeline.of(described).staged else None
     return Setup(
         job=described,
-        workers=workers,
-        servers=servers,
         times=pass_times(job, flags) if stages is None else stages.whole(job.accumulate, flags["cv"]),
         stages=stages,
         network=links,
-        machines=machines,
         overlap=flags["overlap"],
-        exchange_s=exchange_s,
+        exchange_s=quantities.seconds(flags["exchange"], "--exchange"),
+        **places,
         **more,
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardline import topology
 from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.errors import UsageError
@@ -249,10 +248,41 @@ def test_single_times_follow_from_the_largest_of_several(largest_of: int) -> Non
     assert statistics.fmean(again.reshape(4000, largest_of).max(1)) == pytest.approx(largest.mean(), rel=0.03)
 
 
-def test_topologies_of_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "of", lambda job: object())
-    with pytest.raises(UsageError, match="topology group can't be simulated"):
-        simulate(dataclasses.replace(job(), topology="group"), 1, 10)
+@pytest.mark.parametrize(("name", "aggregators"), [("local-sum", 0), ("aggregators", 2)])
+@pytest.mark.parametrize(("workers", "pushes", "codec"), [(4, 2, "raw"), (4, 2, "bf16"), (6, 4, "raw")])
+def test_one_of_a_host_pushes_whole_nodes_of_the_sum_and_pulls_once(
+    name: str, aggregators: int, workers: int, pushes: int, codec: str
+) -> None:
+    machines = {f"worker/{index}": f"host{2 * index // workers}" for index in range(workers)}
+    machines |= {f"aggregator/{index}": f"host{index}" for index in range(aggregators)}
+    where: dict[str, Any] = {"machines": machines, "network": Network(bytes_per_s=1 << 20), "overlap": False}
+    flat = dataclasses.replace(job("sync", workers), codec=codec)
+    direct = simulate(flat, workers, 20, **where)
+    found = simulate(dataclasses.replace(flat, topology=name), workers, 20, aggregators=aggregators, **where)
+    # What was rounded on its way to the aggregator goes on as it is; parameters are rounded both ways.
+    pull = 0.5 if codec == "bf16" else 1.0
+    assert np.median(direct.step_s) == pytest.approx(1.0 + 2 * workers * pull, rel=1e-3)
+    assert np.median(found.step_s) == pytest.approx(1.0 + pushes + 2 * pull, rel=1e-3)
+    assert found.push_bytes / 20 == pytest.approx(pushes * 2**20, rel=1e-3)
+
+
+def test_a_worker_alone_on_its_host_goes_to_the_servers_and_a_death_there_is_refused() -> None:
+    of = dataclasses.replace(job("sync", 2), topology="local-sum")
+    network = Network(bytes_per_s=1 << 20)
+    assert simulate(of, 2, 10, network=network).seconds == simulate(job("sync", 2), 2, 10, network=network).seconds
+    with pytest.raises(UsageError, match="deaths with topology local-sum can't be simulated; choose flat"):
+        simulate(of, 2, 10, deaths=[Death(worker=0, at_s=1.0)])
+
+
+def test_measured_links_have_their_own_rates_and_what_is_slow_between_them_too() -> None:
+    rates = {("a", "b"): 10.0, ("b", "a"): 40.0, ("a", "c"): 10.0, ("c", "a"): 40.0, ("b", "c"): 5.0, ("c", "b"): 40.0}
+    clock, ends = VirtualClock(), dict[str, float]()
+    machines = Machines(clock, Network(pairs=rates, trips_s={**dict.fromkeys(rates, 0.0), ("b", "c"): 2.0}))
+    for sender, receiver in ("ab", "cb", "bc"):
+        machines.stream(sender, receiver).send(100, lambda name: ends.update({name: clock.now_s}), sender + receiver)
+    clock.run()
+    # Both ways into b have less than it can take; 1 s of latency from b to c, besides 20 s at 5 bytes a second.
+    assert ends == pytest.approx({"ab": 10.0, "cb": 5.0, "bc": 21.0}, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -104,6 +105,53 @@ def test_a_cluster_file_says_who_shares_a_machine(job_file: str, tmp_path: Path)
         return float(figures(tmp_path, job_file, *shape)["seconds"])
 
     assert seconds("b:3") < 1 < 50 < seconds("a:3")
+
+
+def mesh_file(path: Path, machines: dict[str, list[str]], rate: float = 1e3) -> str:
+    pairs = itertools.permutations(machines, 2)
+    links = [{"from": a, "to": b, "bytes_per_s": rate, "round_trip_s": 0.0} for a, b in pairs]
+    path.write_text(json.dumps({"machines": machines, "links": links}))
+    return str(path)
+
+
+RACK = {"s": ["chief/0", "ps/0"], "a": ["worker/0", "worker/1"], "b": ["worker/2", "worker/3"]}
+
+
+def test_a_mesh_ranks_topologies_and_places_of_servers(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = mesh_file(tmp_path / "mesh.json", RACK)
+    shape = [job_file, "--mesh", mesh, "--compute", "1ms", "--cv", "0", "--no-overlap", "--set", "replicas=4"]
+    rows = advise(tmp_path, *shape)
+    found = {(row["topology"], *row["servers"]): row["expected_s"] for row in rows}
+    assert [row["expected_s"] for row in rows] == sorted(found.values())
+    assert found.keys() == {
+        (name, *servers) for name in ("flat", "local-sum", "aggregators") for servers in (("s",), ("a", "b", "s"))
+    }
+    assert all(row["aggregators"] == ["a", "b"] for row in rows if row["topology"] == "aggregators")
+    # Transfers are all but 1 ms of a step; each host sends once instead of twice.
+    assert found["flat", "s"] == pytest.approx(2 * found["local-sum", "s"], rel=0.01)
+    assert found["flat", "s"] > found["flat", "a", "b", "s"] > found["local-sum", "a", "b", "s"]
+    said = capsys.readouterr().out
+    assert "topology='local-sum'," in said and re.search('"ps" on .*a', said)
+    # Real gradients have the same sums, whatever the way.
+    shape = [*shape, "--gradients", "--steps", "5"]
+    losses = [figures(tmp_path, *shape, "--topology", name)["loss"] for name in ("flat", "local-sum")]
+    assert losses[0] == losses[1]
+
+
+def test_a_mesh_says_what_it_replaces_and_what_the_job_cannot_have(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = mesh_file(tmp_path / "mesh.json", RACK)
+    assert main(["advise", job_file, "--mesh", mesh, "--link", "1Gbit"]) == UsageError.exit_code
+    assert "leave out --cluster, --link and --latency" in capsys.readouterr().err
+    assert main(["advise", job_file, "--mesh", mesh, "--compute", "1ms", "--consistency", "async"]) == 0
+    said = capsys.readouterr().out
+    assert "Not local-sum: topology local-sum has one pull of a step serve several workers" in said
+    mesh = mesh_file(tmp_path / "mesh.json", {"s": ["chief/0", "ps/0"], "a": ["evaluator/0"]})
+    assert main(["advise", job_file, "--mesh", mesh, "--compute", "1ms"]) == UsageError.exit_code
+    assert "has no worker or no ps" in capsys.readouterr().err
 
 
 def test_idle_workers_are_mentioned(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:

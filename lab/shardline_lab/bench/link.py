@@ -106,9 +106,9 @@ class LinkClient:
 
     def _stranger(self, error: Exception) -> ProtocolError:
         return ProtocolError(
-            f"{self.where} is not `shardline {self._command} --serve` of this cluster ({error}): a task of a running job may "
-            "be listening there, or one side has another --token-file; end the job, set another --port on both sides, "
-            "or give both the same token"
+            f"{self.where} is not `shardline {self._command} --serve` of this cluster ({error}): a task of a running "
+            "job may be listening there, or one side has another --token-file; end the job, set another --port on both "
+            "sides, or give both the same token"
         )
 
     def _why(self, error: OSError) -> str:
@@ -253,7 +253,6 @@ class LinkServer:
         except (OSError, UnreachableError) as error:
             log.warning("the other side disconnected during the measurement: %s", error)
         return None
-
 
     def _towards(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The figures of this machine's link to another one, or why there are none."""

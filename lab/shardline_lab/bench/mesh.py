@@ -15,7 +15,7 @@ import click
 
 from shardline.cli import options
 from shardline.cli.terminal import aligned
-from shardline.cluster import ANY_HOST, ClusterSpec, format_address, locate, parse_address
+from shardline.cluster import ANY_HOST, ClusterSpec, format_address, locate, parse_address, parse_task
 from shardline.errors import ClusterSpecError, ShardlineError, UnreachableError, UsageError
 from shardline.host import files
 from shardline.security import Security, check_bind
@@ -53,8 +53,15 @@ class Mesh:
         names = found.machines
         lacking = [f"{a} to {b}" for a in names for b in names if a != b and not found.bytes_per_s.get((a, b), 0.0) > 0]
         if lacking or not all(0.0 <= trip_s < 60.0 for trip_s in found.round_trip_s.values()):
-            raise UsageError(f"--mesh {path} lacks a link, such as {lacking[0] if lacking else 'one with a round trip'}")
+            raise UsageError(
+                f"--mesh {path} lacks a link, such as {lacking[0] if lacking else 'one with a round trip'}"
+            )
         return found
+
+    def hosts(self, role: str) -> list[str]:
+        """The machine of each task of a role."""
+        found = {task: name for name, tasks in self.machines.items() for task in tasks if parse_task(task)[0] == role}
+        return [found[task] for task in sorted(found, key=parse_task)]
 
     def write(self, path: Path) -> None:
         links = [
@@ -126,7 +133,8 @@ def measured(addresses: Mapping[str, str], security: Security, *, seconds: float
     }
     with ThreadPoolExecutor(len(clients)) as pool:
         try:
-            absent = {name: error for name, error in zip(clients, pool.map(_error_of, clients.values())) if error}
+            answers = zip(clients, pool.map(_error_of, clients.values()), strict=True)
+            absent = {name: error for name, error in answers if error}
             for name, error in absent.items():
                 others = [other for other in absent if other != name]
                 raise UnreachableError(error + (f"; nor can {', '.join(others)} be measured" if others else ""))
@@ -195,7 +203,8 @@ def mesh(**flags: Any) -> int:
                 one.result()
             return 0
         figures = measured(addresses, security, seconds=flags["seconds"], most=int(flags["megabytes"] * 1e6))
-    rates, trips = {}, {}
+    rates: dict[tuple[str, str], float] = {}
+    trips: dict[tuple[str, str], float] = {}
     for (a, b), found in figures.items():
         rates |= {(a, b): found.up_bytes_per_s, (b, a): found.down_bytes_per_s}
         trips |= {(a, b): found.round_trip_s, (b, a): found.round_trip_s}

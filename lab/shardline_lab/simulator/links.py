@@ -8,15 +8,19 @@ exact if only one of them is shared.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.errors import UsageError
 from shardline_lab.simulator.clock import VirtualClock
+
+SLOWER = 0.9
+"""Less than this part of what both links carry is no error of the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,10 @@ class Network:
     """Bandwidth of each direction of a machine's link."""
     latency_s: float = 0.0
     """From one machine to another."""
+    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Measured bandwidth from one machine to another; then each machine's link is as fast as the fastest of them."""
+    trips_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Measured round trips."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0.0:
@@ -35,7 +43,20 @@ class Network:
     @property
     def limited(self) -> bool:
         """Whether bytes take time."""
-        return not math.isinf(self.bytes_per_s)
+        return bool(self.pairs) or not math.isinf(self.bytes_per_s)
+
+    def latency(self, sender: str, receiver: str) -> float:
+        return self.trips_s[sender, receiver] / 2 if self.pairs else self.latency_s
+
+    @functools.cached_property
+    def ends(self) -> Mapping[tuple[str, ...], float]:
+        """Measured bandwidth of each machine's link, by its name and "out" or "in", and of each pair."""
+        found: dict[tuple[str, ...], float] = {}
+        for (sender, receiver), rate in self.pairs.items():
+            for key in ((sender, "out"), (receiver, "in")):
+                found[key] = max(rate, found.get(key, 0.0))
+            found[sender, receiver] = rate
+        return found
 
 
 class Link:
@@ -135,19 +156,22 @@ class Machines:
     def __init__(self, clock: VirtualClock, network: Network) -> None:
         self._clock = clock
         self._network = network
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, ...], Link] = {}
 
     def stream(self, sender: str, receiver: str) -> MessageStream:
         """A stream between two machines; within one, messages take no time."""
         if sender == receiver:
             return MessageStream(self._clock, (), 0.0)
-        if not self._network.limited:
-            return MessageStream(self._clock, (), self._network.latency_s)
-        links = (self._link(sender, "out"), self._link(receiver, "in"))
-        return MessageStream(self._clock, links, self._network.latency_s)
+        network, latency_s = self._network, self._network.latency(sender, receiver)
+        if not network.limited:
+            return MessageStream(self._clock, (), latency_s)
+        keys: list[tuple[str, ...]] = [(sender, "out"), (receiver, "in")]
+        if network.pairs and network.pairs[sender, receiver] < SLOWER * min(network.ends[key] for key in keys):
+            # Something between them is slower than the links of both, such as that of a rack.
+            keys.append((sender, receiver))
+        return MessageStream(self._clock, tuple(self._link(key) for key in keys), latency_s)
 
-    def _link(self, machine: str, direction: str) -> Link:
-        key = (machine, direction)
+    def _link(self, key: tuple[str, ...]) -> Link:
         if key not in self._links:
-            self._links[key] = Link(self._clock, self._network.bytes_per_s)
+            self._links[key] = Link(self._clock, self._network.ends.get(key, self._network.bytes_per_s))
         return self._links[key]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import shardline_pipeline as pipeline
 from shardline import cadence as cadences
 from shardline import codecs, consistency
 from shardline import topology as topologies
+from shardline.cluster import ANY_HOST
 from shardline.codecs import coding_of
 from shardline.consistency.assignment import assign, replicas_of
 from shardline.consistency.server import Terms
@@ -18,10 +20,11 @@ from shardline.core.reduce import clip_scale, global_norm
 from shardline.core.shares import uneven_shares
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import UsageError
-from shardline.topology import Flat
+from shardline.topology import Flat, Hop, Surroundings
 from shardline.update import weights
+from shardline_lab.simulator.aggregators import VirtualAggregator
 from shardline_lab.simulator.clock import VirtualClock
-from shardline_lab.simulator.links import Machines, Network
+from shardline_lab.simulator.links import Machines, MessageStream, Network
 from shardline_lab.simulator.result import Result, RunCounts
 from shardline_lab.simulator.servers import BucketPlan, VirtualServer
 from shardline_lab.simulator.times import Gamma, Times, draws
@@ -81,6 +84,8 @@ class Setup:
     network: Network = field(default_factory=Network)
     machines: Mapping[str, str] = field(default_factory=dict)
     """The machine of a task; a task that is missing here has one of its own."""
+    aggregators: int = 0
+    """Of the cluster."""
     overlap: bool = True
     """Gradients leave during the backward pass, and the forward pass waits layer by layer, where the job allows it."""
     exchange_s: float = 0.0
@@ -93,11 +98,8 @@ class Setup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(topologies.of(self.job), Flat):
-            raise UsageError(
-                f"topology {self.job.topology} can't be simulated: workers exchange with the servers themselves;"
-                f" choose {Flat()}"
-            )
+        if topologies.of(self.job).meets and self.deaths:
+            raise UsageError(f"deaths with topology {self.job.topology} can't be simulated; choose {Flat()}")
         if pipeline.ranks(self.job) > 1:
             raise UsageError(
                 "layers that workers share can't be simulated; --set tensor_ranks=1 simulates the same job with "
@@ -114,13 +116,45 @@ class Setup:
                     f"{f'worker/0 to worker/{last}' if last else 'worker/0 alone'}"
                 )
 
+    def machine(self, task: str) -> str:
+        return self.machines.get(task, task)
+
+    def hops(self, worker: int) -> Mapping[int, Hop]:
+        """The task that a worker exchanges with, by server, as the job's topology says."""
+        near = [f"worker/{other}" for other in range(self.workers)]
+        near = [task for task in near if self.machine(task) == self.machine(f"worker/{worker}")]
+        around = Surroundings(
+            task=f"worker/{worker}",
+            workers=self.workers,
+            servers={number: Hop(f"ps/{number}", "") for number in range(self.servers)},
+            aggregators={number: Hop(f"aggregator/{number}", "") for number in range(self.aggregators)},
+            places=self.aggregators,
+            neighbours=tuple(near),
+            speaker=Hop(near[0], ""),
+        )
+        return topologies.of(self.job).hops(around)
+
     def plan(self) -> Plan:
         """How the job's tensors are cut over the servers, as the chief would."""
         servers, workers = (
-            [self.machines.get(f"{role}/{index}", f"{role}/{index}") for index in range(count)]
+            [self.machine(f"{role}/{index}") for index in range(count)]
             for role, count in (("ps", self.servers), ("worker", self.workers))
         )
         return make_plan(self.job.tensors, self.servers, shares=uneven_shares(servers, workers) or None)
+
+
+def placed(servers: Sequence[str], workers: Sequence[str], aggregators: Sequence[str] = ()) -> dict[str, Any]:
+    """Fields of a Setup with tasks on these machines; "*" is one of its own. Leaves out servers that hold nothing."""
+    if ANY_HOST not in {*servers, *workers} and (shares := uneven_shares(servers, workers)):
+        servers = [host for host, share in zip(servers, shares, strict=True) if share]
+    roles = {"ps": servers, "worker": workers, "aggregator": aggregators}
+    machines = {f"{role}/{index}": host for role in roles for index, host in enumerate(roles[role]) if host != ANY_HOST}
+    return {
+        "workers": len(workers),
+        "servers": len(servers),
+        "aggregators": len(aggregators),
+        "machines": machines,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,22 +247,41 @@ class Simulation:
 
     def _make_workers(self, contents: Contents) -> list[VirtualWorker]:
         setup, machines = self.setup, Machines(self.clock, self.setup.network)
-        made = []
+        servers = [f"ps/{server.number}" for server in self.servers]
+        made, sums = [], self._sum_bytes(contents)
+
+        def streams(task: str, others: Sequence[str]) -> tuple[list[MessageStream], list[MessageStream]]:
+            here, there = setup.machine(task), [setup.machine(one) for one in others]
+            return [machines.stream(here, one) for one in there], [machines.stream(one, here) for one in there]
+
+        aggregators: dict[str, VirtualAggregator] = {}
         for index in range(setup.workers):
-            here = setup.machines.get(f"worker/{index}", f"worker/{index}")
-            there = [setup.machines.get(f"ps/{server.number}", f"ps/{server.number}") for server in self.servers]
-            streams = [machines.stream(here, one) for one in there], [machines.stream(one, here) for one in there]
-            made.append(
-                VirtualWorker(
-                    index,
-                    self,
-                    self._mode.worker_half(setup.job),
-                    draws(setup.times[index % len(setup.times)], setup.seed, index, self.passes_drawn),
-                    streams,
-                    contents.gradients(index) if contents.gradients is not None else None,
-                )
+            task, hops = f"worker/{index}", setup.hops(index)
+            met = {number: hop.task for number, hop in hops.items() if hop.task != f"ps/{number}"}
+            for name in {*met.values()} - {*aggregators}:
+                aggregators[name] = VirtualAggregator(name, self, streams(name, servers), sums, setup.job.replicas)
+            up, down = streams(task, [hops[server.number].task for server in self.servers])
+            worker = VirtualWorker(
+                index,
+                self,
+                self._mode.worker_half(setup.job),
+                draws(setup.times[index % len(setup.times)], setup.seed, index, self.passes_drawn),
+                (up, down),
+                contents.gradients(index) if contents.gradients is not None else None,
+                {number: aggregators[name].take_in for number, name in met.items()},
             )
+            for name in {*met.values()}:
+                aggregators[name].members[worker] = dict(enumerate(down))
+            made.append(worker)
         return made
+
+    def _sum_bytes(self, contents: Contents) -> Sequence[Sequence[Sequence[float]]]:
+        """Bytes of a sum, by server and bucket: what codecs have rounded leaves an aggregator as it is."""
+        if not self.sums_blocks and contents.gradients is None:
+            tensors = tuple(replace(tensor, codec="") for tensor in self.setup.job.tensors)
+            raw = replace(self.setup.job, codec="raw", codec_up="", tensors=tensors)
+            contents = timing_contents(replace(self.setup, job=raw))
+        return [[bucket.push_bytes for bucket in buckets] for buckets in contents.buckets]
 
     def run(self) -> Result:
         """Simulate until the job's last step. Raises UsageError if it can't get there."""

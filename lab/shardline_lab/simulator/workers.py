@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -61,7 +62,8 @@ class SimulatedJob(Protocol):
 class VirtualWorker:
     """One worker. Every event of it belongs to one of its lives, and does nothing once that has ended.
 
-    up, down: streams to and from the servers. gradients: None = only the timing.
+    streams: to and from the servers. gradients: None = only the timing. gates: take in its pushes where it exchanges
+    with an aggregator, by server; the streams lead there then.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class VirtualWorker:
         times: Iterator[float],
         streams: tuple[Sequence[MessageStream], Sequence[MessageStream]],
         gradients: Gradients | None = None,
+        gates: Mapping[int, Callable[..., None]] = MappingProxyType({}),
     ) -> None:
         self.index = index
         self.task = f"worker/{index}"
@@ -112,13 +115,18 @@ class VirtualWorker:
         self._most_buckets = max(len(server.buckets) for server in servers)
         self._targets = [
             [
-                (server, self._up[server.number], server.plans[bucket].push_bytes)
-                for server in servers
-                if bucket < len(server.buckets)
+                (one, self._up[one.number], one.plans[bucket].push_bytes, gates.get(one.number))
+                for one in servers
+                if bucket < len(one.buckets)
             ]
             for bucket in range(self._most_buckets)
         ]
-        """By bucket: the servers that have it, how to reach them, and the bytes of a contribution."""
+        """By bucket: the servers that have it, how to reach them, the bytes of a contribution, and its gate."""
+
+    @property
+    def step(self) -> int:
+        """The step that it computes or exchanges."""
+        return self._half.step
 
     # Lives
 
@@ -206,10 +214,11 @@ class VirtualWorker:
             self.passes += self._spent[1]
         step = self._half.step
         for bucket in buckets:
-            for server, up, push_bytes in self._targets[bucket]:
+            for server, up, push_bytes, gate in self._targets[bucket]:
                 nbytes = push_bytes[step % len(push_bytes)] * len(blocks)
-                self._job.tally.push_bytes += nbytes
-                up.send(nbytes, self._take_in, life, server, bucket, blocks)
+                if gate is None:
+                    self._job.tally.push_bytes += nbytes
+                up.send(nbytes, gate or VirtualWorker._take_in, self, life, server, bucket, blocks)
 
     # At a server
 
@@ -218,9 +227,7 @@ class VirtualWorker:
         if life != self._life:
             return
         if not self._job.numbered:
-            step = self._half.stamp(server.number).step
-            for block in blocks:
-                self._contribute(server, bucket, step, block)
+            self.count(server, bucket, blocks)
             self._pull(server, bucket, self._half.target)
         else:
             self._counts[server.number] += 1
@@ -229,6 +236,12 @@ class VirtualWorker:
                 for number in reversed(range(len(server.buckets))):
                     self._pull(server, number, self._half.target)
         server.settle()
+
+    def count(self, server: VirtualServer, bucket: int, blocks: Sequence[Block]) -> None:
+        """A bucket of this worker's push to the open step counts at a server."""
+        step = self._half.stamp(server.number).step
+        for block in blocks:
+            self._contribute(server, bucket, step, block)
 
     def _contribute(self, server: VirtualServer, bucket: int, step: int, block: Block) -> None:
         if self._gradients is None:
@@ -268,7 +281,7 @@ class VirtualWorker:
         sizes = answer.sizes
         nbytes = sizes[self._half.step % len(sizes)] if self._pushed else sum(sizes)
         self._job.tally.pull_bytes += nbytes
-        self._down[answer.server].send(nbytes, self._take_back, life, answer)
+        self._down[answer.server].send(nbytes, self.take_back, life, answer)
 
     # Parameters arrive
 
@@ -282,7 +295,8 @@ class VirtualWorker:
             base[found.server] = min(base.get(found.server, found.version), found.version)
         return base
 
-    def _take_back(self, life: int, answer: PulledBucket) -> None:
+    def take_back(self, life: int, answer: PulledBucket) -> None:
+        """A bucket of parameters has arrived."""
         if life != self._life:
             return
         self._arrived[answer.server, answer.bucket] = answer
