@@ -25,6 +25,7 @@ from typing import Any
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.content import ContentDigest, safetensors_chunks, shard_entries, slice_rows
 from shardline.checkpoint.files import Files, explained, file_digest, os_text, try_lock
+from shardline.checkpoint.loaders import LOADERS, LoaderStates
 from shardline.checkpoint.manifest import FileEntry, parse_step_folder, shard_file, step_folder
 from shardline.checkpoint.reader import Checkpoint
 from shardline.core.image import BucketImage
@@ -83,6 +84,8 @@ class CheckpointStore:
             raise UsageError(f"the number of checkpoints to keep is {keep}; it must be at least 1")
         self.dir = dir
         self.keep = keep
+        self.loaders = LoaderStates()
+        """Of the checkpoints to come."""
         self._files = files or Files()
         self._committing = threading.Lock()
         self._retaining = threading.Lock()
@@ -251,6 +254,17 @@ class CheckpointStore:
         if verify:
             checkpoint.verify()
         return checkpoint
+
+    def loader_state(self, loader: str, step: int) -> str:
+        """The state of a script's loader before a step, as it was handed over or from the step's checkpoint; "" = none."""
+        if state := self.loaders.find(loader, step):
+            return state
+        try:
+            found = self.open(step, verify=False).manifest.extra.get(LOADERS)
+        except CheckpointError:
+            return ""
+        state = found.get(loader) if isinstance(found, dict) else ""
+        return state if isinstance(state, str) else ""
 
     def newest_valid(self) -> Checkpoint:
         """The newest valid checkpoint. Its `warnings` name newer ones that are damaged, and why.

@@ -305,6 +305,13 @@ class ChiefClient(ChiefWatch):
             raise FencedError(f"{who.task}: {reply.reason}")
         return from_message(Lease, reply, number=reply.lease, ended=outcome == "OUTCOME_STOPPED")
 
+    def loader(self, who: Identity, number: int, step: int, state: str = "") -> str:
+        """Hand over the state of a script's loader before a step; without one, return it, "" if it is not there."""
+        request = chief_pb2.LoaderRequest(
+            task=who.task, incarnation=who.incarnation, secret=who.secret, number=number, step=step, state=state
+        )
+        return str(self.peer.call(self.stub.Loader, request, what="Loader").state)
+
     def report(self, who: Identity, step: int, metrics: Mapping[str, float], seconds: float, failure: str = "") -> bool:
         """Report the metrics of a checkpoint; returns whether it is the best so far. Raises FencedError."""
         request = chief_pb2.ReportRequest(

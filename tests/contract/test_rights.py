@@ -37,6 +37,7 @@ WORKERS = {
     "Chief/Heartbeat",
     "Chief/GetJob",
     "Chief/Lease",
+    "Chief/Loader",
     "Chief/FetchCut",
     "Chief/Status",
     "Places/Take",

@@ -114,6 +114,26 @@ def test_an_asynchronous_checkpoint_holds_versions_and_push_numbers_of_each_shar
     assert server.restored["sequences"] == {} and {image.version for image in server.restored["images"]} == {12}
 
 
+def test_a_checkpoint_has_the_states_of_scripts_loaders_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
+    job = job_of()
+    plan = make_plan(job.tensors, 2)
+    server = Server(plan)
+    checkpointer = make(tmp_path, server)
+    loaders, result = checkpointer.store.loaders, Future[Saved]()
+    try:
+        loaders.keep("worker/0-0", 3, "a")
+        loaders.keep("worker/1-0", 2, "old")
+        checkpointer.submit(save_of(job, plan, 3), result.set_result)
+        assert not server.reached.wait(0.1)
+        loaders.keep("worker/1-0", 3, "b")
+        assert result.result(PATIENCE_S).error == ""
+    finally:
+        checkpointer.close()
+    store = CheckpointStore(tmp_path, 1)
+    found = [store.loader_state(name, step) for name in ("worker/0-0", "worker/1-0", "worker/2-0") for step in (3, 4)]
+    assert found == ["a", "", "b", "", "", ""]
+
+
 def test_push_numbers_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
     job = job_of(consistency=ConsistencySpec(mode="async"))
     plan = make_plan(job.tensors, 2)

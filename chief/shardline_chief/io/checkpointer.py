@@ -13,6 +13,7 @@ from typing import Any
 from shardline import codecs, consistency
 from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
+from shardline.checkpoint.loaders import LOADERS
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.core.digest import params_sha256
 from shardline.core.image import BucketImage, WorkerSequence, replica_of
@@ -183,6 +184,8 @@ class Checkpointer:
         extra = mode.batches.stored(save.cursor)
         if mode.clock is consistency.Clock.VERSION:
             extra[SEQUENCES] = fetch.sequences
+        if loaders := self.store.loaders.of(save.step):
+            extra[LOADERS] = loaders
         self.store.keep = save.job.checkpoint_keep or KEEP_ALL
         path = self.store.commit(
             CheckpointContents(

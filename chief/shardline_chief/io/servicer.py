@@ -65,6 +65,8 @@ FETCH_TIMES = 10
 """How many --timeouts the sending of one may take."""
 MOST_WAITING = 16
 """Orders that wait until a task reads them."""
+MAX_LOADERS = 16
+"""Highest number of a worker's loader."""
 MAX_STEPS = 4096
 """Most step reports in one heartbeat."""
 
@@ -242,6 +244,18 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         except (UsageError, JobError) as error:
             return chief_pb2.MoveReply(failure=str(error))
         return to_message(chief_pb2.MoveReply, answer)
+
+    @rpc_errors.unary
+    async def Loader(self, request: chief_pb2.LoaderRequest, context: Any) -> chief_pb2.LoaderReply:
+        """Keep the state of a script's loader for the checkpoint of its step, or find it."""
+        _life(request, "Loader")
+        at_most(request.number, MAX_LOADERS, f"Loader: number of a loader of {request.task}")
+        await self._ask_noted(Identity(request.task, request.incarnation, request.secret), lambda now_s: None)
+        loader, step = f"{request.task}-{request.number}", int(request.step)
+        if request.state:
+            self._store.loaders.keep(loader, step, request.state)
+            return chief_pb2.LoaderReply()
+        return chief_pb2.LoaderReply(state=await asyncio.to_thread(self._store.loader_state, loader, step))
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))

@@ -63,7 +63,8 @@ class JobMember:
 
         loader: torchdata's StatefulDataLoader, or anything with state_dict and load_state_dict. Call it after attach(),
         before a loop over steps(), and draw before optimizer.step(). After a restart, --resume or a rollback the loader
-        stands where it stood before that step. Its states are in the run's folder (SHARDLINE_OUT).
+        stands where it stood before that step. Its states are in the job's checkpoints, and the newest ones in the run's
+        folder (SHARDLINE_OUT).
 
         Raises UsageError for what has no state and for jobs in which steps can't be made again.
         """
@@ -80,7 +81,14 @@ class JobMember:
             )
         number, out = len(self._loop.stateful), self.config.out
         folder = out.absolute() / "stateful" / f"{self.config.task.replace('/', '-')}-{number}" if out else None
-        self._loop.stateful.append(Stateful(loader, folder))
+
+        def chief(step: int, state: str) -> str:
+            link = self.link
+            if state:
+                return link.client.loader(link.identity, number, step, state)
+            return link.ask(lambda: link.client.loader(link.identity, number, step))
+
+        self._loop.stateful.append(Stateful(loader, folder, chief))
         return self._loop.stateful[-1]
 
     def _join(self, spec: JobSpec) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,16 +14,24 @@ import torch
 
 from shardline.core.settings import short
 from shardline.core.spec import DTYPE_NAMES, DTYPES
-from shardline.errors import JobError, UsageError
+from shardline.errors import JobError, UnreachableError, UsageError
 from shardline.host import files
+
+log = logging.getLogger("shardline.client")
 
 STATE_BYTES = 64 << 20
 """Most bytes of a state's file."""
+CHECKPOINT_BYTES = 1_000_000
+"""Most characters of a state that goes into a checkpoint; a larger one is in the run's folder alone."""
 RECENT = 3
 """The newest steps whose state is kept: a worker may have to make its last one again."""
 CHECKPOINTS = 16
 """Newest multiples of checkpoint_every whose state is kept, beside that of the step that this process began with: the
 job may go back to one."""
+
+
+def no_chief(step: int, state: str) -> str:
+    return ""
 
 
 @runtime_checkable
@@ -38,12 +47,14 @@ class Stateful(Iterator[Any]):
     """A loader whose next batch is that of the open step; it begins again when it is exhausted.
 
     Its states are files of the run's folder, by step: each is written before the gradients of the step before it leave,
-    so whatever step the job goes on from has one. Without a folder they are in memory, and end with the process.
+    so whatever step the job goes on from has one; those of checkpoints go to the chief as well, at the same moment.
     """
 
-    def __init__(self, loader: HasState, folder: Path | None) -> None:
+    def __init__(self, loader: HasState, folder: Path | None, chief: Callable[[int, str], str] = no_chief) -> None:
+        """chief(step, state) hands over a state, or returns the step's if that is empty; "" = it is not there."""
         self._loader = loader
         self._folder = folder
+        self._chief = chief
         self._batches: Iterator[Any] | None = None
         self._states: dict[int, str] = {}
         """As JSON; with a folder the newest ones alone."""
@@ -84,7 +95,19 @@ class Stateful(Iterator[Any]):
             raise UsageError("session.stateful() needs a loop over session.steps(), which can make a step again")
         self._keep(step + 1)
         self._at = step + 1
+        if every and (step + 1) % every == 0:
+            self.hand_over(step + 1)
         self._forget(step + 1, every)
+
+    def hand_over(self, step: int) -> None:
+        """Give the chief the state before a step, for the step's checkpoint."""
+        if len(text := self._states.get(step, "")) > CHECKPOINT_BYTES:
+            log.warning("the loader's state has %d characters: it is in the run's folder, not in checkpoints", len(text))
+        elif text:
+            try:
+                self._chief(step, text)
+            except UnreachableError as error:
+                log.warning("the loader's state before step %d is in the run's folder alone: %s", step, error)
 
     def _keep(self, step: int) -> None:
         held = [self._loader.state_dict(), [one.get_state() for one in self._generators()]]
@@ -102,11 +125,12 @@ class Stateful(Iterator[Any]):
         if text is None and self._folder is not None:
             with contextlib.suppress(OSError):
                 text = files.read_text(self._path(step), STATE_BYTES)
-        if text is None:
+        text = text or self._chief(step, "")
+        if not text:
             where = f"there is no {self._path(step)}" if self._folder is not None else "SHARDLINE_OUT names no folder"
             raise JobError(
-                f"the state of the {type(self._loader).__name__} before step {step} is not here ({where}); start the "
-                "worker where it was, with the folder of its run"
+                f"the state of the {type(self._loader).__name__} before step {step} is neither in its checkpoint nor here "
+                f"({where}); start the worker where it was, with the folder of its run"
             )
         found = json.loads(text)
         if found["loader"] != self._about():

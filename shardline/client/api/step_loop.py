@@ -416,11 +416,13 @@ class StepLoop:
                 found = self.runner.next()
                 self.barrier.begin(self.trainer.step, begun=True)
                 if not found:
+                    self._hand_over()
                     return
                 methods = self.trainer.methods
                 number = methods.ticks.number(self._now.number)
                 if total is not None and number >= total:
                     if self.runner.settle():
+                        self._hand_over()
                         self.place.rest()
                         return
                     continue
@@ -447,6 +449,12 @@ class StepLoop:
             self._stepper.iterating = False
             if self.place.current is not None:
                 self.place.current.disarm()
+
+    def _hand_over(self) -> None:
+        """The loop ends: the job's last checkpoint may be of this step."""
+        if self._now.link.orders.phase is not Phase.ENDED:
+            for loader in self.stateful:
+                loader.hand_over(self._now.number)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:

@@ -62,6 +62,7 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Heartbeat": Right(Token.JOB, life=True),
         "GetJob": _LOOK,
         "Lease": _TRAIN,
+        "Loader": _TRAIN,
         "Report": Right(Token.JOB, lambda role: role.scores, life=True),
         "FetchCut": _LOOK,
         "Status": _LOOK,

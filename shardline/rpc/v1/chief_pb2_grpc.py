@@ -79,6 +79,11 @@ class ChiefStub:
                 request_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.SerializeToString,
                 response_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.FromString,
                 _registered_method=True)
+        self.Loader = channel.unary_unary(
+                '/shardline.rpc.v1.Chief/Loader',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderRequest.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderReply.FromString,
+                _registered_method=True)
 
 
 class ChiefServicer:
@@ -138,6 +143,12 @@ class ChiefServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Loader(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChiefServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +196,11 @@ def add_ChiefServicer_to_server(servicer, server):
                     servicer.Move,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.FromString,
                     response_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.SerializeToString,
+            ),
+            'Loader': grpc.unary_unary_rpc_method_handler(
+                    servicer.Loader,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderRequest.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +446,33 @@ class Chief:
             '/shardline.rpc.v1.Chief/Move',
             shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveRequest.SerializeToString,
             shardline_dot_rpc_dot_v1_dot_chief__pb2.MoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Loader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardline.rpc.v1.Chief/Loader',
+            shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderRequest.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_chief__pb2.LoaderReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,7 @@ class ChiefStub:
     Status: _grpc.UnaryUnaryMultiCallable[_chief_pb2.ChiefStatusRequest, _chief_pb2.ChiefStatusReply]
     Stop: _grpc.UnaryUnaryMultiCallable[_chief_pb2.StopJobRequest, _chief_pb2.StopJobReply]
     Move: _grpc.UnaryUnaryMultiCallable[_chief_pb2.MoveRequest, _chief_pb2.MoveReply]
+    Loader: _grpc.UnaryUnaryMultiCallable[_chief_pb2.LoaderRequest, _chief_pb2.LoaderReply]
 
 @_typing.type_check_only
 class ChiefAsyncStub(ChiefStub):
@@ -53,6 +54,7 @@ class ChiefAsyncStub(ChiefStub):
     Status: _aio.UnaryUnaryMultiCallable[_chief_pb2.ChiefStatusRequest, _chief_pb2.ChiefStatusReply]  # type: ignore[assignment]
     Stop: _aio.UnaryUnaryMultiCallable[_chief_pb2.StopJobRequest, _chief_pb2.StopJobReply]  # type: ignore[assignment]
     Move: _aio.UnaryUnaryMultiCallable[_chief_pb2.MoveRequest, _chief_pb2.MoveReply]  # type: ignore[assignment]
+    Loader: _aio.UnaryUnaryMultiCallable[_chief_pb2.LoaderRequest, _chief_pb2.LoaderReply]  # type: ignore[assignment]
 
 class ChiefServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -117,5 +119,12 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         request: _chief_pb2.MoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.MoveReply, _abc.Awaitable[_chief_pb2.MoveReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Loader(
+        self,
+        request: _chief_pb2.LoaderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.LoaderReply, _abc.Awaitable[_chief_pb2.LoaderReply]]: ...
 
 def add_ChiefServicer_to_server(servicer: ChiefServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
