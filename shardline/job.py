@@ -144,7 +144,7 @@ class Job(JobSettings):
         _check_dataset(self.dataset)
         division.of(self).check_choices()
         _require(bool(self.steps or self.epochs), "steps", self.steps, "give a whole number >= 1, or epochs")
-        if self.epochs and not self.steps:
+        if self.epochs and (not self.steps or isinstance(self.steps, _Counted)):
             object.__setattr__(self, "steps", _steps_of_epochs(self))
         check_settings(self)
         _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
@@ -444,7 +444,11 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
         )
 
 
-def _steps_of_epochs(job: Job) -> int:
+class _Counted(int):
+    """Steps that `epochs` gave: replace() has them counted again, since the batch may be another."""
+
+
+def _steps_of_epochs(job: Job) -> _Counted:
     """Whole steps in `epochs` passes over the data; of rounds as many as it takes for all of it.
 
     Raises JobError for data without a length.
@@ -456,7 +460,7 @@ def _steps_of_epochs(job: Job) -> int:
     passes = job.epochs * job.data_order().steps_per_epoch
     rounds = CADENCES.parse(str(job.cadence)).rounds
     single = min(passes, rounds.start)
-    return single + -(-(passes - single) // rounds.ticks)
+    return _Counted(single + -(-(passes - single) // rounds.ticks))
 
 
 def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0) -> Job:
@@ -489,8 +493,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
         changes.update([methods.override(name, text)])
-    if "epochs" in changes or (job.epochs and job.steps == _steps_of_epochs(job)):
-        # Counted again: the batch may be another.
+    if "epochs" in changes:
         changes.setdefault("steps", 0)
     return dataclasses.replace(job, **changes)
 

@@ -33,7 +33,7 @@ from shardline.update.torch_optim.whole import WholeStates
 
 NUMBERS: Mapping[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 """Python's own numbers in a state, by their word in the rule's text."""
-SHAPES = ((4, 3), (5,))
+SHAPES = ((4, 3), (5,), (64, 65))
 STATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 NEEDS = "a job's optimizer keeps per parameter tensors of its shape and numbers, which it makes in its first step"
 
@@ -208,7 +208,12 @@ def _check_unchanged(
     found = optimizer.param_groups[0]
     changed = [f"{key!r} in its parameter group" for key, value in group.items() if not _alike(found[key], value)]
     now = {key: value for key, value in vars(optimizer).items() if key not in torchs_attributes()}
-    changed += [f"{key!r} as an attribute" for key in now if key not in own or not _alike(now[key], own[key])]
+    # A flag may say that there was a step: one that begins with kept states sets it again, see _stepped.
+    changed += [
+        f"{key!r} as an attribute"
+        for key in now
+        if key not in own or not (_alike(now[key], own[key]) or (own[key] is False and now[key] is True))
+    ]
     if changed:
         raise JobError(f"{name} keeps {changed[0]} from step to step, which checkpoints can't; {NEEDS}")
 
@@ -267,6 +272,8 @@ def _states_text(name: str, template: torch.optim.Optimizer, group: Mapping[str,
             f"{name} updates a parameter by what other parameters have, or at random, but workers update the "
             "parameters one by one; choose another optimizer"
         )
+    if not all(map(torch.equal, values, _stepped(name, template, group, shapes, torch.float32, again=True)[0])):
+        raise JobError(f"{name} goes on otherwise when it begins again with the states it has kept; {NEEDS}")
     try:
         halves = _stepped(name, template, group, shapes, torch.bfloat16)[1]
     except JobError:
@@ -276,7 +283,8 @@ def _states_text(name: str, template: torch.optim.Optimizer, group: Mapping[str,
         for key, item in state.items():
             word = _word(item, half.get(key), shape)
             if not word or not STATE_NAME.fullmatch(str(key)) or words.setdefault(str(key), word) != word:
-                about = f"of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
+                tensor = isinstance(item, Tensor)
+                about = f"of shape {tuple(item.shape)} in {str(item.dtype)[6:]}" if tensor else repr(item)
                 raise JobError(f"{name} keeps a state {key!r} {about} for a parameter of shape {shape}; {NEEDS}")
     return "+".join(f"{key}-{word}" for key, word in sorted(words.items()))
 
@@ -304,8 +312,10 @@ def _stepped(
     group: Mapping[str, Argument],
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
+    *,
+    again: bool = False,
 ) -> tuple[list[Tensor], list[dict[Any, Any]]]:
-    """Values and states of parameters of these shapes after two steps."""
+    """Values and states of parameters of these shapes after two steps; again: with a new optimizer for the second."""
     params = [torch.nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in shapes]
     try:
         optimizer = twin(template, [{"params": params, **group}])
@@ -315,6 +325,10 @@ def _stepped(
             for parameter in params:
                 parameter.grad = torch.linspace(-1.0, sign, parameter.numel(), dtype=dtype).reshape(parameter.shape)
             eager.step(optimizer)
+            if again and sign > 0:
+                states = optimizer.state
+                optimizer = twin(template, [{"params": params, **group}])
+                optimizer.state.update(states)
     except Exception as error:
         raise JobError(f"{name} can't step with gradients alone: {type(error).__name__}: {error}") from error
     after = optimizer.param_groups[0]

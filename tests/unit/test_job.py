@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -287,6 +288,9 @@ def test_epochs_are_whole_steps_counted_with_the_batch_that_the_job_has_at_last(
     data = TensorDataset(torch.zeros(50, 2))
     assert make_job(dataset=data, epochs=3, steps=0, replicas=2).steps == 3 * (50 // (2 * 2))
     assert make_job(dataset=data, epochs=3, steps=7).steps == 7
+    counted = make_job(dataset=data, epochs=3, steps=0, replicas=2)
+    assert dataclasses.replace(counted, batch_size=5).steps == 3 * (50 // (2 * 5))
+    assert dataclasses.replace(counted, batch_size=5, steps=8).steps == 8
     # Of rounds, as many as it takes: 24 passes, of 1 each until step 4.
     for cadence, steps in (("local-sgd:every=4", 9), (DiLoCo(every=6), 6), ("post-local-sgd:start=4,every=8", 8)):
         assert make_job(dataset=data, epochs=3, steps=0, replicas=2, cadence=cadence).steps == steps, cadence

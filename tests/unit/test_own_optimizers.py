@@ -20,12 +20,14 @@ class Own(torch.optim.Optimizer):
     def __init__(self, params: Any, update: Callable[..., Any], **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.1, **defaults})
         self._update = update
+        self.begun = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(self, parameter, group)
+        self.begun = True
 
 
 def counts_in_group(_: Own, parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -56,6 +58,10 @@ def at_random(_: Own, parameter: torch.Tensor, __: dict[str, Any]) -> None:
     parameter.add_(torch.rand_like(parameter))
 
 
+def begins_otherwise(optimizer: Own, parameter: torch.Tensor, _: dict[str, Any]) -> None:
+    parameter.add_(parameter.grad, alpha=-0.1 if optimizer.begun else -0.2)
+
+
 def fails(*_: Any) -> None:
     raise RuntimeError("closure is missing")
 
@@ -74,10 +80,11 @@ def spec_of(update: Callable[..., Any], **defaults: Any) -> RuleSpec:
     ("update", "says"),
     [
         (counts_in_group, "keeps 'k' in its parameter group from step to step"),
-        (blocks, r"keeps a state 'absmax' of shape \(2,\) for a parameter of shape \(4, 3\); a job's optimizer keeps"),
+        (blocks, r"keeps a state 'absmax' of shape \(2,\) in float32 for a parameter of shape \(4, 3\); a job's optimizer keeps"),
         (keeps_text, "keeps a state 'phase' 'warm'"),
         (by_others, "by what other parameters have, or at random"),
         (at_random, "by what other parameters have, or at random"),
+        (begins_otherwise, "goes on otherwise when it begins again with the states it has kept"),
         (counts_on_itself, "keeps 'count' as an attribute from step to step, which checkpoints can't"),
         (remembers_on_itself, "keeps 'memory' as an attribute"),
         (fails, "can't step with gradients alone: RuntimeError: closure is missing"),
