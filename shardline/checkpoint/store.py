@@ -256,15 +256,15 @@ class CheckpointStore:
         return checkpoint
 
     def loader_state(self, loader: str, step: int) -> str:
-        """The state of a script's loader before a step, as it was handed over or from the step's checkpoint; "" = none."""
+        """The state of a script's loader before a step, handed over or from the step's checkpoint; "" = none."""
         if state := self.loaders.find(loader, step):
             return state
         try:
             found = self.open(step, verify=False).manifest.extra.get(LOADERS)
         except CheckpointError:
             return ""
-        state = found.get(loader) if isinstance(found, dict) else ""
-        return state if isinstance(state, str) else ""
+        kept = found.get(loader) if isinstance(found, dict) else ""
+        return kept if isinstance(kept, str) else ""
 
     def newest_valid(self) -> Checkpoint:
         """The newest valid checkpoint. Its `warnings` name newer ones that are damaged, and why.

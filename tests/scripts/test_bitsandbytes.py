@@ -27,5 +27,5 @@ def test_an_optimizer_of_bitsandbytes_has_the_bits_of_one_process(name: str, tmp
 
 
 def test_states_in_8_bits_are_refused_before_training() -> None:
-    with pytest.raises(JobError, match="AdamW8bit keeps a state 'state1' of shape .* in uint8"):
+    with pytest.raises(JobError, match=r"AdamW8bit keeps a state 'state1' of shape .* in uint8"):
         job("AdamW8bit")

@@ -80,7 +80,10 @@ def spec_of(update: Callable[..., Any], **defaults: Any) -> RuleSpec:
     ("update", "says"),
     [
         (counts_in_group, "keeps 'k' in its parameter group from step to step"),
-        (blocks, r"keeps a state 'absmax' of shape \(2,\) in float32 for a parameter of shape \(4, 3\); a job's optimizer keeps"),
+        (
+            blocks,
+            r"keeps a state 'absmax' of shape \(2,\) in float32 for a parameter of shape \(4, 3\); a job's",
+        ),
         (keeps_text, "keeps a state 'phase' 'warm'"),
         (by_others, "by what other parameters have, or at random"),
         (at_random, "by what other parameters have, or at random"),

@@ -75,7 +75,9 @@ def test_another_loader_is_refused(tmp_path: Path) -> None:
     for other, has in ((Loader(8), "batches 8, num_workers 0"), (Loader(num_workers=2), "batches 7, num_workers 2")):
         with pytest.raises(JobError, match=f"before step 3 is of .*batches 7, num_workers 0, and this one has .*{has}"):
             Stateful(other, tmp_path).enter(3)
-    with pytest.raises(JobError, match=r"before step 9 is neither .* nor here \(there is no .*step-00000009.json\); start the"):
+    with pytest.raises(
+        JobError, match=r"before step 9 is neither .* nor here \(there is no .*step-00000009.json\); start the"
+    ):
         Stateful(Loader(), tmp_path).enter(9)
     with pytest.raises(JobError, match="SHARDLINE_OUT names no folder"):
         Stateful(Loader(), None).enter(9)

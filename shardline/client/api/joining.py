@@ -63,8 +63,8 @@ class JobMember:
 
         loader: torchdata's StatefulDataLoader, or anything with state_dict and load_state_dict. Call it after attach(),
         before a loop over steps(), and draw before optimizer.step(). After a restart, --resume or a rollback the loader
-        stands where it stood before that step. Its states are in the job's checkpoints, and the newest ones in the run's
-        folder (SHARDLINE_OUT).
+        stands where it stood before that step. Its states are in the job's checkpoints; the newest ones are files in
+        the run's folder (SHARDLINE_OUT).
 
         Raises UsageError for what has no state and for jobs in which steps can't be made again.
         """

@@ -102,7 +102,9 @@ class Stateful(Iterator[Any]):
     def hand_over(self, step: int) -> None:
         """Give the chief the state before a step, for the step's checkpoint."""
         if len(text := self._states.get(step, "")) > CHECKPOINT_BYTES:
-            log.warning("the loader's state has %d characters: it is in the run's folder, not in checkpoints", len(text))
+            log.warning(
+                "the loader's state has %d characters: it is in the run's folder, not in checkpoints", len(text)
+            )
         elif text:
             try:
                 self._chief(step, text)
@@ -129,8 +131,8 @@ class Stateful(Iterator[Any]):
         if not text:
             where = f"there is no {self._path(step)}" if self._folder is not None else "SHARDLINE_OUT names no folder"
             raise JobError(
-                f"the state of the {type(self._loader).__name__} before step {step} is neither in its checkpoint nor here "
-                f"({where}); start the worker where it was, with the folder of its run"
+                f"the state of the {type(self._loader).__name__} before step {step} is neither in its checkpoint nor "
+                f"here ({where}); start the worker where it was, with the folder of its run"
             )
         found = json.loads(text)
         if found["loader"] != self._about():
