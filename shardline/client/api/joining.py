@@ -18,6 +18,7 @@ from shardline.errors import (
     FencedError,
     JobError,
     JobExitError,
+    ProtocolError,
     ShardlineError,
     TaskLostError,
     UnreachableError,
@@ -84,9 +85,14 @@ class JobMember:
 
         def chief(step: int, state: str) -> str:
             link = self.link
-            if state:
-                return link.client.loader(link.identity, number, step, state)
-            return link.ask(lambda: link.client.loader(link.identity, number, step))
+            try:
+                if state:
+                    return link.client.loader(link.identity, number, step, state)
+                return link.ask(lambda: link.client.loader(link.identity, number, step))
+            except (ProtocolError, UsageError) as error:
+                # A chief of the version before keeps none.
+                log.warning("the loader's state before step %d is in the run's folder alone: %s", step, error)
+                return ""
 
         self._loop.stateful.append(Stateful(loader, folder, chief))
         return self._loop.stateful[-1]
