@@ -3,7 +3,8 @@
 cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, like
 the "cluster" of a TF_CONFIG. Port 0 means: take a free port and report it to the chief at Join. IPv6 hosts are in
 brackets. A role may have a number instead of a list, {"worker": 2}: so many tasks, which report their addresses at
-Join.
+Join. Under "labels", the host of an address may have the name of its machine and of its rack:
+{"labels": {"10.0.0.7": {"host": "a", "rack": "r1"}}}.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ ANY_HOST = "*"
 """Host of an address whose task has not named its machine."""
 UNNAMED = f"{ANY_HOST}:0"
 """Address of a task that reports it at Join: its machine's own name, and a free port unless --address sets one."""
+LABELS, HOST, RACK = "labels", "host", "rack"
 ANY = "any"
 """In place of an index: the chief assigns one."""
 _HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?")
@@ -112,6 +114,8 @@ class ClusterSpec:
     """
 
     tasks: Mapping[str, tuple[str, ...]]
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Of the hosts of addresses: HOST and RACK."""
 
     def __post_init__(self) -> None:
         _check(self.tasks, "the cluster spec")
@@ -123,9 +127,10 @@ class ClusterSpec:
             raise ClusterSpecError(
                 f'{source} is a JSON {_kind(data)}; it must be an object: {{"chief": ["host:port"], "ps": [...]}}'
             )
-        tasks = {role: _addresses(role, entries, source) for role, entries in data.items()}
+        tasks = {role: _addresses(role, entries, source) for role, entries in data.items() if role != LABELS}
         _check(tasks, source)
-        return cls({role: tasks[role] for role in ROLES if role in tasks})
+        hosts = {parse_address(one)[0] for addresses in tasks.values() for one in addresses}
+        return cls({role: tasks[role] for role in ROLES if role in tasks}, _labels(data.get(LABELS, {}), hosts, source))
 
     @classmethod
     def from_json(cls, text: str, source: str = "the cluster spec") -> ClusterSpec:
@@ -145,7 +150,8 @@ class ClusterSpec:
         return cls.from_json(text, str(path))
 
     def to_json(self) -> str:
-        return json.dumps({role: list(addresses) for role, addresses in self.tasks.items()}, indent=2) + "\n"
+        labels = {LABELS: self.labels} if self.labels else {}
+        return json.dumps({**{role: list(own) for role, own in self.tasks.items()}, **labels}, indent=2) + "\n"
 
     def addresses(self, role: str) -> tuple[str, ...]:
         """Addresses of a role by index; empty if the cluster has none."""
@@ -168,6 +174,21 @@ class ClusterSpec:
             )
         return self.tasks[role][index]
 
+    def machine(self, address: str) -> str:
+        """Name of the machine of an address: its label, or the host, in small letters."""
+        host = parse_address(address)[0]
+        return self.labels.get(host, {}).get(HOST, host).lower()
+
+    def machines(self, role: str) -> list[str]:
+        """The machine of each task of a role; ANY_HOST of one that has not named it."""
+        return [self.machine(address) for address in self.addresses(role)]
+
+    @property
+    def racks(self) -> dict[str, str]:
+        """The rack of each task on a host with this label."""
+        hosts = {task: parse_address(self.address(task))[0] for task in self.task_names()}
+        return {task: rack for task, host in hosts.items() if (rack := self.labels.get(host, {}).get(RACK))}
+
     @property
     def chief(self) -> str:
         return self.tasks["chief"][0]
@@ -181,9 +202,9 @@ class ClusterSpec:
         role, index = parse_task(task)
         mates = ROLES.having(lambda other: other.holds is ROLES[role].holds)
         hosts = [
-            (f"{name}/{number}", parse_address(address)[0].lower())
+            (f"{name}/{number}", machine)
             for name in sorted(mates, key=lambda name: name != "worker")
-            for number, address in enumerate(self.addresses(name))
+            for number, machine in enumerate(self.machines(name))
         ]
         mine = dict(hosts).get(f"{role}/{index}", ANY_HOST)
         before = itertools.takewhile(lambda item: item[0] != f"{role}/{index}", hosts)
@@ -213,7 +234,7 @@ class ClusterSpec:
 
     def _with_role(self, role: str, addresses: list[str]) -> ClusterSpec:
         tasks = {**self.tasks, role: tuple(addresses)}
-        return ClusterSpec({name: tasks[name] for name in ROLES if name in tasks})
+        return ClusterSpec({name: tasks[name] for name in ROLES if name in tasks}, self.labels)
 
 
 @dataclass(frozen=True)
@@ -367,6 +388,30 @@ def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
     if not isinstance(entries, list | tuple):
         raise ClusterSpecError(f'{source}: "{role}" is a JSON {_kind(entries)}; it must be a list of "host:port"')
     return tuple(entries)
+
+
+def _labels(labels: object, hosts: Iterable[str], source: str) -> dict[str, dict[str, str]]:
+    """The labels of hosts. Raises ClusterSpecError if they are not such, or contradict addresses or each other."""
+    where = f'{source}: "{LABELS}"'
+    if not isinstance(labels, Mapping):
+        raise ClusterSpecError(f'{where} is a JSON {_kind(labels)}; it must be {{"HOST": {{"{RACK}": "NAME"}}}}')
+    racks: dict[str, tuple[str, str]] = {}
+    for host, own in labels.items():
+        if host not in hosts:
+            raise ClusterSpecError(f"{where} has {_shown(host)}, and no task's address has this host")
+        if not isinstance(own, Mapping) or not own.keys() <= {HOST, RACK} or not all(map(_is_name, own.values())):
+            raise ClusterSpecError(f'{where} of {host} is {_shown(own)}; give names as "{HOST}", "{RACK}" or both')
+        machine, rack = own.get(HOST, host).lower(), own.get(RACK, "")
+        other, known = racks.setdefault(machine, (host, rack))
+        if rack != known:
+            raise ClusterSpecError(
+                f"{where}: {other} is in rack {known!r} and {host} in rack {rack!r}, and both are the machine {machine}"
+            )
+    return {host: dict(own) for host, own in labels.items()}
+
+
+def _is_name(label: object) -> bool:
+    return isinstance(label, str) and re.fullmatch(r"[\w.-]{1,64}", label) is not None
 
 
 def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:

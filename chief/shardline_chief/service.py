@@ -142,8 +142,8 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
 
 def shares_in(cluster: ClusterSpec, *, chief_trains: bool) -> tuple[float, ...]:
     """The share of each ps by its machine, if cluster.json names the machines; empty if all shares are equal."""
-    servers, workers = ([parse_address(one)[0] for one in cluster.addresses(role)] for role in ("ps", "worker"))
-    workers += [parse_address(cluster.chief)[0]] * chief_trains
+    servers, workers = (cluster.machines(role) for role in ("ps", "worker"))
+    workers += [cluster.machine(cluster.chief)] * chief_trains
     return () if ANY_HOST in {*servers, *workers} else uneven_shares(servers, workers)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options, quantities
-from shardline.cluster import parse_address, read_spec
+from shardline.cluster import read_spec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
 from shardline_pipeline.cli.report import plain_bytes, plain_time
@@ -236,12 +236,13 @@ def make_setup(job: Job, flags: Mapping[str, Any], *, compares: bool = False, **
         if flags["cluster"] is not None or links != Network():
             raise UsageError("--mesh says which tasks and links there are; leave out --cluster, --link and --latency")
         mesh = Mesh.read(flags["mesh"])
-        places = placed(*(mesh.hosts(role) for role in roles))
+        places = placed(*(mesh.hosts(role) for role in roles)) | {"racks": mesh.racks}
         trip_s = statistics.median(mesh.round_trip_s.values())
         links = Network(latency_s=trip_s / 2, pairs=mesh.bytes_per_s, trips_s=mesh.round_trip_s)
     elif flags["cluster"] is not None:
         spec = read_spec(flags["cluster"])
-        places = placed(*([parse_address(one)[0] for one in spec.addresses(role)] for role in roles))
+        racks = {spec.machine(spec.address(task)): rack for task, rack in spec.racks.items()}
+        places = placed(*(spec.machines(role) for role in roles)) | {"racks": racks}
     if not places["workers"] or not places["servers"]:
         raise UsageError(f"{flags['mesh'] or flags['cluster']} has no worker or no ps; a simulation needs some")
     model = job.build_model()

@@ -244,7 +244,7 @@ def _run_task(task: str, place: ProcessPlace | None, flags: Mapping[str, Any]) -
     if place is not None:
         address = own_address(flags["address"] or place.spec.address(task))
         spec = place.spec.with_place(task, address)
-        given |= {"cluster": json.dumps(spec.tasks), "task": task, "address": None, "out": flags["out"]}
+        given |= {"cluster": spec.to_json(), "task": task, "address": None, "out": flags["out"]}
         if ROLES[role].leads:
             given |= {"out": _out(place, flags), "resume": flags["resume"] or place.restarts > 0}
     given["exit_with_job"] = not ROLES[role].leads

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from shardline import plugins, topology
-from shardline.cluster import parse_address, parse_task
+from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
@@ -41,13 +41,13 @@ class HostSums(Protocol):
     def close(self) -> None: ...
 
 
-def mates(peers: Sequence[Post], task: str) -> list[Post]:
-    """The living workers of this task's host, by their addresses, in the order of their indices; this one included."""
+def mates(cluster: ClusterSpec, peers: Sequence[Post], task: str) -> list[Post]:
+    """The living workers of this task's host, by addresses and labels, in the order of their indices, with this one."""
     mine = next((post.address for post in peers if post.task == task), "")
     if not mine:
         return []
-    host = parse_address(mine)[0]
-    found = [post for post in peers if post.address and parse_address(post.address)[0] == host]
+    host = cluster.machine(mine)
+    found = [post for post in peers if post.address and cluster.machine(post.address) == host]
     return sorted(found, key=lambda post: (post.task.partition("/")[0], int(post.task.partition("/")[2])))
 
 
@@ -59,6 +59,7 @@ class Speaker:
             metrics.counter(f"shardline_{kind}_wire_bytes_total", peer=peer, codec=codec, lane="sum").inc(nbytes)
 
         make: Any = plugins.installed(ENTRY_POINTS, "sum", "the sum of a host's workers (topology local-sum)")
+        self._cluster = config.cluster
         self._sums: HostSums = make(config, config.cluster.address(config.task), count=count)
         self._task = ""
         self._lock = threading.Lock()
@@ -72,7 +73,7 @@ class Speaker:
         """Sum for the host's workers in this timeline if this one is the first, else for nobody."""
         with self._lock:
             self._task = link.task
-            found = mates(link.orders.peers, link.task)
+            found = mates(self._cluster, link.orders.peers, link.task)
             if len(found) < 2 or found[0].task != link.task:
                 self._sums.leave()
             elif self._sums.timeline != view.timeline:
@@ -84,7 +85,7 @@ class Speaker:
         """Take in that workers have come or gone. Called on the heartbeat thread."""
         with self._lock:
             if self._sums.timeline:
-                self._sums.admit_members(mates(orders.peers, self._task))
+                self._sums.admit_members(mates(self._cluster, orders.peers, self._task))
 
     def close(self) -> None:
         self._sums.close()
@@ -137,11 +138,11 @@ class Ways:
             servers={place.shard: Hop(place.task, place.address) for place in view.placement},
         )
         if chosen.speaks:
-            near = mates(tuple(self._met.values()), link.task)
+            near = mates(cluster, tuple(self._met.values()), link.task)
             first = Hop(near[0].task, near[0].address) if near and near[0] in met else None
             return chosen.hops(replace(around, neighbours=tuple(post.task for post in near), speaker=first))
         aggregators = {parse_task(post.task)[1]: Hop(post.task, post.address) for post in met}
-        return chosen.hops(replace(around, aggregators=aggregators, places=places))
+        return chosen.hops(replace(around, aggregators=aggregators, places=places, racks=cluster.racks))
 
     def lost(self, orders: Orders) -> bool:
         """Return whether an aggregator in use is not among those that the chief names."""

@@ -18,13 +18,20 @@ class Aggregators(Topology):
     speaks: ClassVar[bool] = False
 
     def hops(self, around: Surroundings) -> Mapping[int, Hop]:
-        """The workers are cut into runs of neighbours, one for each aggregator in the cluster spec.
+        """The workers of a rack are cut into runs of neighbours, one for each aggregator of this rack.
 
-        Neighbours have neighbouring replicas, and only those can be summed in advance.
+        All are in one rack where the cluster spec names none. Neighbours have neighbouring replicas, and only those
+        can be summed in advance.
         """
         role, _, index = around.task.partition("/")
-        places = max(around.places, 1)
-        mine = around.aggregators.get(min(int(index) * places // around.workers, places - 1))
+        rack = around.racks.get(around.task)
+        workers, places = (
+            [number for number in range(count) if around.racks.get(f"{kind}/{number}") == rack]
+            for kind, count in (("worker", around.workers), ("aggregator", around.places))
+        )
+        before = sum(number < int(index) for number in workers)
+        run = min(before * len(places) // max(1, len(workers)), len(places) - 1)
+        mine = around.aggregators.get(places[run]) if places else None
         if mine is None or role != "worker":
             return around.servers
         return dict.fromkeys(around.servers, mine)

@@ -34,6 +34,8 @@ class Surroundings:
     """The living aggregators that this worker can reach, by index."""
     places: int = 0
     """Number of aggregators in the cluster spec."""
+    racks: Mapping[str, str] = field(default_factory=dict)
+    """The rack of each task of the cluster spec that names it."""
     neighbours: tuple[str, ...] = ()
     """Where workers are aggregators: the living ones of this host, in order, with this one."""
     speaker: Hop | None = None

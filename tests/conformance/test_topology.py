@@ -7,7 +7,7 @@ import pytest
 from shardline.errors import JobError
 from shardline.seams import doc_line
 from shardline.testing import reference
-from shardline.topology import TOPOLOGIES, Flat, Hop, Surroundings, Topology
+from shardline.topology import TOPOLOGIES, Aggregators, Flat, Hop, Surroundings, Topology
 from tests.conformance.toys import toy_topology  # noqa: F401 - joins the table
 from tests.support.cluster import Cluster, assert_same_end
 from tests.support.jobs import Wide, make_job
@@ -64,6 +64,24 @@ def test_gradients_leave_while_they_are_computed(topology: Topology) -> None:
 def test_flat_is_straight_to_the_servers() -> None:
     servers = {0: Hop("ps/0", "127.0.0.1:2000")}
     assert Flat().hops(Surroundings(task="worker/0", workers=1, servers=servers)) == servers
+
+
+@pytest.mark.parametrize(
+    ("racks", "expected"),
+    [
+        ({}, [0, 0, 1, 1]),
+        # By racks, not by neighbours; the third rack has no aggregator.
+        ({"worker": "abac", "aggregator": "ab"}, [0, 1, 0, None]),
+        ({"worker": "aaab", "aggregator": "aa"}, [0, 0, 1, None]),
+    ],
+)
+def test_workers_use_an_aggregator_of_their_rack(racks: dict[str, str], expected: list[int | None]) -> None:
+    servers, places = {0: Hop("ps/0", "s:1")}, {number: Hop(f"aggregator/{number}", "a:1") for number in range(2)}
+    named = {f"{role}/{number}": rack for role, all_of in racks.items() for number, rack in enumerate(all_of)}
+    for index, number in enumerate(expected):
+        task = f"worker/{index}"
+        around = Surroundings(task=task, workers=4, servers=servers, aggregators=places, places=2, racks=named)
+        assert Aggregators().hops(around) == (servers if number is None else {0: places[number]})
 
 
 def test_what_does_not_exist_is_refused() -> None:

@@ -337,6 +337,36 @@ def test_place_beyond_the_spec_leaves_those_between_without_an_address() -> None
     assert spec.addresses("worker") == (UNNAMED, UNNAMED, UNNAMED, "w:9")
 
 
+LABELS = {"h1": {"rack": "r1"}, "h3": {"host": "h1", "rack": "r1"}, "h4": {"rack": "r2"}}
+
+
+def test_labels_say_which_addresses_are_one_machine_and_which_rack_it_is_in() -> None:
+    spec = ClusterSpec.from_mapping({**SMALL, "labels": LABELS})
+    assert (spec.machines("ps"), spec.machines("worker")) == (["h1", "h2"], ["h1", "h4"])
+    assert spec.racks == {"ps/0": "r1", "worker/0": "r1", "worker/1": "r2"}
+    assert ClusterSpec.from_json(spec.to_json()) == spec
+    assert spec.with_address("worker/1", "h9:1").labels == LABELS
+    assert "labels" not in ClusterSpec.from_mapping(SMALL).to_json()
+
+
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        ([], '"labels" is a JSON list; it must be'),
+        ({"h9": {"rack": "a"}}, "\"labels\" has 'h9', and no task's address has this host"),
+        ({"h1": {"row": "a"}}, "\"labels\" of h1 is {'row': 'a'}; give names as"),
+        ({"h1": {"rack": 7}}, "\"labels\" of h1 is {'rack': 7}; give names as"),
+        (
+            {"h1": {"rack": "a"}, "h2": {"host": "H1", "rack": "b"}},
+            "h1 is in rack 'a' and h2 in rack 'b', and both are the machine h1",
+        ),
+    ],
+)
+def test_labels_that_contradict_addresses_or_each_other_are_refused(labels: object, why: str) -> None:
+    said = refusal(json.dumps({**SMALL, "labels": labels}))
+    assert said.startswith("cluster.json: ") and why in said
+
+
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [

@@ -107,10 +107,10 @@ def test_a_cluster_file_says_who_shares_a_machine(job_file: str, tmp_path: Path)
     assert seconds("b:3") < 1 < 50 < seconds("a:3")
 
 
-def mesh_file(path: Path, machines: dict[str, list[str]], rate: float = 1e3) -> str:
+def mesh_file(path: Path, machines: dict[str, list[str]], **more: Any) -> str:
     pairs = itertools.permutations(machines, 2)
-    links = [{"from": a, "to": b, "bytes_per_s": rate, "round_trip_s": 0.0} for a, b in pairs]
-    path.write_text(json.dumps({"machines": machines, "links": links}))
+    links = [{"from": a, "to": b, "bytes_per_s": 1e3, "round_trip_s": 0.0} for a, b in pairs]
+    path.write_text(json.dumps({"machines": machines, "links": links, **more}))
     return str(path)
 
 
@@ -138,6 +138,18 @@ def test_a_mesh_ranks_topologies_and_places_of_servers(
     shape = [*shape, "--gradients", "--steps", "5"]
     losses = [figures(tmp_path, *shape, "--topology", name)["loss"] for name in ("flat", "local-sum")]
     assert losses[0] == losses[1]
+
+
+def test_racks_have_an_aggregator_each(job_file: str, tmp_path: Path) -> None:
+    machines = {"s": ["chief/0", "ps/0"], **{name: [f"worker/{index}"] for index, name in enumerate("abcd")}}
+    racks = {"a": "r1", "c": "r1", "b": "r2", "d": "r2"}
+    mesh = mesh_file(tmp_path / "mesh.json", machines, racks=racks)
+    shape = [job_file, "--mesh", mesh, "--compute", "1ms", "--cv", "0", "--no-overlap", "--set", "replicas=4"]
+    found = [row for row in advise(tmp_path, *shape) if row["topology"] == "aggregators"]
+    assert [row["aggregators"] for row in found] == [["a", "b"]] * 2
+    # Replicas 0 and 2 are no node of the sum, so nothing is saved on the way up, but pulls are.
+    (theirs,) = (row for row in found if row["servers"] == ["s"])
+    assert theirs["bytes_per_step"]["push"] == pytest.approx(2 * theirs["bytes_per_step"]["pull"], rel=0.05)
 
 
 def test_a_mesh_says_what_it_replaces_and_what_the_job_cannot_have(

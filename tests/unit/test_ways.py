@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline import plugins
-from shardline.client.ways import Speaker, Ways
+from shardline.client.ways import Speaker, Ways, mates
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -49,6 +49,20 @@ def view(timeline: int = 1, topology: str = "flat") -> JobView:
 
 def link_of(task: str, peers: tuple[Post, ...]) -> Any:
     return SimpleNamespace(task=task, identity=Identity(task, 1), orders=Orders(peers=peers))
+
+
+def test_workers_are_together_whose_addresses_have_one_host_or_one_label_for_it() -> None:
+    cluster = ClusterSpec.from_mapping(
+        {
+            "chief": ["c:1"],
+            "ps": ["c:2"],
+            "worker": ["a:1", "A:2", "10.0.0.7:1", "b:1"],
+            "labels": {"10.0.0.7": {"host": "a"}},
+        }
+    )
+    peers = tuple(Post(task=f"worker/{n}", address=one, incarnation=1) for n, one in enumerate(cluster.tasks["worker"]))
+    assert [post.task for post in mates(cluster, peers, "worker/2")] == ["worker/0", "worker/1", "worker/2"]
+    assert [post.task for post in mates(cluster, peers, "worker/3")] == ["worker/3"]
 
 
 def config(task: str) -> RoleConfig:

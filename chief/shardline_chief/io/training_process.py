@@ -61,7 +61,8 @@ def to_json(config: RoleConfig) -> str:
 def from_json(text: str) -> RoleConfig:
     """Inverse of to_json."""
     fields = json.loads(text)
-    fields["cluster"] = TrainerCluster(ClusterSpec.from_mapping(fields["cluster"]).tasks)
+    cluster = ClusterSpec.from_mapping(fields["cluster"])
+    fields["cluster"] = TrainerCluster(cluster.tasks, cluster.labels)
     fields["timeouts"] = Timeouts(**fields["timeouts"])
     for name in PATHS:
         fields[name] = _path(fields[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,15 @@ COMMAND = "bench mesh"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Machines of a cluster, by the host of their addresses, and what was measured between them."""
+    """Machines of a cluster, by label or the host of their addresses, and what was measured between them."""
 
     machines: Mapping[str, Sequence[str]]
     """Tasks of each."""
     bytes_per_s: Mapping[tuple[str, str], float]
     """From one machine to another, of plain TCP."""
     round_trip_s: Mapping[tuple[str, str], float]
+    racks: Mapping[str, str]
+    """Of the machines that have a label."""
 
     @classmethod
     def read(cls, path: Path) -> Mesh:
@@ -45,6 +47,7 @@ class Mesh:
                 machines={str(name): [str(task) for task in tasks] for name, tasks in data["machines"].items()},
                 bytes_per_s={pair: float(link["bytes_per_s"]) for pair, link in ends},
                 round_trip_s={pair: float(link["round_trip_s"]) for pair, link in ends},
+                racks={str(name): str(rack) for name, rack in data.get("racks", {}).items()},
             )
         except OSError as error:
             raise UsageError(f"--mesh {path} can't be read: {error.strerror}") from None
@@ -68,7 +71,9 @@ class Mesh:
             {"from": a, "to": b, "bytes_per_s": round(rate), "round_trip_s": round(self.round_trip_s[a, b], 7)}
             for (a, b), rate in self.bytes_per_s.items()
         ]
-        options.write_file(path, json.dumps({"machines": self.machines, "links": links}, indent=1) + "\n")
+        options.write_file(
+            path, json.dumps({"machines": self.machines, "racks": self.racks, "links": links}, indent=1) + "\n"
+        )
 
     def rows(self) -> list[str]:
         """A line for each direction of each link."""
@@ -92,14 +97,15 @@ def addresses_of(spec: ClusterSpec, port: int | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for task in spec.task_names():
         host, own = parse_address(spec.address(task))
-        if host == ANY_HOST or host in found:
+        machine = spec.machine(spec.address(task))
+        if host == ANY_HOST or machine in found:
             continue
         if port is None and own == 0:
             raise ClusterSpecError(
                 f"{task} is {spec.address(task)} in the cluster spec: its port is known only on its own machine; set "
                 "the same --port on all machines"
             )
-        found[host] = format_address(host, own if port is None else port)
+        found[machine] = format_address(host, own if port is None else port)
     if len(found) < 2:
         where = next(iter(found), "no machine that it names")
         raise UsageError(f"there is no link to measure: all tasks of the cluster spec are on {where}")
@@ -110,8 +116,8 @@ def addresses_of(spec: ClusterSpec, port: int | None) -> dict[str, str]:
 def served_here(addresses: Mapping[str, str], flags: Mapping[str, Any], token: bytes) -> Iterator[list[Future[Any]]]:
     """Serve those of the addresses that are this machine's, until each is told to end; waits for that at the end."""
     servers, peers = [], set(addresses.values())
-    for host, address in addresses.items():
-        if is_local(host):
+    for address in addresses.values():
+        if is_local(host := parse_address(address)[0]):
             security = options.security(flags)
             check_bind(f"shardline {COMMAND}", host, "an address such as", security, insecure=flags["insecure_bind"])
             servers.append(LinkServer(address, token, peers))
@@ -160,13 +166,6 @@ def _end(client: LinkClient) -> None:
         client.ask("end")
 
 
-def machines_of(spec: ClusterSpec, names: Collection[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {name: [] for name in names}
-    for task in spec.task_names():
-        found.get(parse_address(spec.address(task))[0], []).append(task)
-    return found
-
-
 @click.command()
 @options.cluster
 @click.option("--serve", is_flag=True, help="Take part; start this first on all machines but the measuring one.")
@@ -208,7 +207,13 @@ def mesh(**flags: Any) -> int:
     for (a, b), found in figures.items():
         rates |= {(a, b): found.up_bytes_per_s, (b, a): found.down_bytes_per_s}
         trips |= {(a, b): found.round_trip_s, (b, a): found.round_trip_s}
-    result = Mesh(machines=machines_of(spec, addresses), bytes_per_s=rates, round_trip_s=trips)
+    machine_of = {task: spec.machine(spec.address(task)) for task in spec.task_names()}
+    result = Mesh(
+        machines={name: [task for task in machine_of if machine_of[task] == name] for name in addresses},
+        bytes_per_s=rates,
+        round_trip_s=trips,
+        racks={machine_of[task]: rack for task, rack in spec.racks.items()},
+    )
     for line in result.rows():
         click.echo(line)
     if flags["out"] is not None:

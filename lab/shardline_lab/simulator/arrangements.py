@@ -6,7 +6,7 @@ Only what is on machines that the cluster has is compared, with the job's own me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,17 +43,22 @@ class Simulated:
     result: Result
 
 
-def arrangements(given: Arrangement, workers: Sequence[str]) -> Iterator[Arrangement]:
-    """The given one, and what differs from it: servers beside the workers, too, and who sums for several workers."""
+def arrangements(given: Arrangement, workers: Sequence[str], racks: Mapping[str, str]) -> Iterator[Arrangement]:
+    """The given one, and what differs from it: servers beside the workers, too, and who sums for several workers.
+
+    racks: of machines; an aggregator is for a rack then, else for a machine.
+    """
     machines = tuple(dict.fromkeys(workers))
+    groups = {racks.get(machine, machine): machine for machine in reversed(machines)}
+    sums = given.aggregators or (tuple(reversed(groups.values())) if len(groups) < len(workers) else ())
     beside = (*machines, *(one for one in dict.fromkeys(given.servers) if one not in machines))
     yield given
     for servers in dict.fromkeys((given.servers, beside)):
         yield Arrangement(str(Flat()), servers)
         if len(machines) < len(workers):
             yield Arrangement(str(LocalSum()), servers)
-        if given.aggregators or len(machines) < len(workers):
-            yield Arrangement(str(Aggregators()), servers, given.aggregators or machines)
+        if sums:
+            yield Arrangement(str(Aggregators()), servers, sums)
 
 
 def simulated(job: Job, setup: Setup) -> tuple[list[Simulated], list[str]]:
@@ -67,7 +72,7 @@ def simulated(job: Job, setup: Setup) -> tuple[list[Simulated], list[str]]:
     )
     given = Arrangement(str(job.topology), ps, aggregators if topology.TOPOLOGIES.parse(job.topology).meets else ())
     rows, refused = [], []
-    for arrangement in dict.fromkeys(arrangements(given, workers)):
+    for arrangement in dict.fromkeys(arrangements(given, workers, setup.racks)):
         try:
             chosen = dataclasses.replace(job, topology=arrangement.topology)
             spec = chosen.spec(chosen.build_model())

@@ -86,6 +86,8 @@ class Setup:
     """The machine of a task; a task that is missing here has one of its own."""
     aggregators: int = 0
     """Of the cluster."""
+    racks: Mapping[str, str] = field(default_factory=dict)
+    """Of machines, where they are known."""
     overlap: bool = True
     """Gradients leave during the backward pass, and the forward pass waits layer by layer, where the job allows it."""
     exchange_s: float = 0.0
@@ -121,14 +123,19 @@ class Setup:
 
     def hops(self, worker: int) -> Mapping[int, Hop]:
         """The task that a worker exchanges with, by server, as the job's topology says."""
-        near = [f"worker/{other}" for other in range(self.workers)]
-        near = [task for task in near if self.machine(task) == self.machine(f"worker/{worker}")]
+        workers, aggregators = (
+            [f"{role}/{number}" for number in range(count)]
+            for role, count in (("worker", self.workers), ("aggregator", self.aggregators))
+        )
+        near = [task for task in workers if self.machine(task) == self.machine(f"worker/{worker}")]
+        racks = {task: self.racks.get(self.machine(task), "") for task in (*workers, *aggregators)}
         around = Surroundings(
             task=f"worker/{worker}",
             workers=self.workers,
             servers={number: Hop(f"ps/{number}", "") for number in range(self.servers)},
-            aggregators={number: Hop(f"aggregator/{number}", "") for number in range(self.aggregators)},
+            aggregators={number: Hop(task, "") for number, task in enumerate(aggregators)},
             places=self.aggregators,
+            racks=racks,
             neighbours=tuple(near),
             speaker=Hop(near[0], ""),
         )
