@@ -44,9 +44,9 @@ class Lossy(PartCodec):
         return bool(torch.tensor(magnitude, dtype=torch.float64).to(torch.float32).isfinite())
 
     @property
-    @abstractmethod
     def is_unbiased(self) -> bool:
-        """Whether the mean of the decoded values over the job's seeds is what was encoded."""
+        """Whether the mean of the decoded values over the job's seeds is what was encoded. May be a class variable."""
+        return False
 
     @abstractmethod
     def error_bound(self, elements: int) -> float:

@@ -48,10 +48,6 @@ class PowerSGD(Lossy):
     def __post_init__(self) -> None:
         check_setting(self, "rank", 1, 1024)
 
-    @property
-    def is_unbiased(self) -> bool:
-        return False
-
     def error_bound(self, elements: int) -> float:
         """1 - 1 / d, reached with rank 1 by a matrix of one row; see the class for the error of a given one."""
         return 1.0 - 1.0 / elements

@@ -26,9 +26,9 @@ class Quantizer(Lossy):
     """A codec whose payload is float32 scales, then a code of a fixed number of bits per value."""
 
     @property
-    @abstractmethod
     def bits(self) -> int:
-        """Bits of one value's code, 1 to 8."""
+        """Bits of one value's code, 1 to 8. A class variable where it doesn't depend on the settings."""
+        return 8
 
     @abstractmethod
     def scales(self, part: Part) -> int:

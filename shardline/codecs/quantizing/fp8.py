@@ -58,19 +58,11 @@ class FP8(Quantizer):
             raise JobError(f"codec fp8: kind is {self.kind!r}; give one of {', '.join(KINDS)}")
         check_setting(self, "block", 8, MOST_BLOCK)
 
-    @property
-    def is_unbiased(self) -> bool:
-        return False
-
     def error_bound(self, elements: int) -> float:
         """Half a unit in the last place of each value, squared, and half the smallest number for tinier ones."""
         kind = KINDS[self.kind]
         tiny = 2.0 ** (kind.least - 1) / kind.top
         return float(4.0 ** -(kind.mantissa + 1) + min(self.block, elements) * tiny**2)
-
-    @property
-    def bits(self) -> int:
-        return 8
 
     def scales(self, part: Part) -> int:
         return num_blocks(part.elements, self.block)

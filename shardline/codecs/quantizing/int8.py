@@ -43,10 +43,6 @@ class Int8(Quantizer):
         """Block / (4 * 127^2): max|x|^2 of a block is at most its squared norm."""
         return min(self.block, elements) / (4 * TOP**2)
 
-    @property
-    def bits(self) -> int:
-        return 8
-
     def scales(self, part: Part) -> int:
         return num_blocks(part.elements, self.block)
 

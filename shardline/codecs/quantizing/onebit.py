@@ -24,18 +24,11 @@ class _Signs(Quantizer):
     """A bit per value, whether it is negative."""
 
     memory = Memory.RESTORED
-
-    @property
-    def is_unbiased(self) -> bool:
-        return False
+    bits = 1
 
     def error_bound(self, elements: int) -> float:
         """1 - 1 / d, reached by a vector with a single number; see the codec for the error of a given one."""
         return 1.0 - 1.0 / elements
-
-    @property
-    def bits(self) -> int:
-        return 1
 
     @abstractmethod
     def pair(self, scales: Sequence[float], part: Part) -> tuple[float, float]:

@@ -36,6 +36,7 @@ class OneBitAdam(Lossy):
 
     name: ClassVar[str] = "onebit-adam"
     memory = Memory.RESTORED
+    has_momentum = True
     warmup: int = 100
     momentum: float = 0.9
 
@@ -44,21 +45,12 @@ class OneBitAdam(Lossy):
         check_setting(self, "momentum", 0.0, 0.9999)
 
     @property
-    def has_momentum(self) -> bool:
-        """Always: from the end of the warm-up on it sends nothing else."""
-        return True
-
-    @property
     def at_server(self) -> AtServer:
         return AtServer(rule=f"onebit-adam:warmup={self.warmup},momentum={self.momentum}")
 
     def takes(self, tensor: TensorSpec) -> bool:
         """All trained float tensors, since all need momentum."""
         return Codec.takes(self, tensor)
-
-    @property
-    def is_unbiased(self) -> bool:
-        return False
 
     def error_bound(self, elements: int) -> float:
         return _SIGNS.error_bound(elements)

@@ -30,16 +30,13 @@ class QSGD(Quantizer):
     """
 
     name: ClassVar[str] = "qsgd"
+    is_unbiased = True
     levels: int = 127
     block: int = 256
 
     def __post_init__(self) -> None:
         check_setting(self, "levels", 1, MOST_LEVELS)
         check_setting(self, "block", 8, MOST_BLOCK)
-
-    @property
-    def is_unbiased(self) -> bool:
-        return True
 
     def error_bound(self, elements: int) -> float:
         size = min(self.block, elements)

@@ -25,9 +25,7 @@ LARGE = 1e30
 class _Ternary(Quantizer):
     """A code per value for 0, plus or minus one scale of a part."""
 
-    @property
-    def bits(self) -> int:
-        return 2
+    bits = 2
 
     def scales(self, part: Part) -> int:
         return 1
@@ -104,10 +102,6 @@ class TwoBit(_Ternary):
 
     def __post_init__(self) -> None:
         check_setting(self, "threshold", 1e-6, LARGE if self.absolute else 1.0)
-
-    @property
-    def is_unbiased(self) -> bool:
-        return False
 
     def error_bound(self, elements: int) -> float:
         return 1.0 if self.absolute else 1.0 - self.threshold / elements

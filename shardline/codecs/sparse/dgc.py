@@ -62,10 +62,6 @@ class DGC(Lossy):
     def has_momentum(self) -> bool:
         return self.momentum > 0.0
 
-    @property
-    def is_unbiased(self) -> bool:
-        return False
-
     def takes(self, tensor: TensorSpec) -> bool:
         """All trained float tensors, since all need momentum."""
         return Codec.takes(self, tensor)

@@ -36,11 +36,6 @@ class RandomK(Lossy):
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
 
-    @property
-    def is_unbiased(self) -> bool:
-        """Never: it isn't scaled up."""
-        return False
-
     def error_bound(self, elements: int) -> float:
         return 1.0 - 1.0 / -(-elements // share(self.ratio, elements))
 

@@ -39,10 +39,6 @@ class TopK(Lossy):
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
 
-    @property
-    def is_unbiased(self) -> bool:
-        return False
-
     def error_bound(self, elements: int) -> float:
         return 1.0 - fewest_entries(share(self.ratio, elements), elements) / elements
 
