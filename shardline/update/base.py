@@ -266,7 +266,6 @@ class BucketRule(ABC):
     def export(self) -> RuleState:
         """A copy of the state."""
 
-    @abstractmethod
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
@@ -275,6 +274,11 @@ class BucketRule(ABC):
         An empty `initialized` means no state at all. Raises CheckpointError for an unknown or missing state, or a wrong
         length, dtype or number; the state is unchanged then.
         """
+        self.put(self.checked(tensors, scalars, initialized))
+
+    @abstractmethod
+    def put(self, state: RuleState) -> None:
+        """Replace the state by a checked one; its tensors are the caller's, so they are copied."""
 
     @property
     @abstractmethod
@@ -351,8 +355,8 @@ class BucketRule(ABC):
 
     def checked(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> tuple[dict[str, Tensor], list[bool]]:
-        """The tensors of a state without the values of the parameters, and a flag for each slice.
+    ) -> RuleState:
+        """A state without the values of the parameters, and with a flag for each slice.
 
         Raises CheckpointError for a state that is not declared: unknown key, wrong length, dtype or number.
         """
@@ -382,7 +386,8 @@ class BucketRule(ABC):
                 there = name in (scalars if state.scalar else tensors)
                 if not there and not state.per_worker and (state.scalar or self.length_of(name)):
                     raise CheckpointError(f"{what}: {name!r} is missing")
-        return tensors, initialized
+        numbers_of = {key: tuple(float(number) for number in numbers) for key, numbers in scalars.items()}
+        return RuleState(tensors, numbers_of, tuple(initialized))
 
     def length_of(self, key: str) -> int:
         """Number of elements of this bucket's flat state."""

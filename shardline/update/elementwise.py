@@ -155,13 +155,13 @@ class States:
         tensors = {key: tensor.to("cpu", copy=True).index_fill_(0, padding, 0) for key, tensor in self._tensors.items()}
         return tensors, {key: tuple(numbers) for key, numbers in self._numbers.items()}
 
-    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]]) -> None:
-        """Replace everything by copies of the states that belong here; they are already checked."""
+    def put(self, state: RuleState) -> None:
+        """Replace everything by copies of the states that belong here."""
         device = self._owner.site.device
         self._tensors = {
-            key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items() if self.owns(key)
+            key: tensor.detach().to(device, copy=True) for key, tensor in state.tensors.items() if self.owns(key)
         }
-        self._numbers = {key: [float(n) for n in numbers] for key, numbers in scalars.items() if self.owns(key)}
+        self._numbers = {key: list(numbers) for key, numbers in state.scalars.items() if self.owns(key)}
 
     @property
     def nbytes(self) -> int:
@@ -259,12 +259,9 @@ class ElementwiseBucketRule(BucketRule):
             self.kept.complete()
         return RuleState(*self.kept.export(self._padding.cpu()), tuple(self._begun))
 
-    def load(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> None:
-        given, begun = self.checked(tensors, scalars, initialized)
-        self.kept.load(given, scalars)
-        self._begun = begun
+    def put(self, state: RuleState) -> None:
+        self.kept.put(state)
+        self._begun = list(state.initialized)
 
     @property
     def nbytes(self) -> int:

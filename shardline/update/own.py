@@ -150,14 +150,10 @@ class OwnBucketRule(BucketRule):
         scalars = {name: tuple(numbers) for name, numbers in running.scalars.items()}
         return RuleState(tensors, scalars, tuple(running.initialized))
 
-    def load(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> None:
-        given, begun = self.checked(tensors, scalars, initialized)
-        self._running = None
-        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in given.items()} if any(begun) else {}
-        numbers = {name: tuple(float(one) for one in found) for name, found in scalars.items()} if any(begun) else {}
-        self._held = RuleState(kept, numbers, tuple(begun))
+    def put(self, state: RuleState) -> None:
+        self._running, begun = None, any(state.initialized)
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()} if begun else {}
+        self._held = RuleState(kept, state.scalars if begun else {}, state.initialized)
 
     @property
     def nbytes(self) -> int:

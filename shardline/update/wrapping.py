@@ -114,16 +114,13 @@ class WrappingBucketRule(BucketRule):
         tensors, scalars = self.kept.export(self._padding)
         return RuleState({**inner.tensors, **tensors}, {**inner.scalars, **scalars}, inner.initialized)
 
-    def load(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> None:
-        given, begun = self.checked(tensors, scalars, initialized)
+    def put(self, state: RuleState) -> None:
         self.inner.load(
-            {key: tensor for key, tensor in given.items() if not self.kept.owns(key)},
-            {key: numbers for key, numbers in scalars.items() if not self.kept.owns(key)},
-            begun,
+            {key: tensor for key, tensor in state.tensors.items() if not self.kept.owns(key)},
+            {key: numbers for key, numbers in state.scalars.items() if not self.kept.owns(key)},
+            state.initialized,
         )
-        self.kept.load(given, scalars)
+        self.kept.put(state)
 
     @property
     def nbytes(self) -> int:

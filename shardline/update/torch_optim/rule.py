@@ -152,15 +152,12 @@ class TorchBucketRule(BucketRule):
         scalars = {name: tuple(numbers) for name, numbers in states.scalars.items()}
         return RuleState(tensors, scalars, tuple(states.initialized))
 
-    def load(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
-    ) -> None:
-        given, begun = self.checked(tensors, scalars, initialized)
-        if not any(begun):
-            self._states.set_state({}, {}, begun)
+    def put(self, state: RuleState) -> None:
+        if not any(state.initialized):
+            self._states.set_state({}, {}, state.initialized)
             return
-        flat = {name: tensor.detach().to(self.site.device, copy=True) for name, tensor in given.items()}
-        self._states.set_state(flat, {name: [float(n) for n in numbers] for name, numbers in scalars.items()}, begun)
+        flat = {name: tensor.detach().to(self.site.device, copy=True) for name, tensor in state.tensors.items()}
+        self._states.set_state(flat, {name: [*numbers] for name, numbers in state.scalars.items()}, state.initialized)
 
     @property
     def nbytes(self) -> int:
