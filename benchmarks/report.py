@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from benchmarks.sets import ALL
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
-ENOUGH = 5
-"""Repeats that docs/benchmarks.md promises."""
 WORDS = {True: "met", False: "**missed**", None: ""}
 
 Found = Mapping[str, Any]
@@ -39,23 +38,27 @@ def page(found: Mapping[str, Found]) -> str:
     judged = [(name, row) for name, one in sets.items() for row in one["rows"] if row["met"] is not None]
     missed = [(name, row) for name, row in judged if not row["met"]]
 
-    def of_set(chosen: str) -> str:
-        return "; ".join(f"{row['work']} {row['ratio']:.2f}" for name, row in missed if name == chosen)
-
+    counts = Counter(name for name, _ in missed)
+    where = ", ".join(f"{count} of [{name}](#{name})" for name, count in counts.items())
+    common = usual(sets.values())
+    top = (
+        "Figures are medians. A ratio compares medians of one run with the fastest rival, which is named. A set gives its "
+        f"commit and the load of the machine before it; where it says nothing else, it ran on {', '.join(common)}. "
+        "Fewer than 5 repeats make a figure less certain. In pictures Shardline is blue, or red where it misses a bar."
+    )
+    total = f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{': ' * bool(missed)}{where}."
     lines = [
         "# Measured",
         "",
-        "This page is made of `benchmarks/results/*.json`: `make docs`. What is compared, and how, is in",
-        "[benchmarks](benchmarks.md). Figures are medians; a ratio is that of medians of one run, against the fastest",
-        "rival, which is the one named; the files have more. In pictures ours is blue, or red where its bar is missed.",
+        "`make docs` writes this page from `benchmarks/results/*.json`; [benchmarks](benchmarks.md) says how to measure.",
         "",
-        f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{':' if missed else '.'}",
+        *textwrap.wrap(top, 118),
         "",
-        *(f"- `{name}`: {of_set(name)}" for name in dict.fromkeys(name for name, _ in missed)),
+        *textwrap.wrap(total, 118, break_on_hyphens=False),
     ]
     for name, chosen in ALL.items():
         lines += ["", f"## {name}", "", f"{chosen.ABOUT[0].upper()}{chosen.ABOUT[1:]}.", ""]
-        lines += section(found[name]) if name in found else ["No figures are recorded: nothing is known of its bars."]
+        lines += section(found[name], common) if name in found else ["Not measured yet."]
     if "load" in found:
         lines += ["", "## load", "", *load(found["load"])]
     if "recovery" in found:
@@ -70,9 +73,8 @@ def load(one: Found) -> Iterable[str]:
         f"Many workers on one server: `python -m benchmarks.load`. {one['workers']} workers, {one['megabytes']:g} MB, "
         f"lane `{one['lane']}`, {one['seconds']:.0f} s: {one['pushes']:,} pushes ({one['pushes_per_s']:.1f} a second), "
         f"the slowest {one['slowest_push_s']:.1f} s, staleness at most {one['staleness_max']}, {len(one['errors'])} "
-        f"errors. The server held {ps['mb_first_third']:.0f} MB in the first third of the time and "
-        f"{ps['mb_last_third']:.0f} MB in the last, at most {ps['mb_max']:.0f} MB, {ps['threads_max']} threads and "
-        f"{ps['files_max']} open files."
+        f"errors. The server held {ps['mb_first_third']:.0f} MB in the first third, {ps['mb_last_third']:.0f} in the "
+        f"last; at most {ps['mb_max']:.0f} MB, {ps['threads_max']} threads, {ps['files_max']} open files."
     )
     yield from textwrap.wrap(text, 118)
     yield ""
@@ -89,11 +91,10 @@ def recovery(one: Found) -> Iterable[str]:
     text = (
         f"What a death costs: `make chaos-figures`. Two servers, two workers, a checkpoint every {every} steps, "
         f"`--timeout {timeout}`. Each task is killed with SIGKILL and started again 0.3 s later, {start}. Medians in "
-        "seconds, the worst in brackets. Noticed: the chief, or the next one, says so. Standstill: the longest time "
-        "around the kill in which no batch was computed. Back: training goes on, the next chief has taken over, or the "
-        "evaluator (asynchronous: the worker) is there again. Made again: steps; asynchronous: acknowledged updates "
-        "that were lost. A job that held ended in the bits of one undisturbed process; asynchronous: with each update "
-        "in the parameters once, and each batch trained on."
+        "seconds, the worst in brackets. *Noticed*: the chief says so. *Standstill*: no batch is computed. *Back*: "
+        "training goes on, or the chief, evaluator or asynchronous worker is there again. *Made again*: steps; "
+        "asynchronous: acknowledged updates that were lost. *Held*: jobs that ended in the bits of an undisturbed "
+        "process; asynchronous: with each update applied once and each batch trained on."
     )
     yield from textwrap.wrap(text, 118)
     yield from ("", *deaths(cases), "")
@@ -112,7 +113,7 @@ def _values(cases: Iterable[Mapping[str, Any]], name: str) -> str:
 
 def deaths(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     """A line per kind of death."""
-    yield "| killed | kills | noticed | standstill | back | made again | jobs that held |"
+    yield "| killed | kills | noticed | standstill | back | made again | held |"
     yield "|---|---|---|---|---|---|---|"
     for case in cases:
         names = ("noticed_s", "stall_s", "resumed_s", "again")
@@ -134,22 +135,33 @@ def commit(machine: Mapping[str, Any]) -> str:
     return f"{machine['commit'][:7]}{'' if machine['clean'] else ' with changes'}"
 
 
-def section(one: Found) -> Iterable[str]:
-    """Tables and picture of one set."""
+def section(one: Found, common: Sequence[str]) -> Iterable[str]:
+    """Tables and picture of one set. common: what its origin leaves out."""
     yield "| work | reached | beside | ratio | bar |"
     yield "|---|---|---|---|---|"
-    for row in one["rows"]:
-        if row["bar"] is None and (not row["against"] or row["work"].endswith("rivals with one call a step")):
-            continue
+    for row in shown(one["rows"]):
         work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
         judged = ": ".join(part for part in (bar(row), WORDS[row["met"]]) if part)
         cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), judged)
         yield f"| {' | '.join(cells)} |".replace("  ", " ")
-    yield from ("", origin(one))
+    yield from ("", origin(one, common))
     if one["not_run"]:
         yield ""
         yield from (f"- Not run: {what}: {why}" for what, why in one["not_run"].items())
     yield from ("", f"![{one['set']}](../benchmarks/results/{one['set']}.png)")
+
+
+def shown(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows with a bar or a rival; only the largest where contenders are measured alone (memory)."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["bar"] is None and (not row["against"] or row["work"].endswith("rivals with one call a step")):
+            continue
+        _, of, what = row["work"].partition(": ")
+        key = what if of and not row["against"] else row["work"]
+        if key not in found or (row["value"] or 0) > (found[key]["value"] or 0):
+            found[key] = row
+    return list(found.values())
 
 
 def amount(value: float | None, unit: str) -> str:
@@ -158,12 +170,15 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def beside(row: Mapping[str, Any]) -> str:
-    """The rival that the ratio is beside, and what it reached."""
+    """The rival that the ratio is beside, without the end that both names share, and what it reached."""
     found, ratio, value = row["against"], row["ratio"], row["value"]
     if not found or ratio is None or value is None:
         return ", ".join(f"{rival} {reached:.4g}" for rival, reached in found.items())
     rival = min(found, key=lambda name: abs(value - ratio * found[name]))
-    return f"{rival} {found[rival]:.4g}"
+    words = row["work"].split(", ")
+    shared = (f", {', '.join(words[first:])}" for first in range(1, len(words)))
+    name = next((rival.removesuffix(end) for end in shared if rival.endswith(end)), rival)
+    return f"{name} {found[rival]:.4g}"
 
 
 def ratio(row: Mapping[str, Any]) -> str:
@@ -172,21 +187,31 @@ def ratio(row: Mapping[str, Any]) -> str:
 
 
 def bar(row: Mapping[str, Any]) -> str:
-    """The bar, such as "at least 1.8"; empty where there is none."""
-    return "" if row["bar"] is None else f"{row['sense'] if row['sense'] == AT_LEAST else 'at most'} {row['bar']:g}"
+    """The bar, such as "≥ 1.8"; empty where there is none."""
+    return "" if row["bar"] is None else f"{'≥' if row['sense'] == AT_LEAST else '≤'} {row['bar']:g}"
 
 
-def origin(one: Found) -> str:
-    """Where and how it was measured, with what makes the figures weaker than they should be."""
-    machine, repeats = one["machine"], one["scale"]["repeats"]
-    parts = [
+def usual(sets: Iterable[Found]) -> list[str]:
+    """What most sets have in common of `conditions`."""
+    return [Counter(column).most_common(1)[0][0] for column in zip(*map(conditions, sets), strict=True)]
+
+
+def conditions(one: Found) -> tuple[str, str, str, str]:
+    """Where and how it was measured."""
+    machine = one["machine"]
+    return (
         f"{machine['cores']} cores of an {machine['cpu']}",
         f"torch {machine['versions']['torch']}",
-        f"commit {commit(machine)}",
-        f"load {machine['load_before'][0]:.1f} before",
-        f"{repeats} repeats{'' if repeats >= ENOUGH else f', fewer than the {ENOUGH} there should be'}",
+        f"{one['scale']['repeats']} repeats",
         f"{one['network']['links']}{'' if one['network']['namespace'] else ' without a namespace'}",
-    ]
+    )
+
+
+def origin(one: Found, common: Sequence[str]) -> str:
+    """Its commit, the load before, and conditions that are not the common ones."""
+    machine = one["machine"]
+    parts = [f"Commit {commit(machine)}", f"load {machine['load_before'][0]:.1f}"]
+    parts += [part for part, same in zip(conditions(one), common, strict=True) if part != same]
     return f"({'; '.join(parts)}.)"
 
 

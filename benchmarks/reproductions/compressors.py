@@ -107,7 +107,6 @@ def compared(
                 "up": f"`{up}`",
                 "down": f"`{down}`",
                 "digits, %": spread(found, 1),
-                "points": f"{scores[up, down] - scores[choices[0]]:+.2f}",
                 "fewer bytes up": f"{traffic.raw / traffic.pushed:.1f}x",
                 "fewer bytes down": f"{traffic.raw / traffic.pulled:.1f}x",
                 "ResNet-18, fewer bytes up": f"{resnet18_bytes(RAW, STEPS) / resnet18_bytes(up, STEPS):.1f}x",
@@ -149,19 +148,17 @@ def deep_gradient(seeds: Sequence[int]) -> Found:
 
 
 _SETTING = (
-    "A residual network of 84,000 parameters on scikit-learn's digits (not {network} on CIFAR-10), SGD with rate 0.05 "
-    "and momentum 0.9, 4 replicas with 16 samples each, 800 steps{more}. Bytes are those that were sent, with their "
-    "frames; the last column is one push of a ResNet-18 for CIFAR-10."
+    "Digits, a residual network of 84,000 parameters, SGD with rate 0.05 and momentum 0.9, 4 replicas with 16 samples "
+    "each, 800 steps{more}. Bytes include frames; the last column is one push of a ResNet-18 for CIFAR-10."
 )
 ALL = (
     Reproduction(
         number="R8",
         title="PowerSGD",
-        source="Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS "
-        "2019, tables 3 and 4",
+        source="Vogels et al., PowerSGD, NeurIPS 2019, tables 3 and 4",
         claim="On ResNet-18, rank 1, 2 and 4 send 243, 136 and 72 times fewer bytes, and rank 2 reaches 94.4 % where "
         "SGD reaches 94.3 %.",
-        setting=_SETTING.format(network="ResNet-18", more=""),
+        setting=_SETTING.format(more=""),
         run=low_rank,
     ),
     Reproduction(
@@ -170,7 +167,7 @@ ALL = (
         source="Lin et al., Deep Gradient Compression, ICLR 2018, table 2",
         claim="ResNet-110 on CIFAR-10 with a thousandth of the gradient is within 0.3 points of dense training, with 4 "
         "to 32 workers; the largest networks send 270 to 600 times less.",
-        setting=_SETTING.format(network="ResNet-110", more=", of which the first 160 send more"),
+        setting=_SETTING.format(more=", of which the first 160 send more"),
         run=deep_gradient,
     ),
 )

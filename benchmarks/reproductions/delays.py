@@ -175,7 +175,7 @@ ALL = (
         title="How late pushes are",
         source="Closed form; Zhang et al., Staleness-aware Async-SGD, IJCAI 2016, section 3",
         claim="The mean lag is W - 1, whatever the speeds; under n-softsync it is about n, and at most 2n.",
-        setting="Timing only, Gamma distributed passes with a spread of 0.1 and 0.6; 20,000 pushes.",
+        setting="Timing only, passes with a spread (cv) of 0.1 and 0.6; 20,000 pushes.",
         run=lags,
     ),
     Reproduction(
@@ -184,8 +184,7 @@ ALL = (
         source="Zhang et al., Staleness-aware Async-SGD, IJCAI 2016, section 5 (a small network on CIFAR-10)",
         claim="With 30 learners a constant rate fails for n = 15 and 30 (90 % error); the rate divided by the lag "
         "gives about 18 % error for every n.",
-        setting="A perceptron on scikit-learn's digits (not CIFAR-10), plain SGD, rate 0.2, 30 virtual workers, 250 "
-        "batches each.",
+        setting="Digits, plain SGD, rate 0.2, 30 workers, 250 batches each.",
         run=divided,
     ),
 )

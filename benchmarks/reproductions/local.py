@@ -124,11 +124,11 @@ ALL = (
     Reproduction(
         number="R11",
         title="DiLoCo",
-        source="Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023",
+        source="Douillard et al., DiLoCo, 2023, on C4",
         claim="With rounds of H = 50 to 500 passes the loss is about that of synchronous training, at H times fewer "
         "bytes; outer SGD is worse than outer Nesterov momentum.",
-        setting="A network of 40,000 parameters guesses characters of Python's standard library (not a language model "
-        "on C4), AdamW, 4 replicas, 2,000 passes each; the paper's H = 500 would leave 4 rounds, so H is 50 and 200.",
+        setting="A network of 40,000 parameters guesses characters of Python's standard library; AdamW, 4 replicas, "
+        "2,000 passes each, so few that H is at most 200.",
         run=diloco,
     ),
 )

@@ -149,12 +149,10 @@ ALL = (
     Reproduction(
         number="R4",
         title="Momentum with more and more workers",
-        source="Hakimi et al., Taming Momentum in a Distributed Asynchronous Environment, 2019, tables of ResNet-20 "
-        "on CIFAR-10",
+        source="Hakimi et al., Taming Momentum in a Distributed Asynchronous Environment, 2019, ResNet-20 on CIFAR-10",
         claim="NAG-ASGD collapses first, between 12 and 16 workers, Multi-ASGD later; DANA stays within about a point "
         "of the single worker at 16.",
-        setting="A perceptron on scikit-learn's digits (not ResNet-20 on CIFAR-10), rate 0.01, momentum 0.9, 1,500 "
-        "pushes of 32 samples in all, virtual workers with Gamma distributed passes (spread 0.1).",
+        setting="Digits, rate 0.01, momentum 0.9, 1,500 pushes of 32 samples in all, passes with a spread of 0.1.",
         run=table,
     ),
     Reproduction(
@@ -173,7 +171,7 @@ ALL = (
         source="Zheng et al., Asynchronous SGD with Delay Compensation, ICML 2017, ResNet-20 on CIFAR-10",
         claim="DC-ASGD-a has a lower error than ASGD: 8.2 against 9.3 % with 4 workers, about 8.6 against 10.3 % "
         "with 8.",
-        setting="A perceptron on scikit-learn's digits (not CIFAR-10), plain SGD, rate 0.2, 1,500 pushes.",
+        setting="Digits, plain SGD, rate 0.2, 1,500 pushes.",
         run=compensation,
     ),
 )

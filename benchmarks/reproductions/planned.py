@@ -126,12 +126,12 @@ def plans(seeds: Sequence[int]) -> Found:
 ALL = (
     Reproduction(
         number="R13",
-        title="bytes of a pipeline and of data parallelism",
-        source="Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019",
+        title="Bytes of a pipeline and of data parallelism",
+        source="Narayanan et al., PipeDream, 2019",
         claim="For VGG-16 a pipeline with the convolutions on all workers but one, and the linear layers on that one, "
         "moves a fraction of the bytes of data parallelism; for ResNet-50 data parallelism is best.",
-        setting=f"By counting, with what `shardline partition` counts: {WORKERS} workers, bytes on all wires per "
-        "microbatch, parameters and activations in float32. Plans: links of 10 Gbit/s, workers of 10^13 operations "
+        setting=f"As `shardline partition` counts: {WORKERS} workers, bytes on all wires per microbatch, everything in "
+        "float32. Plans: links of 10 Gbit/s, workers of 10^13 operations "
         "per second, an all-reduce, 64 samples per microbatch for VGG-16, 128 for ResNet-50.",
         run=plans,
     ),

@@ -94,15 +94,13 @@ def to_target(seeds: Sequence[int]) -> Found:
             }
         )
     quick = [choice for choice in CHOICES if means[choice] <= means[SYNC, "torch"] / 2]
-    never = [f"{mode} with {rule}" for mode, rule in CHOICES if means[mode, rule] == math.inf]
-    excepted = ", ".join(never)
     return Found(
         rows=rows,
         verdicts={
             "with a spare the target comes in at most half the time of synchronous training": ("sync:spares=1", "torch")
             in quick,
             "so it does with an asynchronous rule made for momentum (dana)": ("async", "dana") in quick,
-            f"every one reaches the target with every seed{f', except {excepted}' if never else ''}": not never,
+            "every one reaches the target with every seed": all(map(math.isfinite, means.values())),
         },
     )
 
@@ -111,12 +109,12 @@ ALL = (
     Reproduction(
         number="T1",
         title="Time to accuracy with a slow worker",
-        source="None: a comparison of what is in Shardline",
+        source="No paper",
         claim="Modes that do not wait for the slowest reach an accuracy sooner than synchronous training, if their "
         "rule stands the staleness.",
-        setting="A perceptron on scikit-learn's digits until 97 % of 360 test images are right, looked at every 5 s; 4 "
-        "workers, one 5 times slower than the others, whose pass takes 1 s (Gamma distributed, spread 0.1). SGD, "
-        "learning rate 0.05, momentum 0.9, 16 samples per gradient; no link, which would make the difference larger.",
+        setting="Digits until 97 % of 360 test images are right, checked every 5 s; 4 workers, one 5 times slower than "
+        "the others, whose pass takes 1 s (spread 0.1). SGD, rate 0.05, momentum 0.9, 16 samples per gradient; links cost "
+        "nothing.",
         run=to_target,
     ),
 )

@@ -75,9 +75,8 @@ ALL = (
         source="Chen et al., Revisiting Distributed Synchronous SGD, 2016; closed form for the times",
         claim="With b spares a step takes as long as the N-th of N + b times instead of the largest of N, at the same "
         "accuracy.",
-        setting="Timing only, 4,000 steps of workers with Gamma distributed passes; and a perceptron on scikit-learn's "
-        "digits, 200 steps of 8 batches. The order statistic is that of N + b workers who begin each step together; a "
-        "worker who is late for one step begins the next one late.",
+        setting="Timing only, 4,000 steps; and digits, 200 steps of 8 batches. The order statistic assumes that "
+        "workers begin each step together; a worker who is late for one step begins the next one late.",
         run=step_times,
     ),
 )

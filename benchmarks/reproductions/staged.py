@@ -224,14 +224,13 @@ def pipelines(seeds: Sequence[int]) -> Found:
 ALL = (
     Reproduction(
         number="R12",
-        title="pipelines without a flush",
-        source="Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; Memory-Efficient "
-        "Pipeline-Parallel DNN Training, 2021",
+        title="Pipelines without a flush",
+        source="Narayanan et al., PipeDream, 2019, and Memory-Efficient Pipeline-Parallel DNN Training, 2021",
         claim="With weight stashing, vertical sync or two versions (2BW) a pipeline that never drains trains as well "
         "as serial training; a backward pass with other parameters than its forward pass does not.",
-        setting="A residual perceptron of two blocks per stage on the digits, plain SGD with a cosine schedule, "
-        f"{STEPS} steps of 32 samples; with 2BW in 4 microbatches. Then a transformer on Python's own sources, a byte "
-        "at a time: that of examples/charlm, its output layer not tied to the embedding, AdamW, a cosine schedule from "
+        setting="Digits: a residual perceptron of two blocks per stage, plain SGD with a cosine schedule, "
+        f"{STEPS} steps of 32 samples; 2BW in 4 microbatches. Text: the transformer of examples/charlm with an untied "
+        "output layer on Python's sources, a byte at a time, AdamW, a cosine schedule from "
         f"{TEXT_RATE:g} after a warm-up of {TEXT_WARMUP} of {TEXT_STEPS} steps of 16 x 64 bytes, one seed.",
         run=pipelines,
     ),

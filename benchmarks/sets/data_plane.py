@@ -23,7 +23,7 @@ NETWORK_RIVALS = (TENSORFLOW, RPC_TCP)
 HOST_RIVALS = (RPC_SHM, RAY, TENSORFLOW)
 SMALL_MB = 8.0
 """Smaller models lie in the processor's caches, and have bars of their own."""
-FLOOR = "memory floor: parameters and gradient read once, parameters written"
+FLOOR = "memory floor"
 FLOOR_BAR = 1.5
 
 

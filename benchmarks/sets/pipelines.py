@@ -17,7 +17,7 @@ from benchmarks.staged import on_hosts, on_one_host, train
 NAME = "pipelines"
 ABOUT = (
     "models in stages: a VGG-like one of 51 MB, and a ResNet-like one, on 4 workers and 2 ps over 1 Gbit/s, and linear "
-    "layers on one host"
+    "layers on one host. Beside predictions the ratio is the error, and memory is that of the worst-predicted stage"
 )
 WORKERS, PS, MICROBATCHES = 4, 2, 4
 MEGABYTES = 50.8
@@ -151,14 +151,14 @@ def _errors(samples: Samples, name: str) -> list[Row]:
     title = f"{name}, {PREDICTED}"
     speeds, sizes = ([read(samples, one) for one in (name, title)] for read in (steps_per_s, _megabytes))
     found = [
-        _error(f"{name}: steps/s against those predicted", "steps/s", *speeds, None),
-        _error(f"{name}: bytes against those predicted", "MB/step", *sizes, BYTES_BAR),
+        _error(f"{name}: speed", "steps/s", *speeds, None),
+        _error(f"{name}: bytes", "MB/step", *sizes, BYTES_BAR),
     ]
     for sample in samples.get(title, ())[:1]:
         stages = zip(sample["measured_memory"], sample["memory"], strict=True)
         worst = max(stages, key=lambda both: abs(both[0] / both[1] - 1), default=None)
         if worst is not None:
-            work = f"{name}: memory of the stage that is furthest from what is predicted"
+            work = f"{name}: memory"
             found.append(_error(work, "MB", worst[0] / 1e6, worst[1] / 1e6, MEMORY_BAR))
     return found
 

@@ -86,7 +86,7 @@ def rows(samples: Samples) -> list[Row]:
             ratio=end_s,
             bar=END_BAR_S,
             sense=AT_MOST,
-            note="the last checkpoint and its score included",
+            note="with the last checkpoint and its score",
         ),
         Row(work=f"the whole run of {STEPS} steps", value=whole_s, unit="s", note="reported"),
     ]

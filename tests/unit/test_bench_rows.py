@@ -389,25 +389,32 @@ def test_results_are_written_as_json_and_png(tmp_path: Path) -> None:
 
 def test_page_of_results_says_which_bars_are_missed_and_what_is_not_known() -> None:
     row = Row(work="a", value=1.0, unit="steps/s", ratio=0.5, bar=1.8, against={"b": 2.0}, note="used: tcp")
-    memory = Row(work="c", value=9.0, unit="MB", ratio=9.0, bar=200.0, sense=AT_MOST)
+    memory = [
+        Row(work=f"{name}: c", value=mb, unit="MB", ratio=mb, bar=200.0, sense=AT_MOST)
+        for name, mb in (("x", 8.0), ("y", 9.0), ("z", 7.0))
+    ]
     machine = {"cores": 2, "cpu": "X", "versions": {"torch": "2"}, "commit": "abcdef123", "clean": False}
     found = {
         "set": "links",
         "about": "links",
-        "rows": [row.to_json(), memory.to_json(), Row(work="d", value=None, unit="ms", bar=1.0).to_json()],
+        "rows": [
+            row.to_json(),
+            *(one.to_json() for one in memory),
+            Row(work="d", value=None, unit="ms", bar=1.0).to_json(),
+        ],
         "not_run": {"iperf3": "there is none"},
         "machine": {**machine, "load_before": [0.5]},
         "scale": {"repeats": 3},
         "network": {"links": "loopback", "namespace": True},
     }
     text = report.page({"links": found})
-    assert "1 bars are met, 1 are missed:\n\n- `links`: a 0.50\n" in text
-    assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | at least 1.8: **missed** |" in text
-    assert "| c | 9 MB | | | at most 200: met |" in text
-    assert "| d | not measured | | | at least 1 |" in text
-    assert "commit abcdef1 with changes; load 0.5 before; 3 repeats, fewer than the 5 there should be" in text
+    assert "3 bars are met, 1 are missed: 1 of [links](#links).\n" in text
+    assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | ≥ 1.8: **missed** |" in text
+    assert "| y: c | 9 MB | | | ≤ 200: met |" in text and ": c | 8 MB" not in text
+    assert "| d | not measured | | | ≥ 1 |" in text
+    assert "(Commit abcdef1 with changes; load 0.5.)" in text and "it ran on 2 cores of an X," in text
     assert "- Not run: iperf3: there is none" in text
-    assert "## overlap\n\n" in text and text.count("No figures are recorded") == len(ALL) - 1
+    assert "## overlap\n\n" in text and text.count("Not measured yet.") == len(ALL) - 1
 
 
 def test_page_of_results_and_readme_have_the_figures_that_are_recorded() -> None:
@@ -438,11 +445,11 @@ def test_a_pipeline_is_beside_what_is_predicted_of_it_with_the_error() -> None:
     planned = {"median_s": 0.3, "bytes": 100e6, "memory": [20e6, 50e6], "measured_memory": [19e6, 56e6]}
     samples = {"flush": [{"median_s": 0.4, "bytes": 104e6}], "flush, predicted": [planned]}
     found = {row.work: row for row in pipelines.rows(samples) if row.work.startswith("flush: ")}
-    speed, size = (found[f"flush: {what} against those predicted"] for what in ("steps/s", "bytes"))
+    speed, size = (found[f"flush: {what}"] for what in ("speed", "bytes"))
     assert (speed.value, speed.ratio, speed.met) == (2.5, pytest.approx(1 / 3), None)
     assert (size.value, size.against, size.met) == (104.0, {"predicted": 100.0}, True)
     assert size.ratio == pytest.approx(0.04, abs=0.002)
-    memory = found["flush: memory of the stage that is furthest from what is predicted"]
+    memory = found["flush: memory"]
     assert (memory.value, memory.ratio, memory.met) == (56.0, pytest.approx(6 / 56), False)
     lacking = [row for row in pipelines.rows({}) if row.work.startswith("flush: ")]
     assert [(row.value, row.met) for row in lacking] == [(None, None)] * 2
