@@ -20,7 +20,7 @@ from benchmarks.sets import ALL
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
-WORDS = {True: "met", False: "**missed**", None: ""}
+WORDS = {True: "", False: "**missed**", None: ""}
 
 Found = Mapping[str, Any]
 """One file of results."""
@@ -42,15 +42,16 @@ def page(found: Mapping[str, Found]) -> str:
     where = ", ".join(f"{count} of [{name}](#{name})" for name, count in counts.items())
     common = usual(sets.values())
     top = (
-        "Figures are medians. A ratio compares medians of one run with the fastest rival, which is named. A set gives its "
-        f"commit and the load of the machine before it; where it says nothing else, it ran on {', '.join(common)}. "
-        "Fewer than 5 repeats make a figure less certain. In pictures Shardline is blue, or red where it misses a bar."
+        "Figures are medians. A ratio compares medians of one run with the fastest rival, which is named. Sets give "
+        f"commit and load of the machine before it; if they say no more, they ran on {', '.join(common)}. "
+        "Fewer than 5 repeats are less certain. Bars not said to be missed are met. In pictures Shardline is blue, or "
+        "red where it misses a bar."
     )
     total = f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{': ' * bool(missed)}{where}."
     lines = [
         "# Measured",
         "",
-        "`make docs` writes this page from `benchmarks/results/*.json`; [benchmarks](benchmarks.md) says how to measure.",
+        "Made by `make docs` from `benchmarks/results/*.json`; [benchmarks](benchmarks.md) says how to measure.",
         "",
         *textwrap.wrap(top, 118),
         "",
@@ -137,12 +138,14 @@ def commit(machine: Mapping[str, Any]) -> str:
 
 def section(one: Found, common: Sequence[str]) -> Iterable[str]:
     """Tables and picture of one set. common: what its origin leaves out."""
-    yield "| work | reached | beside | ratio | bar |"
+    rows = shown(one["rows"])
+    units = {row["unit"] for row in rows}
+    yield f"| work | {', '.join(('reached', *(units if len(units) == 1 else ())))} | beside | ratio | bar |"
     yield "|---|---|---|---|---|"
-    for row in shown(one["rows"]):
+    for row in rows:
         work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
         judged = ": ".join(part for part in (bar(row), WORDS[row["met"]]) if part)
-        cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), judged)
+        cells = (work, amount(row["value"], row["unit"] if len(units) > 1 else ""), beside(row), ratio(row), judged)
         yield f"| {' | '.join(cells)} |".replace("  ", " ")
     yield from ("", origin(one, common))
     if one["not_run"]:
@@ -166,7 +169,7 @@ def shown(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def amount(value: float | None, unit: str) -> str:
     """A figure with its unit."""
-    return "not measured" if value is None else f"{value:.4g} {unit}"
+    return "not measured" if value is None else f"{value:.4g} {unit}".rstrip()
 
 
 def beside(row: Mapping[str, Any]) -> str:

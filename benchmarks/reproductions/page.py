@@ -39,7 +39,7 @@ def page(all_of: Sequence[Reproduction]) -> Iterator[str]:
         yield from table(found["rows"])
         yield ""
         for part, holds in found["verdicts"].items():
-            yield f"- {part[0].upper()}{part[1:]}: **{'yes' if holds else 'no'}**."
+            yield f"- {'Yes' if holds else '**No**'}: {part}."
         yield ""
         if found["curves"]:
             yield f"![{one.title}](../benchmarks/results/reproductions/{one.number}.png)\n"

@@ -113,8 +113,8 @@ ALL = (
         claim="Modes that do not wait for the slowest reach an accuracy sooner than synchronous training, if their "
         "rule stands the staleness.",
         setting="Digits until 97 % of 360 test images are right, checked every 5 s; 4 workers, one 5 times slower than "
-        "the others, whose pass takes 1 s (spread 0.1). SGD, rate 0.05, momentum 0.9, 16 samples per gradient; links cost "
-        "nothing.",
+        "the others, whose pass takes 1 s (spread 0.1). SGD, rate 0.05, momentum 0.9, "
+        "16 samples per gradient; links cost nothing.",
         run=to_target,
     ),
 )

@@ -516,13 +516,15 @@ def table_markdown() -> str:
         "`process_cpu_seconds_total` and `process_resident_memory_bytes`, are there too.",
         "This page is generated from the table in `shardline/observability/metrics.py` by `make docs`.",
         "",
-        "| name | kind, unit | labels | tasks | what |",
+        "| name | kind, unit if the name lacks it | labels | tasks | what |",
         "|---|---|---|---|---|",
     ]
     for spec in TABLE:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         roles = "all" if not spec.roles else ", ".join(spec.roles)
-        lines.append(f"| `{spec.name}` | {spec.kind}, {spec.unit} | {labels} | {roles} | {spec.help} |")
+        said = spec.name.removesuffix("_total").endswith(f"_{spec.unit}")
+        kind = spec.kind if said else f"{spec.kind}, {spec.unit}"
+        lines.append(f"| `{spec.name}` | {kind} | {labels} | {roles} | {spec.help} |")
     return "\n".join(lines) + "\n"
 
 
