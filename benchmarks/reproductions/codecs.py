@@ -198,7 +198,6 @@ def zoo(seeds: Sequence[int]) -> Found:
                 "up": f"`{up}`",
                 "down": f"`{down}`",
                 "MB per step": f"{pushed / 1e6:.3g} + {pulled / 1e6:.3g}",
-                "seconds at 100 Mbit/s": f"{times[chosen]:.3g}",
                 "digits, %": spread([100.0 * score for score in scores], 1),
                 "characters, loss": spread(texts, 3),
             }
@@ -233,7 +232,7 @@ ALL = (
         "than dense; the accuracy is 71.4 (dense), 70.6 (one bit), 70.4 (top-k) and 69.9 (random-k).",
         setting="Digits, 9,000 parameters, and the next character of Python's standard library, 40,000 parameters; SGD "
         "with momentum 0.9, 4 replicas, 1,200 steps, default settings. Bytes are for one worker and 26 MB of "
-        "float32; seconds are those of the bytes alone ([measured](results.md#codecs)).",
+        "float32; times are those of the bytes alone ([measured](results.md#codecs)).",
         run=zoo,
     ),
 )
