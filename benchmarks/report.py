@@ -155,14 +155,14 @@ def section(one: Found, common: Sequence[str]) -> Iterable[str]:
 
 
 def shown(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows with a bar or a rival; only the largest where contenders are measured alone (memory)."""
+    """Rows with a bar or a rival; of those measured alone, or beside what was predicted, the worst of each kind."""
     found: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         if row["bar"] is None and (not row["against"] or row["work"].endswith("rivals with one call a step")):
             continue
         _, of, what = row["work"].partition(": ")
-        key = what if of and not row["against"] else row["work"]
-        if key not in found or (row["value"] or 0) > (found[key]["value"] or 0):
+        key = what if of and not row["against"].keys() - {"predicted"} else row["work"]
+        if key not in found or (row["ratio"] or 0) > (found[key]["ratio"] or 0):
             found[key] = row
     return list(found.values())
 

@@ -17,7 +17,7 @@ from benchmarks.staged import on_hosts, on_one_host, train
 NAME = "pipelines"
 ABOUT = (
     "models in stages: a VGG-like one of 51 MB, and a ResNet-like one, on 4 workers and 2 ps over 1 Gbit/s, and linear "
-    "layers on one host. Beside predictions the ratio is the error, and memory is that of the worst-predicted stage"
+    "layers on one host. Beside what was predicted the ratio is the error; the worst of each kind is shown"
 )
 WORKERS, PS, MICROBATCHES = 4, 2, 4
 MEGABYTES = 50.8
