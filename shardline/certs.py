@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from shardline.errors import UsageError
 from shardline.host import files
 from shardline.rpc.auth.rights import ROLE_URI
-from shardline.tls.content import FILE_LIMIT_BYTES
+from shardline.tls import FILE_LIMIT_BYTES
 
 HERE = ("localhost", "127.0.0.1", "::1")
 """Names in every certificate, so that tasks can be reached from their own machine."""

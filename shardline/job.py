@@ -48,8 +48,7 @@ from shardline.errors import JobError, calling
 from shardline.fit import check_fit, check_runner, divide
 from shardline.host.printable import unicode
 from shardline.host.python_file import run_file
-from shardline.model import check_extra_state, model_tensors
-from shardline.pretrained import pretrained
+from shardline.model import check_extra_state, model_tensors, pretrained
 from shardline.schedule import complete, constant
 from shardline.scheduler import GroupSettings, MakeScheduler
 from shardline.seams import Resident

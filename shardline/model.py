@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardline.core.settings import REFUSE
-from shardline.core.spec import RuleSpec, TensorKind, TensorSpec, dtype_name
+from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
 from shardline.update import wants_whole
 
@@ -328,3 +329,29 @@ def _overlap(others: Sequence[_Span], new: _Span) -> bool:
     for other in others:
         part(other).fill_(True)
     return bool(part(new).any())
+
+
+def pretrained(model: nn.Module | Mapping[str, Any]) -> str:
+    """JSON with the model's class and configuration, and those of its adapters by name; "" for any other model."""
+    adapters: Mapping[str, Any] = {}
+    base: Any = model
+    if _is_a(model, "peft.", "PeftModel"):
+        adapters, base = base.peft_config, base.get_base_model()
+    if not _is_a(base, "transformers.", "PreTrainedModel"):
+        return ""
+    found = {
+        "model": type(base).__name__,
+        "config": json.loads(base.config.to_json_string(use_diff=False)),
+        "adapters": {name: config.to_dict() for name, config in adapters.items()},
+    }
+    text = json.dumps(found, sort_keys=True, default=_plain)
+    return text if len(text) <= MAX_PRETRAINED else ""
+
+
+def _is_a(value: object, package: str, name: str) -> bool:
+    """Find the class by its name and package, which need not be installed, among those of the value."""
+    return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(value).__mro__)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

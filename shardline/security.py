@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardline.errors import UsageError
-from shardline.tls.content import TlsInUse, TlsPaths, read_file
-from shardline.tls.files import TlsFiles
+from shardline.tls import TlsFiles, TlsInUse, TlsPaths, read_file
 
 if TYPE_CHECKING:
     import ssl

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from shardline import cadence, consistency, division
-from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.scores import counts
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
+from shardline.core.tensor_bytes import params_sha256
 from shardline.data import BatchSource
 from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import torch_threads
@@ -62,7 +62,7 @@ class ReferenceResult:
 
     @property
     def sha256(self) -> str:
-        """shardline.core.digest.params_sha256 of the parameters."""
+        """shardline.core.tensor_bytes.params_sha256 of the parameters."""
         return params_sha256(self.params)
 
 

@@ -17,10 +17,10 @@ from benchmarks.contenders import Bench, Contender, collect
 from benchmarks.figures import AT_LEAST, AT_MOST, Row, Samples, median, speed_row
 from benchmarks.simulated import Pass, Run, passes, real, staged
 from shardline_pipeline import Flush, bubble
+from shardline_pipeline.partition.choose import mixed
 from shardline_pipeline.partition.costs import Cluster, Costs, LinkLevel, Stages
 from shardline_pipeline.partition.dynamic import candidates
 from shardline_pipeline.partition.forecast import forecast_of
-from shardline_pipeline.partition.mixed import mixed
 from shardline_pipeline.partition.profile import Handed, Layer, Profile
 
 NAME = "bubbles"

@@ -28,11 +28,9 @@ from shardline.rpc.server import RpcServer
 from shardline_chief.io.checkpointer import KEEP_ALL, Checkpointer, ResumePoint
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
-from shardline_chief.io.journal import Journal
-from shardline_chief.io.places_servicer import PLACES, register_places
-from shardline_chief.io.replayed import run_to_replay
+from shardline_chief.io.journal import Journal, run_to_replay
 from shardline_chief.io.reporter import Reporter
-from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
+from shardline_chief.io.servicer import PLACES, SERVICES, ChiefServicer, register, register_places
 from shardline_chief.io.training_process import TrainingProcess
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History

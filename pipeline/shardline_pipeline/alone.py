@@ -22,9 +22,8 @@ from shardline.division.base import Gradients
 from shardline.errors import JobError, calling
 from shardline.testing import copies
 from shardline_pipeline.activation_coding import ActivationCoding, is_encoded
-from shardline_pipeline.base import PipelineSchedule
+from shardline_pipeline.base import PipelineSchedule, StageLayout
 from shardline_pipeline.by_stage import ByStage
-from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
 from shardline_pipeline.staged import StagedModel
 

@@ -16,9 +16,8 @@ from shardline.core.spec import JobSpec
 from shardline.division import PIPELINES, numbered
 from shardline.division.share import Share
 from shardline.seams import Resident
-from shardline_pipeline.base import Pass, PipelineSchedule, bubble
+from shardline_pipeline.base import Pass, PipelineSchedule, StageLayout, bubble
 from shardline_pipeline.hosts import assign_hosts, check_hosts, planned_hosts
-from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.schedules.asynchronous import DoubleBuffer, FTPipe, NoStash, Stash, VerticalSync
 from shardline_pipeline.schedules.flushed import Flush, GPipe, Undivided

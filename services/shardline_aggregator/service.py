@@ -14,9 +14,8 @@ from shardline.errors import ShardlineError
 from shardline.host.process import Termination, tell_ready
 from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
-from shardline.rpc.link import ChiefLink
+from shardline.rpc.link import BeatFacts, ChiefLink
 from shardline.rpc.usage import UsageMeter
 from shardline_aggregator.aggregator import Aggregator
 

@@ -22,9 +22,8 @@ from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.lanes.kind import ServerSide
 from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
-from shardline.rpc.link import ChiefLink
+from shardline.rpc.link import BeatFacts, ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
 from shardline.rpc.usage import UsageMeter

@@ -15,20 +15,18 @@ from shardline.consistency import choices as choices_of
 from shardline.consistency.server import numbers
 from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage, WorkerSequence
-from shardline.core.outcome import Outcome
+from shardline.core.outcome import FEATURES, PROTOCOL_MINOR, Outcome
 from shardline.core.placement import Placement
-from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.errors import FencedError, ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.messages.choices import choices_to_proto
 from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.messages.records import verdict_from_proto
-from shardline.rpc.messages.status import STANDBY_STATES
+from shardline.rpc.messages.status import STANDBY_STATES, choices_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term

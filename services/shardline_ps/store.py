@@ -39,8 +39,7 @@ from shardline_ps.control.configuration import (
 )
 from shardline_ps.memory.heap_trimmer import HeapTrimmer
 from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
-from shardline_ps.shard.settings import ShardSettings
-from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.shard import Shard, ShardSettings
 from shardline_ps.standby.standby import Standby
 
 __all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "planned_bytes"]

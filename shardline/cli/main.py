@@ -20,14 +20,14 @@ from shardline.host.printable import printable_lines
 
 COMMANDS = {
     "certs": "certs:certs",
-    "drain": "cluster_commands:drain",
-    "export": "cluster_commands:export",
+    "drain": "status:drain",
+    "export": "status:export",
     "health": "health:health",
     "methods": "list_methods:list_methods",
-    "page": "cluster_commands:page",
-    "rebalance": "cluster_commands:rebalance",
+    "page": "status:page",
+    "rebalance": "status:rebalance",
     "status": "status:status",
-    "stop": "cluster_commands:stop",
+    "stop": "status:stop",
     "top": "status:top",
     "train": "train:train",
 }

@@ -17,7 +17,7 @@ from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.host import lifeline
 from shardline.host.run_lock import RunLock
 from shardline.observability import log
-from shardline.observability.lossy import protect_output
+from shardline.observability.log import protect_output
 from shardline.roles import ROLES, Role
 
 CHIEFS = (

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from shardline.codecs.base import Memory, Part, Scope, Turn
-from shardline.codecs.lossy import NOT_FINITE, Lossy, check_setting, check_size
+from shardline.codecs.parts import NOT_FINITE, Lossy, check_setting, check_size
 from shardline.core.reduce import is_finite
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
-from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, LEASED, BatchChoice, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.core.outcome import Outcome

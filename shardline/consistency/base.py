@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline import plugins
-from shardline.consistency.batches import OF_REPLICAS, BatchChoice
 from shardline.consistency.cuts import EACH_BY_ITSELF, Cuts
-from shardline.consistency.intake import BOTH_STEPS, INITIAL, LATEST, Intake, Publishing
+from shardline.consistency.intake import BOTH_STEPS, INITIAL, LATEST, OF_REPLICAS, BatchChoice, Intake, Publishing
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import ConsistencySpec, JobSpec

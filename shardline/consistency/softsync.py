@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardline.consistency.base import OWN, Clock, Consistency, Gives
-from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, LEASED, BatchChoice, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import NumberedPush, ServerHalf, Terms
 from shardline.core.contributions import Partial, mean, merge, none_present, scaled

@@ -11,9 +11,8 @@ from typing import ClassVar
 
 from shardline.consistency.asynchronous import AsynchronousPushes
 from shardline.consistency.base import OWN, Clock, Consistency, Gives, in_stages
-from shardline.consistency.batches import LEASED, BatchChoice
 from shardline.consistency.eager import Eager
-from shardline.consistency.intake import NUMBERED, Intake
+from shardline.consistency.intake import LEASED, NUMBERED, BatchChoice, Intake
 from shardline.consistency.numbered_pushes import COUNTED
 from shardline.consistency.server import NumberedPush, ServerHalf, StepWanted, Terms
 from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf

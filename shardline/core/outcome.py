@@ -6,6 +6,9 @@ import enum
 
 from shardline.core.fixed import fixed
 
+PROTOCOL_MINOR = 1
+FEATURES = ("sync", "async", "voted", "cut", "restore")
+
 
 class Outcome(enum.Enum):
     """Outcome of a push or a pull; the names of proto Outcome."""

@@ -205,7 +205,7 @@ class JobSpec(Settings):
     follows_scores: bool = False
     """The learning rate follows the evaluator's scores; see shardline.core.scores."""
     pretrained: str = field(default="", compare=False)
-    """How the model's own library makes it anew, see shardline.pretrained; "" = not known. Not part of the identity:
+    """How the model's own library makes it anew, see shardline.model; "" = not known. Not part of the identity:
     another version of the library writes it otherwise."""
 
     # The chief asks for these at every heartbeat, so they are looked up in the tensors once.

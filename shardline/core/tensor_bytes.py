@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -130,3 +131,15 @@ def fingerprint(data: Buffer) -> int:
 def digest(data: Buffer) -> int:
     """xxh3-64 of encoded bytes; never 0, which means "not sent"."""
     return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def params_sha256(params: Mapping[str, torch.Tensor]) -> str:
+    """sha256 in hex over the tensors' little-endian bytes, one tensor after another in the order of their names.
+
+    params: every parameter once, under its first name (including frozen ones; no aliases of tied weights, no buffers).
+    Names and shapes are not hashed, so any tool that reads the exported file can check it.
+    """
+    found = hashlib.sha256()
+    for name in sorted(params):
+        found.update(tensor_bytes(params[name].cpu()))
+    return found.hexdigest()

@@ -56,7 +56,7 @@ def int8_decode(payload: memoryview, count: int, block: int) -> Tensor | None:
 
 
 def pack(codes: Octets, bits: int) -> Octets | None:
-    """See shardline.codecs.quantizing.packing.pack(). bits: 1 to 7."""
+    """See shardline.codecs.quantizing.base.pack(). bits: 1 to 7."""
     kernels = level()
     if kernels is None:
         return None
@@ -66,7 +66,7 @@ def pack(codes: Octets, bits: int) -> Octets | None:
 
 
 def unpack(packed: Octets, bits: int, count: int) -> Octets | None:
-    """See shardline.codecs.quantizing.packing.unpack(). bits: 1 to 7."""
+    """See shardline.codecs.quantizing.base.unpack(). bits: 1 to 7."""
     kernels = level()
     if kernels is None:
         return None
@@ -78,7 +78,7 @@ def unpack(packed: Octets, bits: int, count: int) -> Octets | None:
 def signs(values: Tensor) -> tuple[Octets, int, float, float] | None:
     """Codes (1 = negative), the number of negatives, their sum, and that of the others; NaN is none of the negatives.
 
-    Sums are those of shardline.codecs.quantizing.sums, not finite if a value isn't.
+    Sums are those of shardline.codecs.quantizing.base, not finite if a value isn't.
     """
     kernels, count = _level_for(values), values.numel()
     if kernels is None:
@@ -114,7 +114,7 @@ def tops(values: Tensor, block: int) -> Floats | None:
 
 
 def norms(values: Tensor, block: int) -> Floats | None:
-    """The l2 norm of each block by the sums of shardline.codecs.quantizing.sums; an empty array if one isn't finite."""
+    """The l2 norm of each block by the sums of shardline.codecs.quantizing.base; an empty array if one isn't finite."""
     return _of_blocks("norms", values, block)
 
 

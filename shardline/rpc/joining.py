@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from shardline.codecs import CODECS
-from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
+from shardline.core.outcome import FEATURES, PROTOCOL_MINOR
 from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
@@ -43,7 +43,7 @@ class Applicant:
     job: JobSpec | None = None
     """The job according to this task; the chief compares it with its own."""
     machine: Mapping[str, str] = field(default_factory=dict)
-    """Facts that affect the last bits of its gradients; see shardline.host.fingerprint."""
+    """Facts that affect the last bits of its gradients; see shardline.client.api.joining."""
     stable_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identifies this process when it asks again."""
 

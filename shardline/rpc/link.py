@@ -5,27 +5,70 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
+from shardline.core.status import TaskLinks, Traffic, Usage
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline.host.awake import awake_s
 from shardline.host.printable import unicode
-from shardline.rpc.beat_facts import NOTHING, BeatFacts
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.limits import MAX_SENTENCE
 from shardline.rpc.messages.fields import from_message, to_message
-from shardline.rpc.report_queue import ReportQueue
-from shardline.rpc.v1 import chief_pb2
+from shardline.rpc.report_queue import PassQueue, ReportQueue
+from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeatFacts:
+    """Called on the heartbeat thread; None = this task has none of it."""
+
+    ps: Callable[[], parameter_server_pb2.PsStatusReply] | None = None
+    """The status of a parameter server."""
+    traffic: Callable[[], Traffic] | None = None
+    usage: Callable[[], Usage] | None = None
+    links: Callable[[], TaskLinks] | None = None
+    passes: PassQueue | None = None
+    """Passes of a pipeline, on the clock of time.monotonic()."""
+
+    figures: Callable[[], Mapping[str, float]] | None = None
+    """Figures that change with every step."""
+
+    def write(self, beat: chief_pb2.Beat) -> None:
+        """Write them into a heartbeat."""
+        if self.ps is not None:
+            beat.ps.CopyFrom(self.ps())
+        if self.traffic is not None:
+            beat.traffic.CopyFrom(to_message(parameter_server_pb2.Traffic, self.traffic()))
+        if self.usage is not None:
+            beat.usage.CopyFrom(to_message(chief_pb2.Usage, self.usage()))
+        if self.links is not None:
+            beat.links.CopyFrom(to_message(chief_pb2.TaskLinks, self.links()))
+        if self.figures is not None:
+            beat.figures.update(self.figures())
+        if self.passes is not None:
+            beat.passes.extend(to_message(chief_pb2.PassReport, one) for one in self.passes.take())
+            beat.clock_s = time.monotonic()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something that another heartbeat should still take."""
+        return bool(self.passes)
+
+
+NOTHING = BeatFacts()
+
 
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from shardline.core.identity import Identity
-from shardline.core.outcome import Decision, Outcome
-from shardline.core.protocol import FEATURES
+from shardline.core.outcome import FEATURES, Decision, Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder

@@ -16,10 +16,9 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import OpenCall
-from shardline.server.incoming_push import PushResult
+from shardline.server.incoming_push import QUICK_BYTES, PushResult
 from shardline.server.pull_sender import AsyncReply, in_push_pull, pull
 from shardline.server.push_receiver import PushReceiver
-from shardline.server.slots import QUICK_BYTES
 
 REPLY_QUEUE = 4
 """Messages that a call may have ready before a slow reader blocks it."""

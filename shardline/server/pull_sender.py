@@ -26,7 +26,7 @@ from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2, parameter_server_pb2
 from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard
-from shardline.server.slots import QUICK_BYTES
+from shardline.server.incoming_push import QUICK_BYTES
 from shardline.storage.bucket import Bucket, Intact
 from shardline.waist import CHUNK_BYTES, Memory
 

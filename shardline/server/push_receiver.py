@@ -27,15 +27,20 @@ from shardline.server.admission import admit_push, attachment_of, drop_named, ou
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.calls import all_ended
 from shardline.server.incoming_push import (
+    NO_BYTES,
     IncomingPush,
     PushResult,
+    Slot,
+    applies_inline,
     gradient_kind,
     held_bytes,
+    opened,
+    release_all,
     room_wanted,
+    stands_inline,
     worst_of,
 )
 from shardline.server.pace import Runner
-from shardline.server.slots import NO_BYTES, Slot, applies_inline, opened, release_all, stands_inline
 from shardline.server.staging import Ask, AsyncPush, StagingLease
 
 SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)

@@ -14,9 +14,8 @@ from shardline.core.spec import Argument, RuleSpec
 from shardline.errors import JobError
 from shardline.update.base import BucketRule, Need, Site, StateSpec
 from shardline.update.dc_asgd import compensated
-from shardline.update.elementwise import Run
+from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
 from shardline.update.momentum import LookAheadBucketRule, MomentumBucketRule, MomentumRule, rate_states
-from shardline.update.sent import RemembersPulls, moved, sent_states
 
 _STRENGTH = 2.0
 

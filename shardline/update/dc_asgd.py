@@ -13,9 +13,8 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import RuleSpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update.base import Need, Site, StateSpec
-from shardline.update.elementwise import Run
+from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
 from shardline.update.momentum import require_sgd
-from shardline.update.sent import RemembersPulls, moved, sent_states
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule, require_real
 
 USUAL = {"c": 0.04, "a": 2.0}

@@ -46,6 +46,7 @@ from shardline.update.base import (
     BucketRule,
     RuleState,
     Site,
+    StateSpec,
     Update,
     UpdateRule,
     padding_positions,
@@ -266,3 +267,27 @@ class ElementwiseBucketRule(BucketRule):
     @property
     def nbytes(self) -> int:
         return self.kept.nbytes
+
+
+def sent_states(dtype: torch.dtype, device: torch.device) -> dict[str, StateSpec]:
+    """The states of RemembersPulls: the values, and a flag per slice that says whether there are any."""
+    return {
+        "sent": StateSpec(dtype=dtype, device=device, per_worker=True),
+        "was_sent": StateSpec(dtype=torch.float64, device=device, scalar=True, per_worker=True),
+    }
+
+
+class RemembersPulls:
+    """A part of bucket rules that need Need.PULLS; it comes first among their bases."""
+
+    kept: States
+
+    def sent(self, worker: str, values: Tensor) -> None:
+        self.kept.tensor("sent", worker).copy_(values)
+        numbers = self.kept.numbers("was_sent", worker)
+        numbers[:] = [1.0] * len(numbers)
+
+
+def moved(run: Run) -> Tensor | None:
+    """The parameters minus what the pusher was last sent, a new tensor; None if it was sent nothing."""
+    return run.values - run.state("sent") if run.number("was_sent") else None

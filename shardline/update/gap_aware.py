@@ -1,4 +1,7 @@
-"""Gap-aware SGD: a gradient is divided by how far the parameters have moved since, in average steps."""
+"""Gap-aware SGD: a gradient is divided by how far the parameters have moved since, in average steps.
+
+Barkai et al.: Gap-Aware Mitigation of Gradient Staleness (2019).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,40 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardline.core.gap import average_step, divided, is_decoupled
 from shardline.core.push_context import PushContext
-from shardline.core.spec import RuleSpec, TensorSpec
+from shardline.core.spec import Argument, RuleSpec, TensorSpec
 from shardline.errors import JobError
 from shardline.update.base import Need, Site, StateSpec, Update
-from shardline.update.elementwise import Run
-from shardline.update.sent import RemembersPulls, moved, sent_states
+from shardline.update.elementwise import RemembersPulls, Run, moved, sent_states
 from shardline.update.wrapping import WrappingBucketRule, WrappingRule, require_real
+
+_EPS = 1e-8
+_DECOUPLED = ("AdamW", "Muon", "Adafactor")
+"""Optimizers that decay the weights apart from the gradient; others may have an argument that says so."""
+
+
+def is_decoupled(name: str, group: Mapping[str, Argument]) -> bool:
+    """Whether an optimizer decays the weights apart from the gradient."""
+    return name in _DECOUPLED or bool(group.get("decoupled_weight_decay"))
+
+
+def average_step(mean: Tensor, steps: float, decay: float, rate: float) -> Tensor:
+    """How far parameters move in an average step. mean: of squared steps by rate, of so many steps, not corrected."""
+    average: Tensor = (mean / (1 - decay**steps)).sqrt_().add_(_EPS).mul_(rate)
+    return average
+
+
+def divided(gradient: Tensor, values: Tensor, since: Tensor, average: Tensor, *, weight_decay: float) -> Tensor:
+    """A gradient by 1 + |since| in average steps, a new tensor. since: how far the values have moved, changed here.
+
+    weight_decay: the optimizer will add so much of the values to the gradient, of which the same share is to be left.
+    """
+    penalty = since.abs_().to(average.dtype).div_(average).add_(1)
+    changed = gradient / penalty
+    if weight_decay:
+        share = values * penalty.reciprocal_().neg_().add_(1)
+        changed.add_(share, alpha=-weight_decay)
+    return changed.to(gradient.dtype)
 
 
 @dataclass(frozen=True)

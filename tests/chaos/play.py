@@ -32,13 +32,13 @@ import torch
 from shardline import consistency
 from shardline.checkpoint import CheckpointStore
 from shardline.core.choices import members
-from shardline.core.digest import params_sha256
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec
+from shardline.core.tensor_bytes import params_sha256
 from shardline.core.timeouts import Timeouts
 from shardline.job import load_job
 from shardline.testing import reference
-from shardline_chief.io.replayed import run_to_replay
+from shardline_chief.io.journal import run_to_replay
 from tests.chaos.field import Field
 from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, SHARED, write_job
 from tests.chaos.nursery import Starter

@@ -29,14 +29,13 @@ from shardline_pipeline import (
     VerticalSync,
     schedule_named,
 )
+from shardline_pipeline.base import StageLayout
 from shardline_pipeline.hosts import Hosts, hosts_of
-from shardline_pipeline.layout import StageLayout
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.schedules.asynchronous import AsynchronousSchedule as Schedule
-from shardline_pipeline.schedules.counts import StageCounts
 from shardline_pipeline.schedules.gaps import Gaps, GradientRun
 from shardline_pipeline.staged import StagedModel
-from shardline_pipeline.stream import ParameterSource, StreamRunner
+from shardline_pipeline.stream import ParameterSource, StageCounts, StreamRunner
 from shardline_pipeline.timeline import Timeline
 from tests.conformance.test_pipeline import (
     HOSTS,

@@ -15,7 +15,7 @@ from benchmarks.reproductions.compressors import resnet18
 from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, Memory, MemoryKey, Part, Scope, Turn
 from shardline.codecs.coding import Coding
-from shardline.codecs.lossy import Lossy
+from shardline.codecs.parts import Lossy
 from shardline.codecs.quantizing.onebit_adam import OneBitAdam
 from shardline.codecs.quantizing.ternary import TernGrad
 from shardline.codecs.sparse.dgc import DGC

@@ -23,7 +23,7 @@ from shardline.native.engine import available
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import push_receiver
-from shardline.server.slots import stands_inline
+from shardline.server.incoming_push import stands_inline
 from shardline.waist import Payload, Push, Want, Whole
 from tests.support.cluster import Ps
 from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload

@@ -12,7 +12,7 @@ import pytest
 from shardline.job import load_job
 from shardline.testing import reference
 from shardline_pipeline import schedule_named
-from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.base import StageLayout
 from tests.e2e.support import (
     DEATH_TIMEOUT_S,
     PATIENCE_S,

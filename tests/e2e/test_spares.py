@@ -9,7 +9,7 @@ import pytest
 from shardline.core.choices import members
 from shardline.job import load_job
 from shardline.testing import reference
-from shardline_chief.io.replayed import run_to_replay
+from shardline_chief.io.journal import run_to_replay
 from tests.e2e.support import (
     PATIENCE_S,
     assert_refused,

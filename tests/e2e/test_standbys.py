@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.core.digest import params_sha256
+from shardline.core.tensor_bytes import params_sha256
 from shardline.core.timeouts import Timeouts
 from shardline.job import load_job
 from tests.e2e.support import (

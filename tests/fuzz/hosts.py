@@ -25,9 +25,8 @@ from shardline.core.orders import LOST, Phase, StepReport
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
-from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
-from shardline.rpc.link import ChiefLink
+from shardline.rpc.link import BeatFacts, ChiefLink
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import (

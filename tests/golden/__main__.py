@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.client.api.joining import machine_fingerprint
 from shardline.core.timeouts import Timeouts
-from shardline.host.fingerprint import machine_fingerprint
 from tests.e2e.support import PATIENCE_S, slow_job, summary_of, wait_for_step, write_job
 
 EXPECTED = Path(__file__).with_name("expected.json")

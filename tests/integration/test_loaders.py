@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from shardline.data import BatchSource
 from shardline.errors import JobError, JobExitError, TaskLostError
 from shardline.job import Job
-from shardline.loading import loader as loader_of
 from shardline.loading import pool as pools
 from shardline.loading.pool import LoaderPool
 from tests.support.jobs import make_job
@@ -202,7 +201,7 @@ def test_a_batch_waits_while_too_many_files_are_on_their_way_and_is_refused_at_l
         return send(sock, *arguments)
 
     monkeypatch.setattr(socket, "send_fds", full)
-    monkeypatch.setattr(loader_of, "TRIES", 5)
+    monkeypatch.setattr(pools, "TRIES", 5)
     job = make_job(dataset=Noisy())
     with pool(job, loaders=1) as loaders:
         if times == 3:

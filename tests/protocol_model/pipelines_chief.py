@@ -35,7 +35,7 @@ from shardline.observability.metrics import Metrics
 from shardline.security import key_of
 from shardline.update import completed
 from shardline_chief.rules.codecs.error_memory import ErrorMemory, goes_back
-from shardline_chief.rules.state.work import Work
+from shardline_chief.rules.state.state import Work
 from shardline_pipeline.activations.mailbox import Mailbox
 from shardline_pipeline.hosts import Hosts
 from shardline_pipeline.schedules.asynchronous import AsynchronousSchedule

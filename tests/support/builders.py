@@ -11,8 +11,7 @@ from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.storage.shard import Observers
 from shardline.update import rule
-from shardline_ps.shard.settings import ShardSettings
-from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.shard import Shard, ShardSettings
 
 SGD = rule("SGD", ({"lr": 1.0},))
 

@@ -234,8 +234,8 @@ def test_a_checkpoint_that_took_longer_than_the_timeout_is_asked_for_again_when_
 FIGURES = {
     "chief/shardline_chief/io/checkpointer.py",
     "chief/shardline_chief/io/control.py",
-    "chief/shardline_chief/page/run_files.py",
-    "evaluator/shardline_evaluator/scoring.py",
+    "chief/shardline_chief/page/viewer.py",
+    "evaluator/shardline_evaluator/service.py",
     "pipeline/shardline_pipeline/activations/mailbox.py",
     "pipeline/shardline_pipeline/partition/measure.py",
     "pipeline/shardline_pipeline/stage_work.py",
@@ -246,7 +246,7 @@ FIGURES = {
     "shardline/client/overlap/gate.py",
     "shardline/client/step/weights.py",
     "shardline/client/step/trainer.py",
-    "shardline/rpc/beat_facts.py",
+    "shardline/rpc/link.py",
     "shardline/rpc/client.py",
 }
 """Modules of tasks and of their calls that measure how long something takes; none of them judges anybody by it."""

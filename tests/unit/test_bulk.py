@@ -24,10 +24,9 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import token_acceptor
 from shardline.lanes.attachments import Holder, Opening
 from shardline.lanes.socket_thread import shut
-from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
-from shardline.lanes.tcp.attachment import TcpAttachment
-from shardline.lanes.tcp.server import TcpOffer
+from shardline.lanes.tcp import server as bulk_server
+from shardline.lanes.tcp.server import TcpAttachment, TcpOffer
 from shardline.lanes.tls_socket import TlsSocket
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.native.engine import available
@@ -446,7 +445,7 @@ def test_a_peer_that_stops_reading_is_given_up_and_holds_bounded_memory(hasty: S
 
     with pytest.raises(UnreachableError, match="nothing moved for"):
         hasty.run(flood())
-    assert most <= bulk_attachment.QUEUED_BYTES
+    assert most <= bulk_server.QUEUED_BYTES
     assert attachment.outgoing.queued_bytes == 0
 
 

@@ -16,7 +16,7 @@ from shardline.errors import JobError
 from shardline.fit import check_fit
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.update import rule
-from shardline_chief.rules.state.work import Work
+from shardline_chief.rules.state.state import Work
 from shardline_pipeline.hosts import hosts_of
 
 WORKERS = [f"worker/{i}" for i in range(8)]

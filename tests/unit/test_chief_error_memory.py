@@ -13,7 +13,7 @@ from shardline.errors import JobError, UsageError
 from shardline.fit import check_fit
 from shardline_chief.rules.actions import Cut, Restore
 from shardline_chief.rules.events import EndAsked
-from shardline_chief.rules.state.work import Work
+from shardline_chief.rules.state.state import Work
 from tests.support.chief_cluster import Cluster, FakeResume, T, make_job, phase, running
 from tests.support.mortal_chief import Mortal, cut, mortal
 

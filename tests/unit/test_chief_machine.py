@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shardline_chief.rules import events
+from shardline_chief.rules.events import ANY, PHASES, TAKEOVER, Stage
 from shardline_chief.rules.machine import Flows, rows
-from shardline_chief.rules.stages import ANY, PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
 from tests.support.chief_cluster import running

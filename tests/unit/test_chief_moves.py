@@ -13,8 +13,8 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import JobError, UsageError
 from shardline_chief.rules.actions import AskStatus, Cut, Release
 from shardline_chief.rules.codecs.choice import encoded
+from shardline_chief.rules.events import Stage
 from shardline_chief.rules.messages import MoveAnswer
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.standbys import spread
 from tests.support.chief_cluster import Cluster, FakePs, T, make_job, phase
 from tests.support.mortal_chief import Killed, Mortal, hear_twice

@@ -26,7 +26,7 @@ from shardline.observability.view import ClusterView, cluster_view
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import overview, summary, write_json
 from shardline_chief.page.history import History
-from shardline_chief.page.run_files import SILENT_S, RunFiles
+from shardline_chief.page.viewer import SILENT_S, RunFiles
 from shardline_pipeline.timeline import TaskPass, passes_in, trace
 from shardline_pipeline.timeline.board import PassBoard
 from tests.support.chief_cluster import T

@@ -24,9 +24,8 @@ from shardline.observability.host_header import host_of
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
 from shardline_chief.page.access import PageAccess, check_exposure
-from shardline_chief.page.app import CURSOR_CHARACTERS, SECURITY_HEADERS, STREAMS
+from shardline_chief.page.app import CURSOR_CHARACTERS, SECURITY_HEADERS, STREAMS, read_static
 from shardline_chief.page.board import Board
-from shardline_chief.page.files import read_static
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from shardline_chief.page.viewer import MOST_RUNS

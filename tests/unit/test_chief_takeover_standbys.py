@@ -11,8 +11,8 @@ from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.core.status import PsStatus, ShardStatus, StandbyStatus
 from shardline_chief.rules.actions import AskStatus, Configure, JournalLine, Promote, Promotion, Restore
+from shardline_chief.rules.events import UNHEARD
 from shardline_chief.rules.replay import replay
-from shardline_chief.rules.stages import UNHEARD
 from shardline_chief.rules.state.standbys import as_found, protected, without_standbys
 from tests.support.chief_cluster import FakePs, T, make_job, phase
 from tests.support.mortal_chief import Killed, Mortal, cut, hear_twice

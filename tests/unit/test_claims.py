@@ -28,7 +28,7 @@ from shardline.rpc.messages.data import Attached
 from shardline.rpc.v1 import data_pb2
 from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
-from shardline.server.slots import QUICK_BYTES, Slot, opened
+from shardline.server.incoming_push import QUICK_BYTES, Slot, opened
 from shardline.waist import Payload, Push, Sender, Want, Whole
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard

@@ -8,7 +8,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.errors import MismatchError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline_evaluator.scoring import load, next_step, score
+from shardline_evaluator.service import load, next_step, score
 
 
 class Tied(nn.Module):

@@ -239,7 +239,7 @@ def test_an_exception_that_ends_a_task_is_told_before_and_a_defect_is_not() -> N
 
 def test_the_evaluator_ends_where_evaluate_ends_it_and_not_where_it_raises(tmp_path: Path) -> None:
     from shardline.model import named_values
-    from shardline_evaluator.scoring import score
+    from shardline_evaluator.service import score
 
     def scored(statement: str) -> str:
         path, _ = write(tmp_path, "evaluate", statement, "Samples")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline.loading.packed import opened, pack, unpack
-from shardline.loading.upcoming import Place, UpcomingBatches
+from shardline.loading.pool import Place, UpcomingBatches
 
 
 def asked(batches: UpcomingBatches, *places: Place) -> None:

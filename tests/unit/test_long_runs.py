@@ -11,8 +11,8 @@ from shardline.consistency.eager import Spares
 from shardline.core.choices import Choices
 from shardline.core.orders import StepReport
 from shardline.core.status import HeldCut
-from shardline_chief.rules.state.figures import KEPT_SCORES
 from shardline_chief.rules.state.leases import MOST_GIVEN
+from shardline_chief.rules.state.state import KEPT_SCORES
 from tests.support.chief_cluster import Cluster, make_job
 
 ROUNDS = max(KEPT_SCORES, MOST_GIVEN) + 20

@@ -12,7 +12,7 @@ import pytest
 
 from shardline.host import files
 from shardline.observability import log
-from shardline.observability.lossy import LossyFile, lossy_text
+from shardline.observability.log import LossyFile, lossy_text
 
 FULL = "full.jsonl"
 
@@ -64,7 +64,7 @@ def test_a_log_that_can_not_be_written_is_said_once_and_logging_goes_on(
 
 PRINTS = """
 import resource, sys
-from shardline.observability.lossy import protect_output
+from shardline.observability.log import protect_output
 protect_output()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 for number in range(1000):

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from shardline.codecs import CODECS, JobCodec, keep_whole
 from shardline.codecs.base import Direction, MemoryKey, Turn
 from shardline.codecs.coding import Coding
-from shardline.codecs.lossy import NOT_FINITE, Lossy
-from shardline.codecs.quantizing.base import blocks
-from shardline.codecs.quantizing.packing import pack, packed_bytes, unpack
-from shardline.codecs.quantizing.sums import LANES, lane_sum, norms
+from shardline.codecs.parts import NOT_FINITE, Lossy
+from shardline.codecs.quantizing.base import LANES, blocks, lane_sum, norms, pack, packed_bytes, unpack
 from shardline.codecs.random import splitmix, uniforms
 from shardline.codecs.sparse.entries import largest
 from shardline.core.plan import make_plan

@@ -17,8 +17,7 @@ from shardline.core.identity import Identity
 from shardline.core.parcel import Parcel, ParcelKey
 from shardline.errors import ForbiddenError, NonFiniteError, ProtocolError, UnreachableError
 from shardline.lanes import call_frames
-from shardline.lanes.parcel_line import ParcelLine
-from shardline.lanes.parcels import WORKER, register_worker
+from shardline.lanes.parcels import WORKER, ParcelLine, register_worker
 from shardline.rpc.limits import PARCEL_CHUNK_BYTES
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.parcels import ParcelReader, packed, parcel_frames

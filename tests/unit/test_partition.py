@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from shardline.errors import UsageError
 from shardline_pipeline import PipelineSchedule, schedule_named
 from shardline_pipeline.balance import balanced
-from shardline_pipeline.layout import StageLayout
-from shardline_pipeline.partition.choose import choose, rated
+from shardline_pipeline.base import StageLayout
+from shardline_pipeline.partition.choose import choose, joined, mixed, pack, rated, refined, stages_of
 from shardline_pipeline.partition.costs import ALL_REDUCE, SERVERS, Cluster, Costs, LinkLevel, PlannedStage, Stages
 from shardline_pipeline.partition.dynamic import candidates
 from shardline_pipeline.partition.forecast import asynchronous_times, forecast_of
-from shardline_pipeline.partition.mixed import joined, mixed, pack, refined, stages_of
 from shardline_pipeline.partition.profile import Handed, Layer, Profile
 
 STASH, FLUSH, GPIPE = (schedule_named(name) for name in ("stash", "flush", "gpipe"))

@@ -26,7 +26,7 @@ from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
 from shardline_chief.io.control import Control
-from shardline_chief.io.places_servicer import register_places
+from shardline_chief.io.servicer import register_places
 from shardline_chief.rules.messages import PlaceAnswer
 
 T = Timeouts(total_s=2.0, join_s=2.0)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline import pretrained as module
+from shardline import model as module
 from shardline.checkpoint import CheckpointStore
 from shardline.cli.main import main
 from shardline.core.spec import JobSpec, differences
 from shardline.core.spec_json import job_from_json, job_to_json
-from shardline.pretrained import pretrained
+from shardline.model import pretrained
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from tests.support.checkpoints import cut_of
 from tests.support.chief_cluster import make_job

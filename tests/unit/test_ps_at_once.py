@@ -13,7 +13,7 @@ import torch
 from shardline.errors import NonFiniteError
 from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline.server import slots as quick
+from shardline.server import incoming_push as quick
 from shardline.server.at_once import SingleRequests
 from shardline.server.calls import OpenCalls
 from shardline.server.incoming_push import PushResult

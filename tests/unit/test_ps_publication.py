@@ -15,8 +15,7 @@ from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorKin
 from shardline.host.segments import FIRST_BYTES
 from shardline.storage.publication import PlainPublication, bucket_offsets, view_of
 from shardline.update import rule
-from shardline_ps.shard.settings import ShardSettings
-from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.shard import Shard, ShardSettings
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import make_settings
 

@@ -14,7 +14,7 @@ from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline.server import slots as quick
+from shardline.server import incoming_push as quick
 from shardline.server.pace import AHEAD, PATIENCE_S
 from shardline.server.push_receiver import NoRoomError, PushReceiver
 from tests.support.lanes import no_calls

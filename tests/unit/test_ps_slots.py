@@ -12,9 +12,9 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import digest
 from shardline.errors import ProtocolError
-from shardline.server import slots
+from shardline.server import incoming_push
 from shardline.server.buffers import Buffers
-from shardline.server.slots import Slot, opened
+from shardline.server.incoming_push import Slot, opened
 
 PLAN = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1)
 VALUES = torch.arange(64, dtype=torch.float32)
@@ -67,7 +67,7 @@ def test_bucket_whose_push_ends_while_its_digest_is_made_has_all_of_its_values(
         slot.release()
         return digest(data)
 
-    monkeypatch.setattr(slots, "digest", while_it_ends)
+    monkeypatch.setattr(incoming_push, "digest", while_it_ends)
     slot.digest = digest(PAYLOAD)
     values = opened(slot, TAKE, repeated=True).values
     assert values is not None

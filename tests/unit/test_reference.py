@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline import schedule
-from shardline.core.digest import params_sha256, tensor_bytes
+from shardline.core.tensor_bytes import params_sha256, tensor_bytes
 from shardline.data import BatchSource, derive, seed_everything
 from shardline.errors import NonFiniteError
 from shardline.job import Job

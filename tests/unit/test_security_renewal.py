@@ -21,6 +21,7 @@ import pytest
 import trustme
 from cryptography import x509
 
+from shardline import tls
 from shardline.core.timeouts import Timeouts
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.server import TcpOffer
@@ -29,9 +30,7 @@ from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import AioPeer, open_channel
 from shardline.rpc.server import RpcServer
 from shardline.security import Security
-from shardline.tls import files
-from shardline.tls.content import TlsPaths
-from shardline.tls.files import TlsFiles, warnings_due
+from shardline.tls import TlsFiles, TlsPaths, warnings_due
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 
@@ -98,7 +97,7 @@ def ca() -> trustme.CA:
 @pytest.fixture
 def own(tmp_path: Path, ca: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> Holder:
     # Looked at each time.
-    monkeypatch.setattr(files, "LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "LOOK_S", 0.0)
     return Holder(tmp_path / "own", ca)
 
 
@@ -480,8 +479,8 @@ def test_a_certificate_of_later_is_used_once_it_is_valid(own: Holder, caplog: py
 def test_files_are_looked_at_no_more_than_once_in_a_while(own: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
     found = TlsFiles(TlsPaths(own.pem, own.key, own.ca))
-    monkeypatch.setattr(files, "LOOK_S", 60.0)
-    monkeypatch.setattr(files, "look", looked.append)
+    monkeypatch.setattr(tls, "LOOK_S", 60.0)
+    monkeypatch.setattr(tls, "look", looked.append)
     assert found.now() is found.now()
     assert not looked
 

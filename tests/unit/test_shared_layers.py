@@ -34,7 +34,7 @@ from shardline.host.awake import awake_s
 from shardline.job import Job
 from shardline.testing import reference
 from shardline_lab.simulator.simulation import Setup
-from shardline_pipeline.assignment import assign_teams
+from shardline_pipeline.division import assign_teams
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.tensor_parallel import cut, shared_layers
 from shardline_pipeline.tensor_parallel.meeting import Meeting, Place, hear, name_of, team_key, tell

@@ -27,7 +27,7 @@ from shardline_lab.simulator.simulation import Death, Setup, StageCosts
 from shardline_lab.simulator.stages import PipelineSimulation, simulated
 from shardline_lab.simulator.times import Gamma
 from shardline_pipeline import PIPELINES, bubble, schedule_named
-from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.base import StageLayout
 from shardline_pipeline.model import Pipeline
 from shardline_pipeline.partition.costs import Cluster, Costs, LinkLevel, PlannedStage
 from shardline_pipeline.partition.forecast import forecast_of

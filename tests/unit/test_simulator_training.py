@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from shardline import Job
 from shardline.consistency import CONSISTENCIES
 from shardline.core.choices import members
-from shardline.core.digest import params_sha256
+from shardline.core.tensor_bytes import params_sha256
 from shardline.errors import UsageError
 from shardline.schedule import cosine
 from shardline.testing import reference

@@ -15,10 +15,10 @@ from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.loaders import LOADERS
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
-from shardline.core.digest import params_sha256
 from shardline.core.image import BucketImage, WorkerSequence, replica_of
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
+from shardline.core.tensor_bytes import params_sha256
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
 from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.cluster import MAX_TASKS
-from shardline.core.digest import tensor_bytes
+from shardline.cluster import MAX_TASKS, format_address, parse_address
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
+from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.errors import (
     CheckpointError,
@@ -47,7 +47,7 @@ from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_t
 from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto
 from shardline.rpc.report_queue import MAX_LOGGED, MAX_LOGGED_NAME, MAX_PASSES
-from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, places_pb2, places_pb2_grpc
 from shardline_chief.io.control import Control
 from shardline_chief.io.targets import own_metrics, tell_left_out
 from shardline_chief.rules.messages import Beat, Join
@@ -406,3 +406,36 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
     """Orders as a protobuf message."""
     scores = [chief_pb2.FollowedScore(step=step, value=value) for step, value in orders.scores]
     return to_message(chief_pb2.Orders, orders, phase=PHASES[orders.phase.name.lower()], scores=scores)
+
+
+PLACES = "shardline.rpc.v1.Places"
+TAKE = f"/{PLACES}/Take"
+
+
+class PlacesServicer(places_pb2_grpc.PlacesServicer):
+    """Serves Places for one Control."""
+
+    def __init__(self, control: Control, access: Access) -> None:
+        self._control = control
+        self._access = access
+
+    @rpc_errors.unary
+    async def Take(self, request: places_pb2.PlaceRequest, context: Any) -> places_pb2.PlaceReply:
+        """An index, or why there is none."""
+        for what, text in (("role", request.role), ("address", request.address)):
+            if len(text) > MAX_NAME:
+                raise ProtocolError(f"Take: {what} has {len(text)} characters; the limit is {MAX_NAME}")
+        refusal = joining_refusal(request.role, self._access.caller(TAKE, context))
+        if refusal:
+            raise ForbiddenError(f"no index for {request.address}: {refusal}")
+        # Normalized: a returning task is recognized by its address, and port 0, which many may send, by its form.
+        address = format_address(*parse_address(request.address, "Take: the address"))
+        answer = await asyncio.wrap_future(
+            self._control.call(lambda now_s: self._control.program.place(request.role, address, now_s))
+        )
+        return places_pb2.PlaceReply(task=answer.task, reason=answer.reason, retry=answer.retry)
+
+
+def register_places(control: Control, access: Access) -> Callable[[grpc.aio.Server], None]:
+    """Registration function for RpcServer."""
+    return lambda server: places_pb2_grpc.add_PlacesServicer_to_server(PlacesServicer(control, access), server)

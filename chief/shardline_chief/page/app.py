@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import html
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
+from importlib import resources
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -19,7 +22,36 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline_chief.page.access import PageAccess
 from shardline_chief.page.board import Board
-from shardline_chief.page.files import StaticFile, read_static
+
+MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+
+
+@dataclass(frozen=True)
+class StaticFile:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def read_static() -> dict[str, StaticFile]:
+    """All files by their path on the page; index.html is "/"."""
+    found = {}
+    for file in resources.files(__package__).joinpath("static").iterdir():
+        suffix = "." + file.name.rpartition(".")[2]
+        if suffix not in MEDIA_TYPES:
+            continue
+        content = file.read_bytes()
+        etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        found[path] = StaticFile(content, MEDIA_TYPES[suffix], etag)
+    return found
+
 
 STREAMS = 32
 """Most browsers with live updates; further ones poll once a second instead."""

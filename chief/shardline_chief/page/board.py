@@ -5,14 +5,49 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Protocol
 
-from shardline.core.status import ChiefStatus
+from shardline import plugins
+from shardline.core.orders import PassReport
+from shardline.core.spec import JobSpec
+from shardline.core.status import ChiefStatus, StageStatus
 from shardline.observability.view import as_json, cluster_view
 from shardline_chief.page.history import History
-from shardline_chief.page.passes import passes
+
+
+class Passes(Protocol):
+    """Thread-safe: the control thread writes, the page's thread reads."""
+
+    def heard(
+        self, job: JobSpec, life: tuple[str, int], passes: Sequence[PassReport], *, sent_s: float, now_s: float
+    ) -> None:
+        """Take in what one heartbeat says. life: task and incarnation. sent_s: when it was sent, on the clock of its
+        passes; now_s: on this one.
+        """
+        ...
+
+    def read(self, job: JobSpec, trace: Mapping[str, Any]) -> None:
+        """Take in the passes of a trace file."""
+        ...
+
+    def figures(self) -> tuple[StageStatus, ...]:
+        """Each stage over the recent steps; none without a pipeline, and before its first step is done."""
+        ...
+
+    def recent(self) -> str:
+        """The newest whole steps as JSON for the page."""
+        ...
+
+    def trace(self) -> dict[str, Any] | None:
+        """All passes that are kept, as a trace; None without a pipeline."""
+        ...
+
+
+def passes() -> Passes:
+    found: Passes = plugins.installed("shardline.boards", "passes", "a page of passes")()
+    return found
 
 
 class Board:

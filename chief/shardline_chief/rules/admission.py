@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardline.consistency import Gives
-from shardline.core.protocol import FEATURES
+from shardline.core.outcome import FEATURES
 from shardline.core.spec import differences
 from shardline.roles import ROLES
 from shardline_chief.rules.messages import Join

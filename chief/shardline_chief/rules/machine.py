@@ -13,7 +13,19 @@ from typing import Any
 from shardline_chief.rules import events as on
 from shardline_chief.rules.codecs.choice import CodecChoice
 from shardline_chief.rules.codecs.error_memory import ErrorMemory
-from shardline_chief.rules.events import Event
+from shardline_chief.rules.events import (
+    ANY,
+    ENDED,
+    ENDING,
+    PREPARATION,
+    RECOVERY,
+    START,
+    TAKEOVER,
+    TRAINING,
+    UNHEARD,
+    Event,
+    Stage,
+)
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.flows.failover import Failover
@@ -26,18 +38,6 @@ from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
 from shardline_chief.rules.flows.workers import Workers
 from shardline_chief.rules.reconcile import Reconcile
-from shardline_chief.rules.stages import (
-    ANY,
-    ENDED,
-    ENDING,
-    PREPARATION,
-    RECOVERY,
-    START,
-    TAKEOVER,
-    TRAINING,
-    UNHEARD,
-    Stage,
-)
 from shardline_chief.rules.state.state import State
 
 Rule = Callable[[Any, float], bool | None]

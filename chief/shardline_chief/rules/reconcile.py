@@ -32,10 +32,19 @@ from shardline_chief.rules.actions import (
     Promote,
     Restore,
 )
-from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, ServersReady, ShardsTold, Tick, TrainerLost
+from shardline_chief.rules.events import (
+    PREPARATION,
+    RECONCILED,
+    CheckpointSaved,
+    OrderAnswered,
+    ServersReady,
+    ShardsTold,
+    Stage,
+    Tick,
+    TrainerLost,
+)
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
-from shardline_chief.rules.stages import PREPARATION, RECONCILED, Stage
 from shardline_chief.rules.state.checkpoints import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Member

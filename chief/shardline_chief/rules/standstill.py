@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 
 from shardline.core.status import Awaited, Standstill
-from shardline_chief.rules.stages import PREPARATION, RECOVERY, TAKEOVER, Stage
+from shardline_chief.rules.events import PREPARATION, RECOVERY, TAKEOVER, Stage
 from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 

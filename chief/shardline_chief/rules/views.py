@@ -14,8 +14,8 @@ from shardline.core.placement import Post
 from shardline.core.spec import JobSpec
 from shardline.core.status import Counting, TaskLinks, TaskStatus, Traffic, Usage
 from shardline.errors import UsageError
+from shardline_chief.rules.events import Stage
 from shardline_chief.rules.flows.barriers import Barriers
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.state import State
 

@@ -12,8 +12,7 @@ from shardline.core.identity import Identity
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
 from shardline.host.awake import awake_s
 from shardline.lanes.negotiated import Fallback
-from shardline.lanes.parcel_line import ParcelLine, ParcelWay
-from shardline.lanes.parcels import send_parcel
+from shardline.lanes.parcels import ParcelLine, ParcelWay, send_parcel
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.parcels import Packed
 

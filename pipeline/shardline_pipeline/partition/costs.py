@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardline.errors import UsageError
-from shardline_pipeline.base import PipelineSchedule
-from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.base import PipelineSchedule, StageLayout
 from shardline_pipeline.partition.activations import Activations
 from shardline_pipeline.partition.profile import Profile
 

@@ -39,7 +39,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.base import StageLayout
 from shardline_pipeline.partition.costs import Costs, LinkLevel, PlannedStage, Stages
 
 Measure = tuple[float, ...]

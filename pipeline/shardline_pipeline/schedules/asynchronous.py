@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.errors import JobError
-from shardline_pipeline.base import Pass, PipelineSchedule, UnitProgress
-from shardline_pipeline.layout import StageLayout
+from shardline_pipeline.base import Pass, PipelineSchedule, StageLayout, UnitProgress
 from shardline_pipeline.schedules.flushed import Flush
 
 

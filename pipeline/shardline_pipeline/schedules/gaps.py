@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shardline import schedule as schedules
-from shardline.core.gap import average_step, divided, is_decoupled
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.errors import JobError
+from shardline.update.gap_aware import average_step, divided, is_decoupled
 
 DECAY = 0.999
 """Of the running mean of squared steps, as in the update rule gap-aware."""

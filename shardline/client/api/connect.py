@@ -33,7 +33,7 @@ from shardline.host.printable import printable, unicode
 from shardline.host.process import Termination
 from shardline.lanes import AUTO, check_choice
 from shardline.observability import log
-from shardline.observability.lossy import protect_output
+from shardline.observability.log import protect_output
 from shardline.rpc.index_request import assigned_place
 from shardline.rpc.names import wait_for_own_name
 from shardline.seams import Resident

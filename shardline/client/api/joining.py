@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from shardline import cadence as cadences
 from shardline.client.api.stateful import HasState, Stateful
@@ -26,13 +29,11 @@ from shardline.errors import (
     job_error,
     where_raised,
 )
-from shardline.host.fingerprint import machine_fingerprint
 from shardline.host.process import Termination, resolve_device
 from shardline.observability.line_rate import links, meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.beat_facts import BeatFacts
 from shardline.rpc.joining import Applicant
-from shardline.rpc.link import ChiefLink
+from shardline.rpc.link import BeatFacts, ChiefLink
 from shardline.rpc.usage import UsageMeter
 
 log = logging.getLogger("shardline.client")
@@ -237,3 +238,29 @@ class JobMember:
         elif isinstance(error, Exception):
             self.fail(job_error("the script", error))
         self.shutdown()
+
+
+def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
+    """Facts about this machine that affect the last bits of a gradient (PROTOCOL 1.10, E)."""
+    facts = {
+        "torch": torch.__version__,
+        "cpu_vendor": cpu_vendor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads),
+        "device": device.split(":")[0],
+    }
+    if device.startswith("cuda") and torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name(torch.device(device))
+    return facts
+
+
+def cpu_vendor() -> str:
+    """Vendor of the processor according to Linux, else what Python reports."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("vendor_id", "CPU implementer")):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

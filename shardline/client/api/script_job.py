@@ -14,8 +14,7 @@ from shardline.core.settings import KINDS, REFUSE, Setting, Settings, check, kno
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
 from shardline.fit import check_fit, divide
-from shardline.model import check_extra_state, model_tensors
-from shardline.pretrained import pretrained
+from shardline.model import check_extra_state, model_tensors, pretrained
 from shardline.update import check_tensors, rule_from_optimizer
 
 SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))

@@ -1,4 +1,9 @@
-"""What quantizing codecs share: a fixed layout of float32 scales followed by packed codes, and blocks of values."""
+"""What quantizing codecs share: float32 scales followed by packed codes, blocks of values, and sums.
+
+Codes have 1 to 8 bits and are packed without gaps; the first is in the lowest bits of the first byte. Sums are in
+float64 and in an order of their own, so that processes with and without the native library write the same bits: value i
+is added to lane i mod LANES, one after another; of the lanes, the second half is added to the first until one is left.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,74 @@ import numpy.typing as npt
 import torch
 
 from shardline.codecs.base import Part
-from shardline.codecs.lossy import Lossy, check_size
-from shardline.codecs.quantizing.packing import pack, packed_bytes, unpack
+from shardline.codecs.parts import Lossy, check_size
 from shardline.codecs.random import uniforms
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.native import codecs
 
-Scales = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
+
+_FOLDS = ((1, 8, 0x00FF00FF00FF00FF), (2, 16, 0x0000FFFF0000FFFF), (4, 32, 0x00000000FFFFFFFF))
+"""Eight codes as one number become shorter in three steps: codes in a lane, width of a lane, every other lane."""
+
+_WORDS = {2: "<u2", 4: "<u4"}
+"""Types of eight codes, by their bits."""
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of as many codes of so many bits."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Codes, bits: int) -> Buffer:
+    """Packed codes, each below 2**bits. codes: contiguous."""
+    if bits == 8:
+        return memoryview(codes)  # type: ignore[arg-type]  # an array is a buffer
+    if bits == 1:
+        return np.packbits(codes, bitorder="little").tobytes()
+    packed = codecs.pack(codes, bits)
+    if packed is not None:
+        return memoryview(packed)  # type: ignore[arg-type]
+    words = _padded(codes, 8).view("<u8")
+    for each, width, lanes in _FOLDS:
+        words = (words & lanes) | ((words >> width & lanes) << (each * bits))
+    # The same bytes either way; a cast is faster than a copy of columns.
+    short = words.astype(_WORDS[bits]) if bits in _WORDS else words.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return short.tobytes()[: packed_bytes(len(codes), bits)]
+
+
+def unpack(data: Buffer, bits: int, count: int) -> Codes:
+    """`count` codes; read-only if bits is 8. data has packed_bytes(count, bits)."""
+    octets = np.frombuffer(data, np.uint8)
+    if bits == 8:
+        return octets
+    if bits == 1:
+        return np.unpackbits(octets, count=count, bitorder="little")
+    codes = codecs.unpack(octets, bits, count)
+    if codes is not None:
+        return codes
+    short = _padded(octets, bits).reshape(-1, bits)
+    if bits in _WORDS:
+        words = short.view(_WORDS[bits]).astype("<u8")
+    else:
+        rows = np.zeros((len(short), 8), np.uint8)
+        for column in range(bits):
+            rows[:, column] = short[:, column]
+        words = rows.view("<u8")
+    for each, width, _ in reversed(_FOLDS):
+        low = (1 << (each * bits)) - 1
+        kept = np.uint64(sum(low << shift for shift in range(0, 64, 2 * width)))
+        words = (words & kept) | ((words >> (each * bits) & kept) << width)
+    return words.view(np.uint8).reshape(-1)[:count]
+
+
+def _padded(octets: Codes, multiple: int) -> Codes:
+    missing = -len(octets) % multiple
+    return np.concatenate((octets, np.zeros(missing, np.uint8))) if missing else octets
+
+
+Scales = npt.NDArray[np.float32]
 SCALE_BYTES = 4
 
 
@@ -101,3 +165,34 @@ def scaled(values: torch.Tensor, scales: Scales, size: int, part: Part) -> torch
     values[: full * size].view(full, size).mul_(factors[:full, None])
     values[full * size :].mul_(factors[-1])
     return values.to(part.dtype)
+
+
+LANES = 128
+
+
+def lane_sums(rows: torch.Tensor) -> npt.NDArray[np.float64]:
+    """The sum of each row of a 2-d tensor, in float64."""
+    count, width = rows.shape
+    filled = np.zeros((count, -(-width // LANES), LANES))
+    filled.reshape(count, -1)[:, :width] = rows.numpy()
+    # An axis that is not the last one in memory is added row after row.
+    lanes: npt.NDArray[np.float64] = filled.sum(axis=1)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def lane_sum(values: torch.Tensor) -> float:
+    """The sum of a 1-d tensor."""
+    return float(lane_sums(values[None])[0])
+
+
+def norms(values: torch.Tensor, block: int) -> npt.NDArray[np.float32]:
+    """The l2 norm of each block of finite numbers, of any magnitude; infinite if it is too large for float32."""
+    found = codecs.norms(values, block)
+    if found is not None and len(found):
+        return found
+    squares = blocks(values, block).double().square_()
+    with np.errstate(over="ignore"):
+        return np.sqrt(lane_sums(squares)).astype(np.float32)

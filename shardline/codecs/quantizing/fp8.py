@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from shardline.codecs.base import Part, Turn
-from shardline.codecs.lossy import check_setting
+from shardline.codecs.parts import check_setting
 from shardline.codecs.quantizing.base import Quantizer, blocks, divided, num_blocks, refuse, scaled
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import JobError

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Part, Turn
-from shardline.codecs.lossy import NOT_FINITE, check_setting, check_size
+from shardline.codecs.parts import NOT_FINITE, check_setting, check_size
 from shardline.codecs.quantizing.base import Quantizer, blocks, divided, num_blocks, refuse, rounded, scaled
 from shardline.core.tensor_bytes import Buffer
 from shardline.native import codecs

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Memory, Part, Turn
-from shardline.codecs.lossy import NOT_FINITE
-from shardline.codecs.parts import ERROR
-from shardline.codecs.quantizing.base import Quantizer, refuse
-from shardline.codecs.quantizing.sums import lane_sum
+from shardline.codecs.parts import ERROR, NOT_FINITE
+from shardline.codecs.quantizing.base import Quantizer, lane_sum, refuse
 from shardline.core.tensor_bytes import Buffer
 from shardline.native import codecs
 

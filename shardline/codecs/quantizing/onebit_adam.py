@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from shardline.codecs.base import AtServer, Codec, Layout, Memory, Part, Turn
-from shardline.codecs.lossy import Lossy, check_setting, check_size, is_large
-from shardline.codecs.parts import ERROR, PartCodec
+from shardline.codecs.parts import ERROR, Lossy, PartCodec, check_setting, check_size, is_large
 from shardline.codecs.quantizing.onebit import OneBit
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes

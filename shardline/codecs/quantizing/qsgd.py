@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Part, Turn
-from shardline.codecs.lossy import NOT_FINITE, check_setting
-from shardline.codecs.quantizing.base import Quantizer, num_blocks, refuse, rounded, scaled
-from shardline.codecs.quantizing.sums import norms
+from shardline.codecs.parts import NOT_FINITE, check_setting
+from shardline.codecs.quantizing.base import Quantizer, norms, num_blocks, refuse, rounded, scaled
 from shardline.core.tensor_bytes import Buffer
 
 MOST_BLOCK = 16_384

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import AtServer, Codec, Direction, Part, Scope, Turn
-from shardline.codecs.lossy import NOT_FINITE, check_size, values_like
-from shardline.codecs.parts import PartCodec
-from shardline.codecs.quantizing.packing import pack, packed_bytes, unpack
+from shardline.codecs.parts import NOT_FINITE, PartCodec, check_size, values_like
+from shardline.codecs.quantizing.base import pack, packed_bytes, unpack
 from shardline.codecs.random import uniforms
 from shardline.core.reduce import is_finite
 from shardline.core.spec import TensorSpec

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Memory, Part, Turn
-from shardline.codecs.lossy import NOT_FINITE, check_setting
-from shardline.codecs.quantizing.base import Quantizer, refuse
-from shardline.codecs.quantizing.sums import norms
+from shardline.codecs.parts import NOT_FINITE, check_setting
+from shardline.codecs.quantizing.base import Quantizer, norms, refuse
 from shardline.codecs.random import uniforms
 from shardline.core.reduce import magnitude
 from shardline.core.tensor_bytes import Buffer

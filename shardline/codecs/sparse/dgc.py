@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 
 from shardline.codecs.base import Codec, Layout, Memory, Part, Turn
-from shardline.codecs.lossy import Lossy, check_ratio, check_setting, check_size, is_large, share
-from shardline.codecs.parts import ERROR
+from shardline.codecs.parts import ERROR, Lossy, check_ratio, check_setting, check_size, is_large, share
 from shardline.codecs.sparse.entries import (
     entries_bytes,
     fewest_entries,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardline.codecs.base import Memory, Part, Turn
-from shardline.codecs.lossy import Lossy, check_ratio, check_size, share
+from shardline.codecs.parts import Lossy, check_ratio, check_size, share
 from shardline.codecs.random import splitmix
 from shardline.codecs.sparse.entries import Indices
 from shardline.core.tensor_bytes import Buffer

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from shardline.codecs.base import Memory, Part, Turn
-from shardline.codecs.lossy import NOT_FINITE, Lossy, check_ratio, share
-from shardline.codecs.parts import ERROR
+from shardline.codecs.parts import ERROR, NOT_FINITE, Lossy, check_ratio, share
 from shardline.codecs.sparse.entries import (
     entries_at,
     entries_bytes,

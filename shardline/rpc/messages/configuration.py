@@ -14,7 +14,6 @@ from shardline.core.plan import Plan
 from shardline.core.settings import Settings, known
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
-from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.convert import (
     consistency_from_proto,
     plan_from_proto,
@@ -25,6 +24,7 @@ from shardline.rpc.messages.convert import (
     settings_to_proto,
 )
 from shardline.rpc.messages.fields import from_message, to_message
+from shardline.rpc.messages.status import choices_from_proto, choices_to_proto
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline.update import completed
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from shardline.core.image import BucketImage
-from shardline.core.outcome import Outcome
-from shardline.core.protocol import PROTOCOL_MINOR
+from shardline.core.outcome import PROTOCOL_MINOR, Outcome
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer

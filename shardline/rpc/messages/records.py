@@ -13,7 +13,6 @@ from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import RECORD_CHUNK_BYTES
-from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.convert import (
     DTYPE_TO_PROTO,
     ImageAssembler,
@@ -24,6 +23,7 @@ from shardline.rpc.messages.convert import (
 )
 from shardline.rpc.messages.data import outcome_from_proto
 from shardline.rpc.messages.fields import converts, from_message, to_message
+from shardline.rpc.messages.status import choices_from_proto, choices_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 
 PREVIOUS = "previous"

@@ -7,9 +7,22 @@ from collections.abc import Mapping
 from shardline.core.choices import Choices
 from shardline.core.status import ChiefStatus, PsStatus, ShardStatus
 from shardline.errors import ProtocolError
-from shardline.rpc.messages.choices import choices_from_proto, choices_to_proto
 from shardline.rpc.messages.fields import converts, from_message, to_message
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
+
+
+def choices_to_proto(choices: Choices) -> parameter_server_pb2.Choices | None:
+    """The choices as a message; None if there are none."""
+    if not choices.made:
+        return None
+    width = choices.width
+    return parameter_server_pb2.Choices(first=choices.first, width=width, packed=choices.packed(width))
+
+
+def choices_from_proto(message: parameter_server_pb2.Choices) -> Choices:
+    """The choices of a message. Raises ProtocolError if they are malformed."""
+    return Choices.unpacked(message.first, message.width, message.packed) if message.packed else Choices()
+
 
 PHASES: Mapping[str, chief_pb2.Phase.ValueType] = {
     "waiting": chief_pb2.PHASE_WAITING,

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from shardline.consistency import CONSISTENCIES, Clock, Consistency, Gives
 from shardline.consistency.base import OWN
-from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import ANSWERED, Intake
+from shardline.consistency.intake import ANSWERED, LEASED, BatchChoice, Intake
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, scaled

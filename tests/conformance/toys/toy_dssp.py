@@ -14,8 +14,7 @@ from typing import ClassVar
 
 from shardline.consistency import CONSISTENCIES, Clock, Consistency, Gives
 from shardline.consistency.base import OWN
-from shardline.consistency.batches import LEASED, BatchChoice
-from shardline.consistency.intake import NUMBERED, Intake
+from shardline.consistency.intake import LEASED, NUMBERED, BatchChoice, Intake
 from shardline.consistency.server import ServerHalf, Terms
 from shardline.consistency.ssp import Clocks, PacedByTheSlowest, PacedPushes
 from shardline.consistency.worker.base import WorkerHalf

@@ -18,9 +18,8 @@ from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError
 from shardline.fit import check_fit
 from shardline_chief.rules.actions import MeasureCodecs
-from shardline_chief.rules.events import CodecsMeasured, Progressed
+from shardline_chief.rules.events import TRAINING, CodecsMeasured, Progressed
 from shardline_chief.rules.flows.recovery import Recovery
-from shardline_chief.rules.stages import TRAINING
 from shardline_chief.rules.state.state import State
 
 LEAST_S, LEAST_STEPS = 10.0, 8

@@ -11,10 +11,9 @@ from __future__ import annotations
 from shardline import division
 from shardline.core.settings import WORKER
 from shardline.errors import TaskLostError
-from shardline_chief.rules.events import EndAsked, Progressed, TrainerLost
+from shardline_chief.rules.events import EndAsked, Progressed, Stage, TrainerLost
 from shardline_chief.rules.flows.ending import Ending
 from shardline_chief.rules.flows.recovery import Recovery
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.state import State
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Cut, Release, Save
-from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, ShardsTold
-from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.events import CheckpointSaved, OrderAnswered, ShardsTold, Stage
 from shardline_chief.rules.state.state import State
 
 SHARE = 0.04

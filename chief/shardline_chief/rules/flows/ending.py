@@ -9,10 +9,9 @@ from __future__ import annotations
 from shardline import division
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, Cut, Hurry
-from shardline_chief.rules.events import CheckpointSaved, EndAsked, OrderAnswered, Progressed
+from shardline_chief.rules.events import ENDING, CheckpointSaved, EndAsked, OrderAnswered, Progressed, Stage
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring
-from shardline_chief.rules.stages import ENDING, Stage
 from shardline_chief.rules.state.state import State
 
 MARGIN_S = 0.25

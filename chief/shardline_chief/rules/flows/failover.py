@@ -12,10 +12,9 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Configure, Promotion
-from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
+from shardline_chief.rules.events import OrderRefused, ShardsTold, Stage, Tick
 from shardline_chief.rules.flows.moving import Moving, numbers
 from shardline_chief.rules.reconcile import Reconcile, standbys_of
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.losses import Recovered
 from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shardline.core.orders import Phase
-from shardline_chief.rules.events import EndAsked, Progressed
+from shardline_chief.rules.events import EndAsked, Progressed, Stage
 from shardline_chief.rules.messages import LeaseAnswer
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.leases import Lease, Leases
 from shardline_chief.rules.state.state import State
 

@@ -16,15 +16,16 @@ from shardline.core.placement import Placement
 from shardline.errors import CheckpointError, ProtocolError, TaskLostError
 from shardline_chief.rules.actions import Configure, Find
 from shardline_chief.rules.events import (
+    PREPARATION,
     CheckpointFound,
     OrderRefused,
     ServerLost,
+    Stage,
     Tick,
     TrainingBegins,
 )
 from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.reconcile import Reconcile
-from shardline_chief.rules.stages import PREPARATION, Stage
 from shardline_chief.rules.state.losses import Loss, Recovered, WentBack
 from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State

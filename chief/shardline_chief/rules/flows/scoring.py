@@ -10,8 +10,7 @@ from shardline.core.scores import Scores, awaited, known
 from shardline.errors import FencedError, JobError, nearest
 from shardline_chief.rules import credible
 from shardline_chief.rules.actions import AskStatus, MarkBest
-from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed, ShardsTold
-from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.events import EndAsked, OrderAnswered, Progressed, ShardsTold, Stage
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 

@@ -9,8 +9,7 @@ from shardline.core.orders import Phase
 from shardline.core.status import PsStatus, ShardStatus
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline_chief.rules.actions import AskStatus, Lead, Release
-from shardline_chief.rules.events import EndAsked, OrderRefused, ServerLost, ShardsTold, Tick
-from shardline_chief.rules.stages import UNHEARD, Stage
+from shardline_chief.rules.events import UNHEARD, EndAsked, OrderRefused, ServerLost, ShardsTold, Stage, Tick
 from shardline_chief.rules.state.outbox import Pending
 from shardline_chief.rules.state.state import State
 

@@ -13,9 +13,8 @@ from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.fit import check_fit
 from shardline.observability.counting import plan
-from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
+from shardline_chief.rules.events import Arrived, ServersReady, Stage, Tick, TrainingBegins
 from shardline_chief.rules.reconcile import Reconcile
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.leases import Leases
 from shardline_chief.rules.state.membership import ps_at
 from shardline_chief.rules.state.settings import as_in_cluster

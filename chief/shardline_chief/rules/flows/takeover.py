@@ -22,11 +22,11 @@ from shardline_chief.rules.events import (
     OrderAnswered,
     ServerLost,
     ServersReady,
+    Stage,
     Tick,
 )
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
-from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.checkpoints import CutLedger
 from shardline_chief.rules.state.layout import addresses
 from shardline_chief.rules.state.membership import Life

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardline import division
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
-from shardline_chief.rules.events import EndAsked, Fenced, ServerLost, StrangerLost, Tick, TrainerLost
-from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.events import EndAsked, Fenced, ServerLost, Stage, StrangerLost, Tick, TrainerLost
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 
