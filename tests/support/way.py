@@ -22,8 +22,10 @@ from tests.support.services import Services
 from tests.support.sources import ROOT
 
 FOLDERS = {"shardline": "library", "worker": "worker", "services": "server"}
-ASIDE = (str(ROOT / "chief"), str(ROOT / "shardline" / "rpc" / "link.py"))
-"""The chief, and heartbeats: on a busy machine each step meets one."""
+ASIDE = tuple(
+    str(ROOT / name) for name in ("chief", "shardline/rpc/link.py", "shardline/observability/metrics_page.py")
+)
+"""The chief, heartbeats, and reads of metrics: on a busy machine each step meets one."""
 WARM, TRACED = 3, 20
 """Steps before the trace, and steps of it. A file counts if every traced step enters it."""
 
