@@ -39,12 +39,14 @@ def test_folder_of_the_job_that_is_not_there_is_named_before_anything_starts(tmp
         assert not missing.exists()
 
 
+@pytest.mark.long
 def test_job_file_that_is_not_in_the_folder_is_named() -> None:
     with Stack("job", JOB_FILE="nothing.py", RESTARTS="1") as stack:
         stack.up("chief")
         refused(stack, "chief", r"job file /job/nothing\.py does not exist", 2)
 
 
+@pytest.mark.long
 def test_secret_that_the_tasks_may_not_read_is_named(tmp_path: Path) -> None:
     token = secret(tmp_path, "token", mode=0o400)
     with Stack("unreadable", "deploy/compose/token.yaml", TOKEN_FILE=str(token), RESTARTS="1") as stack:
@@ -101,6 +103,7 @@ secrets:
         assert set(stack.exit_codes("chief", "ps", "worker").values()) == {0}
 
 
+@pytest.mark.long
 def test_chief_under_a_name_that_nobody_has_is_waited_for_and_named(tmp_path: Path) -> None:
     override = tmp_path / "nowhere.yaml"
     override.write_text(
@@ -115,6 +118,7 @@ services:
         refused(stack, "evaluator", r"chief at nowhere:2222 .*the name 'nowhere' has no address", 3)
 
 
+@pytest.mark.long
 def test_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     override = tmp_path / "cuda.yaml"
     override.write_text("services: { worker: { environment: { SHARDLINE_DEVICE: cuda } } }")
@@ -125,6 +129,7 @@ def test_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.long
 def test_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
     override = tmp_path / "port.yaml"
     # The chief's own services are there already.
@@ -134,6 +139,7 @@ def test_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
         refused(stack, "chief", r"can't serve metrics at 0\.0\.0\.0:2222: Address already in use; use another", 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("volume", "folder", "sentence"),
     [

@@ -55,6 +55,7 @@ def test_killed_worker_is_started_again_and_takes_its_own_place(running: Stack) 
     assert running.restarts(running.one("worker")) == 1
 
 
+@pytest.mark.long
 def test_killed_evaluator_is_started_again_and_scores(running: Stack) -> None:
     after = running.mark("chief")
     running.kill(running.one("evaluator"))
@@ -63,6 +64,7 @@ def test_killed_evaluator_is_started_again_and_scores(running: Stack) -> None:
     assert running.restarts(running.one("evaluator")) == 1
 
 
+@pytest.mark.long
 def test_killed_prometheus_is_started_again_with_what_it_knew(running: Stack) -> None:
     running.kill(running.one("prometheus"))
     until(lambda: running.restarts(running.one("prometheus")) == 1, "a restart", 60.0)
@@ -90,6 +92,7 @@ def test_killed_chief_goes_on_where_it_was(running: Stack) -> None:
     running.goes_on()
 
 
+@pytest.mark.long
 def test_paused_worker_loses_its_replicas_and_gets_them_back(running: Stack) -> None:
     after = running.mark("chief")
     paused = running.one("worker")
@@ -129,6 +132,7 @@ needs_iptables = pytest.mark.skipif(
 
 
 @needs_iptables
+@pytest.mark.long
 def test_cut_that_is_shorter_than_the_timeout_heals_without_any_restart(running: Stack) -> None:
     after, restarts = running.mark("chief"), [running.restarts(name) for name in running.containers()]
     said = running.mark("worker")
@@ -142,6 +146,7 @@ def test_cut_that_is_shorter_than_the_timeout_heals_without_any_restart(running:
 
 
 @needs_iptables
+@pytest.mark.long
 def test_cut_that_is_longer_costs_the_worker_its_replicas_until_it_comes_back(running: Stack) -> None:
     after = running.mark("chief")
     with cut(running, running.one("worker"), running.one("ps")):
@@ -153,6 +158,7 @@ def test_cut_that_is_longer_costs_the_worker_its_replicas_until_it_comes_back(ru
     running.goes_on()
 
 
+@pytest.mark.long
 def test_container_that_loses_the_network_comes_back(running: Stack) -> None:
     network, lost = f"{running.project}_cluster", running.one("worker", 2)
     after = running.mark("chief")

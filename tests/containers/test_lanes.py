@@ -11,6 +11,7 @@ def lanes(stack: Stack) -> set[str]:
     return {line.rpartition(" ")[2] for line in stack.lines("worker") if ": lane " in line and "can't" not in line}
 
 
+@pytest.mark.long
 def test_shared_memory_that_is_asked_for_but_not_shared_is_one_sentence_and_tcp() -> None:
     with Stack("unshared", STEPS="50", LANE="shm") as stack:
         stack.up()
@@ -30,6 +31,7 @@ def test_containers_with_a_common_folder_of_sockets_share_memory() -> None:
         assert not [line for line in stack.lines("worker") if "can't be used" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lane", ["grpc"])
 def test_lane_of_env_is_taken(lane: str) -> None:
     with Stack("lane", STEPS="50", LANE=lane) as stack:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import pytest
+
 from shardline.job import load_job
 from shardline.testing import reference
 from tests.containers.stack import IMAGE, ROOT, START_S, free_port, kill, run, until
@@ -132,6 +134,7 @@ class Machines:
         assert not [name for one in self.all.values() for kind in ("container", "volume") for name in one.left(kind)]
 
 
+@pytest.mark.long
 def test_recipe_of_the_page_gives_the_same_bits_though_a_worker_is_restarted_and_a_server_killed(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from shardline.job import load_job
 from shardline.testing import reference
 from tests.containers.stack import ROOT, TASKS, Stack, run
@@ -11,6 +13,7 @@ from tests.containers.stack import ROOT, TASKS, Stack, run
 STEPS = 800
 
 
+@pytest.mark.long
 def test_spares_take_the_place_of_workers_that_die_and_the_result_stays_the_same() -> None:
     with Stack("scale", STEPS=str(STEPS), TIMEOUT="30") as stack:
         stack.compose("up", "-d", "--no-build", "--scale", "worker=4", *TASKS)
