@@ -161,19 +161,19 @@ def variants(flags: Sequence[tuple[str, ...]] = ((),), pieces: Sequence[int] = (
     )
 
 
-def rivals() -> dict[str, Rival]:
-    """The parameter servers of others, by name."""
+def rivals(*more: str) -> dict[str, Rival]:
+    """The parameter servers of others, by name. more: flags of each."""
     rpc = "torch_rpc.py"
     return {
-        TENSORFLOW: Rival(name=TENSORFLOW, script="tensorflow_ps.py", venv="tensorflow", variants=variants()),
-        RPC_TCP: Rival(name=RPC_TCP, script=rpc, venv="torch", variants=variants([("--transport", "tcp")])),
+        TENSORFLOW: Rival(name=TENSORFLOW, script="tensorflow_ps.py", venv="tensorflow", variants=variants([more])),
+        RPC_TCP: Rival(name=RPC_TCP, script=rpc, venv="torch", variants=variants([("--transport", "tcp", *more)])),
         RPC_SHM: Rival(
             name=RPC_SHM,
             script=rpc,
             venv="torch",
-            variants=variants([("--transport", "shm"), ("--transport", "default")]),
+            variants=variants([("--transport", "shm", *more), ("--transport", "default", *more)]),
         ),
-        RAY: Rival(name=RAY, script="ray_actors.py", venv="ray", variants=variants()),
+        RAY: Rival(name=RAY, script="ray_actors.py", venv="ray", variants=variants([more])),
     }
 
 

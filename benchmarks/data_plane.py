@@ -89,7 +89,7 @@ def configuration(work: Work, plan: Plan, placement: tuple[Placement, ...], shar
         timeline=1,
         plan=plan,
         shards=shards,
-        rule=rule("SGD", groups=({"lr": 0.1},)),
+        rule=rule(work.optimizer, groups=({"lr": 0.1},)),
         schedule=ScheduleSpec(),
         consistency=ConsistencySpec(),
         replicas=work.workers,
@@ -111,7 +111,7 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     job = JobSpec(
         name="bench",
         tensors=specs,
-        rule=rule("SGD", groups=({"lr": 0.1},)),
+        rule=rule(work.optimizer, groups=({"lr": 0.1},)),
         codec=work.codec,
         codec_down=work.codec_down,
         replicas=work.workers,

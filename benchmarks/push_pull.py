@@ -1,4 +1,4 @@
-"""Steps per second of push + SGD + pull between workers and parameter servers, each a process of its own.
+"""Steps per second of push + SGD (or AdamW) + pull between workers and parameter servers, each a process of its own.
 
     python benchmarks/push_pull.py --megabytes 64 --steps 20 --lane tcp
     python benchmarks/push_pull.py --serve 10.77.0.1:2222                       # on one host
@@ -26,6 +26,7 @@ from benchmarks import process
 from benchmarks.figures import StepTimes
 
 LANES = ("auto", "grpc", "tcp", "shm")
+OPTIMIZERS = ("SGD", "AdamW")
 START_S = 60.0
 RUN_S = 900.0
 
@@ -45,6 +46,7 @@ class Work:
     """Of parameters, where it is another."""
     lane: str = "auto"
     zero_copy: bool = False
+    optimizer: str = "SGD"
     workers: int = 1
     ps: int = 1
     shares: tuple[float, ...] = ()
@@ -56,7 +58,7 @@ class Work:
         """The same as flags of this program."""
         flags = ["--megabytes", self.megabytes, "--tensors", self.tensors, "--steps", self.steps]
         flags += ["--warmup", self.warmup, "--codec", self.codec, "--lane", self.lane, "--workers", self.workers]
-        flags += ["--ps", self.ps]
+        flags += ["--ps", self.ps, "--optimizer", self.optimizer]
         if self.shares:
             flags += ["--shares", ",".join(map(str, self.shares))]
         if self.codec_down:
@@ -212,6 +214,7 @@ def serve(address: str, index: int, tls: Path | None) -> None:
 @click.option("--codec-down", default="", help="Of parameters. Default: --codec.")
 @click.option("--lane", type=click.Choice(LANES), default="auto", show_default=True)
 @click.option("--zero-copy", is_flag=True, help="Gradients in memory that the server reads (shm).")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="SGD", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--ps", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--tls", is_flag=True, help="With a certificate made for this run.")

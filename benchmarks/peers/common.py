@@ -1,7 +1,8 @@
 """What all peer scripts share: the flags, the clock and the one JSON object they print. Needs only numpy.
 
-Every script does the same work: N megabytes of float32; one step = push a gradient, apply SGD to the parameters on the
-server, pull the new parameters. At the end the parameters are checked: a peer that skipped work fails.
+Every script does the same work: N megabytes of float32; one step = push a gradient, apply SGD or AdamW to the
+parameters on the server, pull the new parameters. At the end the parameters are checked: a peer that skipped work
+fails.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 LEARNING_RATE = 0.1
 GRADIENT = 1e-3
 """Value of every element of every gradient, so that the outcome of any number of steps is known."""
+WEIGHT_DECAY = 0.01
+"""AdamW's default."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -32,6 +35,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--warmup", type=int, default=3)
     flags.add_argument("--tensors", type=int, default=1, help="pieces the parameters are in, each travelling by itself")
     return flags
+
+
+def optimizer_flag(flags: argparse.ArgumentParser) -> None:
+    """For peers that apply torch's optimizers."""
+    flags.add_argument("--optimizer", choices=["SGD", "AdamW"], default="SGD", help="AdamW: torch's own, as it is")
 
 
 def elements_of(megabytes: float, tensors: int) -> int:
@@ -50,9 +58,14 @@ def clock(step: Callable[[], None], *, steps: int, warmup: int) -> list[float]:
     return seconds
 
 
-def check(found: float, applied: int) -> None:
-    """Fail unless a parameter element, which began as 0, is what `applied` steps of SGD make of it."""
-    expected = -LEARNING_RATE * GRADIENT * applied
+def check(found: float, applied: int, optimizer: str = "SGD") -> None:
+    """Fail unless a parameter element, which began as 0, is what `applied` steps make of it."""
+    expected = 0.0
+    for _ in range(applied):
+        if optimizer == "AdamW":  # equal gradients: each step is as long as the learning rate, after the decay
+            expected = expected * (1 - LEARNING_RATE * WEIGHT_DECAY) - LEARNING_RATE
+        else:
+            expected -= LEARNING_RATE * GRADIENT
     if abs(found - expected) > 1e-3 * abs(expected):
         sys.exit(f"after {applied} steps a parameter is {found}, not {expected}: the peer did not do the work")
 

@@ -30,22 +30,32 @@ import common
 class ParameterServer:
     """Owns the parameters."""
 
-    def __init__(self, elements: int, tensors: int, rate: float) -> None:
+    def __init__(self, elements: int, tensors: int, rate: float, optimizer: str) -> None:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._rate = rate
         self._parameters = [np.zeros(elements, dtype=np.float32) for _ in range(tensors)]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if optimizer == "AdamW":
+            self._optimizers = [torch.optim.AdamW([torch.from_numpy(p)], lr=rate) for p in self._parameters]
 
     def push_pull(self, number: int, gradient: np.ndarray) -> np.ndarray:
-        """One SGD step of one tensor; returns its parameters."""
+        """One step of one tensor; returns its parameters."""
         parameter = self._parameters[number]
-        torch.from_numpy(parameter).add_(torch.from_numpy(gradient), alpha=-self._rate)
+        if self._optimizers:
+            optimizer = self._optimizers[number]
+            optimizer.param_groups[0]["params"][0].grad = torch.from_numpy(gradient)
+            optimizer.step()
+        else:
+            torch.from_numpy(parameter).add_(torch.from_numpy(gradient), alpha=-self._rate)
         return parameter
 
 
 def main() -> None:
     """Parse, run, print."""
-    options = common.parser(__doc__).parse_args()
+    flags = common.parser(__doc__)
+    common.optimizer_flag(flags)
+    options = flags.parse_args()
     torch.set_num_threads(1)
     store_bytes = max(512 << 20, int(options.megabytes * 1e6) * 8)
     # Ray's unix sockets need a short path.
@@ -68,7 +78,7 @@ def main() -> None:
 def run(options: common.argparse.Namespace) -> None:
     """Measure against one actor."""
     elements = common.elements_of(options.megabytes, options.tensors)
-    server = ParameterServer.remote(elements, options.tensors, common.LEARNING_RATE)
+    server = ParameterServer.remote(elements, options.tensors, common.LEARNING_RATE, options.optimizer)
     gradients = [np.full(elements, common.GRADIENT, dtype=np.float32) for _ in range(options.tensors)]
     held: list[np.ndarray] = []
 
@@ -79,7 +89,7 @@ def run(options: common.argparse.Namespace) -> None:
         held.extend(ray.get(calls, timeout=120))
 
     seconds = common.clock(step, steps=options.steps, warmup=options.warmup)
-    common.check(float(held[-1][-1]), options.steps + options.warmup)
+    common.check(float(held[-1][-1]), options.steps + options.warmup, options.optimizer)
     common.report(
         "Ray actors",
         options,

@@ -29,16 +29,24 @@ PIPES = {
 }
 
 parameters: list[torch.Tensor] = []
+optimizers: list[torch.optim.Optimizer] = []
+"""One of each tensor; none for SGD, which one call computes."""
 
 
-def create(elements: int, tensors: int) -> None:
+def create(elements: int, tensors: int, optimizer: str) -> None:
     """On the server: make the parameters."""
     parameters[:] = [torch.zeros(elements) for _ in range(tensors)]
+    if optimizer == "AdamW":
+        optimizers[:] = [torch.optim.AdamW([tensor], lr=common.LEARNING_RATE) for tensor in parameters]
 
 
 def push_pull(number: int, gradient: torch.Tensor) -> torch.Tensor:
-    """On the server: one SGD step of one tensor; what it returns is sent back."""
-    parameters[number].add_(gradient, alpha=-common.LEARNING_RATE)
+    """On the server: one step of one tensor; what it returns is sent back."""
+    if optimizers:
+        parameters[number].grad = gradient
+        optimizers[number].step()
+    else:
+        parameters[number].add_(gradient, alpha=-common.LEARNING_RATE)
     return parameters[number]
 
 
@@ -61,6 +69,7 @@ def serve(transport: str, init_method: str) -> None:
 def main() -> None:
     """Parse, run, print."""
     flags = common.parser(__doc__)
+    common.optimizer_flag(flags)
     flags.add_argument("--transport", choices=sorted(PIPES), default="tcp")
     options = flags.parse_args()
     # Both ends on loopback, whatever the machine's name resolves to.
@@ -72,7 +81,7 @@ def main() -> None:
     server.start()
     rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=backend(options.transport, init_method))
     elements = common.elements_of(options.megabytes, options.tensors)
-    rpc.rpc_sync("ps", create, args=(elements, options.tensors))
+    rpc.rpc_sync("ps", create, args=(elements, options.tensors, options.optimizer))
     gradients = [torch.full((elements,), common.GRADIENT) for _ in range(options.tensors)]
     held: list[torch.Tensor] = []
 
@@ -81,7 +90,7 @@ def main() -> None:
         held[:] = [call.wait() for call in calls]
 
     seconds = common.clock(step, steps=options.steps, warmup=options.warmup)
-    common.check(float(held[-1][-1]), options.steps + options.warmup)
+    common.check(float(held[-1][-1]), options.steps + options.warmup, options.optimizer)
     rpc.shutdown()
     server.join(timeout=30)
     transports, channels = PIPES[options.transport]

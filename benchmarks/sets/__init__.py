@@ -10,6 +10,7 @@ from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
     advised,
+    adamw,
     auto,
     bubbles,
     codecs,
@@ -55,6 +56,7 @@ ALL: dict[str, ModuleType] = {
     module.NAME: module
     for module in (
         data_plane,
+        adamw,
         sizes,
         fixed_price,
         small_tensors,
