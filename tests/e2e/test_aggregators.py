@@ -35,7 +35,9 @@ def test_three_workers_behind_two_aggregators_end_where_one_process_does(tmp_pat
 CODED = {"codec_up": "onebit", "codec_down": "delta:by=int8,refresh=50", "checkpoint_every": 50}
 
 
-@pytest.mark.parametrize(("kills", "codecs"), [(3, {}), (1, CODED)], ids=["raw", "coded"])
+@pytest.mark.parametrize(
+    ("kills", "codecs"), [pytest.param(3, {}, id="raw", marks=pytest.mark.long), pytest.param(1, CODED, id="coded")]
+)
 def test_an_aggregator_that_is_killed_again_and_again_changes_no_bit(
     tmp_path: Path, kills: int, codecs: dict[str, Any]
 ) -> None:

@@ -98,7 +98,13 @@ def test_a_script_reads_through_a_data_loader(tmp_path: Path, start: str, persis
     assert summary_of(out)["steps"] == steps
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"consistency": "async"}], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"accumulate": 2}, id="sync"),
+        pytest.param({"consistency": "async"}, id="async", marks=pytest.mark.long),
+    ],
+)
 def test_a_job_with_loaders_makes_the_steps_of_one_without(tmp_path: Path, settings: dict[str, int | str]) -> None:
     job, out = write_job(tmp_path / "job.py", steps=24, replicas=2, **settings), tmp_path / "run"
     finished = train(job, out, "--workers", "1", "--loaders", "2")
@@ -109,6 +115,7 @@ def test_a_job_with_loaders_makes_the_steps_of_one_without(tmp_path: Path, setti
         assert found["sha256"] == expected_sha256(job)
 
 
+@pytest.mark.long
 def test_a_job_that_trains_locally_has_the_same_bits_with_loaders(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", steps=8, cadence="local-sgd:every=3")
     found = set()

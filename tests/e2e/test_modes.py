@@ -30,7 +30,7 @@ job = dataclasses.replace(digits, optimizer_args={{**digits.optimizer_args, "lr"
 WORKERS = 3
 
 
-@pytest.mark.part(of=3)
+@pytest.mark.part(of=5, first=3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("mode", "comes_back"), [("async", True), ("softsync", True), ("ssp", False), ("ssp:slack=1", True)]

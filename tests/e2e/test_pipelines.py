@@ -292,7 +292,7 @@ def test_a_stage_that_fits_nowhere_else_waits_for_its_worker(tmp_path: Path, ret
         assert any(re.search(f"{to}: {told}.* has not returned within 20 s", one) for one in events(out, "failure"))
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6)
 @pytest.mark.parametrize("pipeline", ["stash", "vertical-sync", "double-buffer", "ftpipe", "no-stash"])
 def test_without_a_flush_a_cluster_has_the_bits_of_one_process_with_that_delay(tmp_path: Path, pipeline: str) -> None:
     # What divides gradients by gaps measures with the job's own schedule.
@@ -342,7 +342,7 @@ def test_without_a_flush_a_death_takes_the_job_back_to_a_checkpoint(
     assert summary_of(out)["sha256"] == reference(load_job(job), start=result).sha256, events(out)
 
 
-@pytest.mark.part(of=5)
+@pytest.mark.part(of=7, first=5)
 @pytest.mark.parametrize("pipeline", ["gpipe", "flush", "stash", "vertical-sync", "double-buffer", "ftpipe"])
 def test_with_one_replica_asynchronous_stages_have_the_bits_of_synchronous_ones(tmp_path: Path, pipeline: str) -> None:
     job, out = write_job(tmp_path, pipeline=pipeline, steps=12, consistency="async"), tmp_path / "run"

@@ -144,6 +144,7 @@ def gap(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> f
         pytest.param(["pipeline=flush", "codec_parcels=int8", "codec=int8"], id="activations and gradients in int8"),
     ],
 )
+@pytest.mark.long
 def test_codecs_write_the_parts_of_ranks_as_they_write_whole_layers(
     tmp_path: Path, job: Path, settings: list[str]
 ) -> None:
@@ -216,7 +217,7 @@ def test_other_ranks_and_none_go_on_from_a_checkpoint(tmp_path: Path, job: Path)
     assert near_one_process(out, job, steps=24)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, first=4)
 @pytest.mark.parametrize(
     ("dying", "options", "settings"),
     [

@@ -30,6 +30,7 @@ def test_ranks_are_workers_and_the_first_hosts_the_rest(tmp_path: Path) -> None:
     assert found["sha256"] == expected_sha256(job)
 
 
+@pytest.mark.long
 def test_two_agents_meet_and_the_folder_has_a_name_of_its_own(tmp_path: Path) -> None:
     """Two agents on this machine, as on two nodes: names instead of loopback, and the store in the first agent."""
     with held_port() as held:
