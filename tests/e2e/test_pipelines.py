@@ -182,6 +182,7 @@ def test_an_exchange_that_fails_is_made_again_and_no_stage_computes_anything_twi
 
 @pytest.mark.part(of=3)
 @pytest.mark.parametrize("pipeline", ["flush", "stash:gap_aware=true", "ftpipe"])
+@pytest.mark.long
 def test_stages_are_where_the_model_says_and_two_workers_feed_one(tmp_path: Path, pipeline: str) -> None:
     job = write_job(tmp_path, pipeline=pipeline, workers="[2, 1, 1]", steps=12, replicas=2, codec="bf16")
     out = tmp_path / "run"
@@ -219,6 +220,7 @@ def test_a_cut_that_is_no_layer_is_refused_before_anything_starts(tmp_path: Path
     assert not events(out, "running")
 
 
+@pytest.mark.long
 def test_the_example_learns_in_four_stages(tmp_path: Path) -> None:
     finished = train(EXAMPLE, tmp_path / "run", "--ps", "2", "--workers", "4", "--evaluators", "1", "--steps", "100")
     assert finished.code == 0, finished
@@ -440,6 +442,7 @@ def test_what_needs_all_stages_at_one_step_is_refused_without_a_flush(
 
 @pytest.mark.part(of=3, first=1)
 @pytest.mark.parametrize(("pipeline", "replicas"), [("flush", 1), ("flush", 2), ("stash:predict=true", 1)])
+@pytest.mark.long
 def test_where_workers_apply_a_death_takes_a_stage_back_to_a_checkpoint(
     tmp_path: Path, pipeline: str, replicas: int
 ) -> None:
