@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
 from benchmarks.sets import (
-    advised,
     adamw,
+    advised,
     auto,
     bubbles,
     codecs,
