@@ -77,6 +77,8 @@ class RoleConfig:
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
+    with_ps: bool = False
+    """This worker's process is also the ps with its index."""
     profile: str = ""
     """Steps to trace with torch.profiler, "20:30" = 20 to 29; "" = none."""
 

@@ -101,6 +101,20 @@ class PsProcess:
             self.attachments.offer(offer)
         return self.server.start()
 
+    def run(self, termination: Termination) -> int:
+        """Serve until the chief ends the job; returns the exit code."""
+        config = self._config
+        try:
+            address = self.start()
+            tell_ready(config.ready_fd, address)
+            device = str(self.store.device)
+            metrics_address = self.metrics.serve(config.host, config.metrics_port, config.security, device=device)
+            meter_line(self.metrics, address)
+            log.info("serving at %s on %s, metrics at %s", address, device, self.metrics.url)
+            return _serve(config, self, termination, address, metrics_address)
+        finally:
+            self.close()
+
     def close(self) -> None:
         async def close_parts() -> None:
             self.attachments.close()
@@ -157,20 +171,9 @@ def sent_bytes(configuration: PsConfiguration) -> int:
 
 
 def run(config: RoleConfig) -> int:
-    """Serve until the chief ends the job; returns the exit code."""
     termination = Termination()
     termination.install()
-    process = PsProcess(config)
-    try:
-        address = process.start()
-        tell_ready(config.ready_fd, address)
-        device = str(process.store.device)
-        metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security, device=device)
-        meter_line(process.metrics, address)
-        log.info("serving at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)
-        return _serve(config, process, termination, address, metrics_address)
-    finally:
-        process.close()
+    return PsProcess(config).run(termination)
 
 
 def _serve(config: RoleConfig, process: PsProcess, termination: Termination, address: str, metrics_address: str) -> int:

@@ -50,13 +50,13 @@ from shardline.roles import ROLES
 from shardline.security import PLAIN, Security, check_bind
 
 FOR_SCRIPTS = (
-    *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir", "out", "profile"),
+    *("cluster", "timeout", "join_timeout", "device", "lane", "overlap", "run_dir", "out", "profile", "with_ps"),
     *("tls_cert", "tls_key", "tls_ca", "token_file"),
 )
 """Settings that shardline.connect() takes from the environment."""
 AS_GIVEN = (
     *("resume", "device", "gpu_memory_fraction", "chief_trains", "min_workers", "bucket_mb", "shards", "standbys"),
-    *("inexact", "insecure_bind", "lane", "overlap", "trackers", "profile"),
+    *("inexact", "insecure_bind", "lane", "overlap", "trackers", "profile", "with_ps"),
 )
 """Fields of LaunchOptions that are settings of the tasks, under the same names."""
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
@@ -100,6 +100,8 @@ class LaunchOptions:
     standbys: int = 0
     replay: Path | None = None
     inexact: bool = False
+    with_ps: bool = False
+    """Each worker's process is also the ps with its index."""
     script: bool = False
     script_args: tuple[str, ...] = ()
     restart: bool = True
@@ -206,6 +208,11 @@ class LaunchOptions:
         tasks = {role: ("127.0.0.1:0",) * count for role, count in counts.items() if count}
         return ClusterSpec({"chief": (chief,), **tasks})
 
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The tasks that have a process of their own."""
+        return tuple(task for task in self.spec().task_names() if not (self.with_ps and task.startswith("ps/")))
+
 
 def task_command(
     options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int, lock_fd: int | None = None
@@ -297,7 +304,7 @@ class LocalCluster:
         self.chief_address = ""
         self._lock = threading.RLock()
         self._children: dict[str, _Child] = {}
-        self._exits = TaskExits(options.spec().task_names(), script=options.script)
+        self._exits = TaskExits(options.processes, script=options.script)
         self._stopping = False
         self._held: set[str] = set()
         self.up = False
@@ -473,7 +480,7 @@ class LocalCluster:
             return self._children[task]
 
     def tasks(self) -> tuple[str, ...]:
-        return self.options.spec().task_names()
+        return self.options.processes
 
     def pid(self, task: str) -> int:
         return self._child(task).process.pid
@@ -491,7 +498,7 @@ class LocalCluster:
         with self._lock:
             gone = {task: child.code for task, child in self._children.items() if child.code is not None}
         return lacking(
-            options.spec().task_names(),
+            options.processes,
             gone,
             chief_trains=options.chief_trains,
             min_workers=options.min_workers,

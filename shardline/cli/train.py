@@ -85,6 +85,12 @@ EPILOG = "Arguments after -- are passed to the script, or to the job file as SHA
 @click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
 @options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
+@options.option(
+    "--mirrored",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="N workers with all-reduce and no servers: each keeps 1/N of the parameters in its own process.",
+)
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.tasks
 @options.job_fields
@@ -186,6 +192,7 @@ def check_summary(path: Path) -> None:
 
 def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
     """Options of the local cluster from parsed flags; refuses to overwrite an earlier run."""
+    flags = {**flags, **mirrored(flags)}
     job: Path = flags["job"]
     options.existing_job(job)
     # Each task would refuse a bad one, after all have been started.
@@ -212,6 +219,22 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         "bucket_mb": flags["bucket_mb"] or (1024 if _share_a_gpu(flags) else 0),
     }
     return LaunchOptions(**{**options.same_names(LaunchOptions, flags), **given})
+
+
+def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags for which --mirrored stands. Raises UsageError for those that contradict it."""
+    count = flags["mirrored"]
+    if count is None:
+        return {}
+    for name, plain in (("ps", 1), ("workers", 1), ("ps_device", "cpu"), ("chief_trains", False)):
+        if flags[name] != plain:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--mirrored {count} starts {count} workers and no other task that trains or holds "
+                f"parameters; leave {flag} out")
+    if flags["admin_token_file"] is not None:
+        raise UsageError("--mirrored: workers keep the parameters, so each would need the admin token; leave --admin-token-file out")
+    # A worker that is missing lacks its share of the parameters, too.
+    return {"ps": count, "workers": count, "min_workers": count, "ps_device": flags["device"], "with_ps": True}
 
 
 def _share_a_gpu(flags: Mapping[str, Any]) -> bool:

@@ -99,7 +99,7 @@ def connect(
             settings=choose_settings(settings, environment),
         ),
     )
-    session.beside = beside
+    session.beside.push(beside)
     _tell_what_ends_the_script(session)
     _EndOfScript(session).register()
     return session
@@ -176,6 +176,7 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
         run_dir=environment_path("run_dir"),
         out=environment_path("out"),
         profile=environment("profile") or "",
+        with_ps=environment_switch("with_ps", default=False),
     )
 
 

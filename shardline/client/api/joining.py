@@ -11,6 +11,7 @@ from typing import Self
 import torch
 
 from shardline import cadence as cadences
+from shardline.client.api.own_ps import OwnPs
 from shardline.client.api.stateful import HasState, Stateful
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.shard_exchange import Interrupted, Restart
@@ -53,7 +54,7 @@ class JobMember:
         self.attached = False
         """True once the worker has joined with a model."""
         self.beside = contextlib.ExitStack()
-        """Closed with the session: the servers of a script that trains alone."""
+        """Closed with the session: the servers of a script that trains alone, or this worker's own."""
 
     @property
     def link(self) -> ChiefLink:
@@ -100,6 +101,7 @@ class JobMember:
 
     def _join(self, spec: JobSpec) -> None:
         """Get admitted by the chief, and begin. Raises SystemExit if this process is asked to end first."""
+        own = OwnPs(self.config, self._termination) if self.config.with_ps else None
         address = self._loop.place.serve()
         metrics_address = self.metrics.serve(
             self.config.host, self.config.metrics_port, self.config.security, device=str(self.device)
@@ -139,6 +141,8 @@ class JobMember:
             self.shutdown()
             raise SystemExit(0)
         log.info("joined as %s, incarnation %#x, metrics at %s", link.task, link.incarnation, self.metrics.url)
+        if own is not None:
+            self.beside.callback(own.close)
         self._begin()
 
     def _begin(self) -> None:
