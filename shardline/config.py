@@ -78,7 +78,7 @@ class RoleConfig:
     standbys: int = 0
     """Standbys of each shard: 0 or 1."""
     with_ps: bool = False
-    """This worker's process is also the ps with its index."""
+    """Each worker's process is also the ps with its index."""
     profile: str = ""
     """Steps to trace with torch.profiler, "20:30" = 20 to 29; "" = none."""
 
@@ -89,6 +89,10 @@ class RoleConfig:
                 "at least 1 and at most --max-workers"
             )
         profiled_steps(self.profile)
+        if self.with_ps and self.chief_trains:
+            raise UsageError(
+                "--with-ps is for workers: a chief that trains holds no parameters; leave --chief-trains out"
+            )
         if self.out is not None or self.row.leads:
             check_out((self.out or DEFAULT_OUT).absolute())
         for what, host, flag in self._listens():

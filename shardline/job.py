@@ -462,14 +462,14 @@ def _steps_of_epochs(job: Job) -> _Counted:
     return _Counted(single + -(-(passes - single) // rounds.ticks))
 
 
-def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0) -> Job:
+def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: int = 0, mirrored: bool = False) -> Job:
     """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
 
-    workers: of the cluster that runs it; 0 = unknown.
+    workers: of the cluster that runs it; 0 = unknown. mirrored: a job of one replica gets one for each of them.
 
     The file runs as a module with a unique name. From then on its folder is first on sys.path, as with `python FILE`,
     so that it can import its siblings at any time. Raises JobError for a missing file, a file that raises or defines no
-    shardline.Job, and an override that is unknown or invalid.
+    shardline.Job, an override that is unknown or invalid, and a job that can't be mirrored.
     """
     path = Path(path)
     if path.is_dir():
@@ -492,9 +492,25 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = (), *, workers: 
         changes["name"] = unicode(path.resolve().parent.name if path.stem == "job" else path.stem)
     for name, text in overrides:
         changes.update([methods.override(name, text)])
+    if mirrored and job.replicas == 1:
+        changes.setdefault("replicas", workers)
     if "epochs" in changes:
         changes.setdefault("steps", 0)
-    return dataclasses.replace(job, **changes)
+    made = dataclasses.replace(job, **changes)
+    if mirrored:
+        _check_mirrored(made, workers)
+    return made
+
+
+def _check_mirrored(job: Job, workers: int) -> None:
+    if job.shares_layers or str(job.pipeline) != division.WholeModel.name:
+        how = "tensor_parallel" if job.shares_layers else f"pipeline {job.pipeline}"
+        raise JobError(f"workers that are mirrored compute whole replicas, but this job has {how}; start servers: --ps")
+    if job.contributors == job.replicas < workers:
+        raise JobError(
+            f"{workers} workers are mirrored, but the job has {job.replicas} replicas, so some would compute nothing; "
+            f"use at most --mirrored {job.replicas}, or --set replicas={workers}"
+        )
 
 
 def _run_job_file(path: Path) -> object:

@@ -134,7 +134,8 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
         if config.chief_trains:
             raise UsageError("--chief-trains needs --job: the chief builds the model itself")
         return None
-    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
+    workers = config.cluster.num("worker")
+    job = load_job(config.job, config.overrides, workers=workers, mirrored=config.with_ps)
     return job.spec(job.build_model())
 
 

@@ -37,8 +37,7 @@ CHIEFS = (
 READERS: Mapping[str, Callable[[Role], bool]] = {
     **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
     **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
-    **dict.fromkeys(("overlap", "profile"), lambda role: role.trains),
-    "with_ps": lambda role: role.trains and not role.leads,
+    **dict.fromkeys(("overlap", "profile", "with_ps"), lambda role: role.trains),
     "exit_with_job": lambda role: not role.leads,
     "admin_token_file": lambda role: role.commands,
     **dict.fromkeys(CHIEFS, lambda role: role.leads),
@@ -94,7 +93,11 @@ role_options = options.together(
     options.plugin,
     options.lanes,
     options.profile,
-    options.option("--with-ps", is_flag=True, help="This process is also the ps with the worker's index."),
+    options.option(
+        "--with-ps",
+        is_flag=True,
+        help="Each worker is also the ps with its index, as with train --mirrored: set it for chief and workers.",
+    ),
     options.page,
     options.trackers,
     options.secured,

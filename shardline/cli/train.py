@@ -226,15 +226,15 @@ def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
     count = flags["mirrored"]
     if count is None:
         return {}
-    for name, plain in (("ps", 1), ("workers", 1), ("ps_device", "cpu"), ("chief_trains", False)):
-        if flags[name] != plain:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--mirrored {count} starts {count} workers and no other task that trains or holds "
-                f"parameters; leave {flag} out")
-    if flags["admin_token_file"] is not None:
-        raise UsageError("--mirrored: workers keep the parameters, so each would need the admin token; leave --admin-token-file out")
-    # A worker that is missing lacks its share of the parameters, too.
-    return {"ps": count, "workers": count, "min_workers": count, "ps_device": flags["device"], "with_ps": True}
+    plain = {"ps": 1, "workers": 1, "ps_device": "cpu", "chief_trains": False, "admin_token_file": None}
+    for name in (name for name, value in plain.items() if flags[name] != value):
+        raise UsageError(
+            f"--mirrored {count} starts {count} workers that hold the parameters, without servers and without an admin "
+            f"token; leave --{name.replace('_', '-')} out"
+        )
+    # Without a standby, a worker that is missing lacks its share of the parameters, too.
+    least = flags["min_workers"] if flags["standbys"] else count
+    return {"ps": count, "workers": count, "min_workers": least, "ps_device": flags["device"], "with_ps": True}
 
 
 def _share_a_gpu(flags: Mapping[str, Any]) -> bool:

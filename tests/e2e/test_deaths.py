@@ -199,6 +199,18 @@ def test_a_worker_killed_while_its_exchange_runs_costs_what_its_replicas_had_of_
     assert found["one"]["sha256"] == found["two"]["sha256"] != found["dies"]["sha256"]
 
 
+def test_mirrored_workers_go_back_after_a_death_and_their_job_goes_on_with_servers_and_back(tmp_path: Path) -> None:
+    dies = IN_THE_OVERLAP.replace(" and trainer.open.sent", "")
+    job, out = write_job(tmp_path / "job.py", replicas=2, checkpoint_every=5, after=dies), tmp_path / "run"
+    for steps, flags in ((18, ["--mirrored", "2"]), (22, ["--workers", "1", "--resume"]), (26, ["--mirrored", "2"])):
+        finished = train(job, out, *flags, "--steps", str(steps), *(["--resume"] if steps > 22 else []))
+        assert finished.code == 0, finished.err
+        assert summary_of(out)["sha256"] == expected_sha256(job, steps=steps)
+        if steps == 18:
+            assert not list((out / "logs").glob("ps-*.log")), "no server has a process"
+            assert len(summary_of(out)["recoveries"]) == 1, events(out)
+
+
 # When the job stops, before it has brought anything for the last checkpoint.
 AT_THE_END = """
 import os, signal, sys

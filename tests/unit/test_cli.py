@@ -20,6 +20,7 @@ from shardline import errors, methods, plugins
 from shardline import roles as roles_table
 from shardline.cli import main as command_line
 from shardline.cli import options, progress, roles
+from shardline.cli.launcher import LaunchOptions
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import check_summary, launch_options, new_folder, report, train
@@ -375,6 +376,30 @@ def test_earlier_run_is_not_overwritten_and_resume_needs_one(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="--resume needs --out"):
         launch_options(flags(resume=True))
     assert launch_options(flags()).out.parent == Path.cwd() / "runs"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--ps", "2"], "--mirrored 3 starts 3 workers that hold .* leave --ps out"),
+        (["--workers", "2"], "leave --workers out"),
+        (["--chief-trains"], "leave --chief-trains out"),
+        (["--ps-device", "cuda"], "leave --ps-device out"),
+        (["--token-file", "token", "--admin-token-file", "token"], "leave --admin-token-file out"),
+    ],
+)
+def test_mirrored_stands_for_workers_that_hold_the_parameters_and_refuses_others(
+    tmp_path: Path, more: list[str], says: str
+) -> None:
+    def options(*flags: str) -> LaunchOptions:
+        return launch_options(train.make_context("train", [str(job_file(tmp_path)), "--mirrored", "3", *flags]).params)
+
+    found = options()
+    assert found.processes == ("chief/0", "worker/0", "worker/1", "worker/2")
+    assert (found.spec().num("ps"), found.spec().num("worker"), found.min_workers) == (3, 3, 3)
+    assert found.settings()["with_ps"] is True
+    with pytest.raises(UsageError, match=says):
+        options(*more)
 
 
 def test_missing_role_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,19 @@ def test_a_job_file_imports_its_siblings_also_one_called_worker(tmp_path: Path) 
     assert "worker" not in sys.modules
 
 
+def test_mirrored_workers_get_a_replica_each_unless_the_job_says_how_many(tmp_path: Path) -> None:
+    job = write(tmp_path / "job.py", JOB)
+    assert load_job(job, workers=4, mirrored=True).replicas == 4
+    assert load_job(job, workers=4).replicas == 1
+    assert load_job(job, [("consistency", "async")], workers=4, mirrored=True).contributors == 1
+    more = write(tmp_path / "more.py", JOB.replace("steps=10", "steps=10, replicas=4"))
+    assert load_job(more, workers=2, mirrored=True).replicas == 4
+    with pytest.raises(JobError, match=r"5 workers are mirrored, but the job has 4 replicas, .*at most --mirrored 4"):
+        load_job(more, workers=5, mirrored=True)
+    with pytest.raises(JobError, match="compute whole replicas, but this job has pipeline flush"):
+        load_job(more, [("pipeline", "flush")], workers=2, mirrored=True)
+
+
 def test_two_job_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     first = load_job(write(tmp_path / "job.py", JOB))

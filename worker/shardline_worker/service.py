@@ -27,7 +27,8 @@ def run(config: RoleConfig) -> int:
     termination.install()
     if config.job is None:
         raise UsageError(f"{config.task} needs --job JOB.py; run a plain training script directly, see examples")
-    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
+    workers = config.cluster.num("worker")
+    job = load_job(config.job, config.overrides, workers=workers, mirrored=config.with_ps)
     torch.set_num_threads(job.threads)
     # Before there are threads and connections, which a fork would have too.
     loaders = start_loaders(job, config.task)
