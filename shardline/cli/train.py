@@ -238,7 +238,8 @@ def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share_a_gpu(flags: Mapping[str, Any]) -> bool:
-    return "cpu" not in (flags["device"], flags["ps_device"]) and flags["lane"] in ("auto", "cuda")
+    shared = "cpu" not in (flags["device"], flags["ps_device"]) and flags["mirrored"] is None
+    return shared and flags["lane"] in ("auto", "cuda")
 
 
 @dataclass(frozen=True)
