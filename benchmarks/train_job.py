@@ -1,6 +1,7 @@
 """A stack of linear layers as a job file, and the same training with no cluster.
 
     python benchmarks/train_job.py --width 512 --layers 4 --batch 256 --steps 20     # alone; prints one JSON object
+    torchrun --standalone --nproc-per-node 2 benchmarks/train_job.py                 # DDP over gloo; the same
     shardline train benchmarks/train_job.py -- --width 512 --layers 4 --batch 256    # writes it to $BENCH_OUT
 
 A step is the time from one forward pass to the next, so what a step leaves to be waited for in the next one is counted.
@@ -19,7 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import shardline
@@ -80,6 +83,9 @@ class Training:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = self.model()
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo")
+            model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         forward_s, backward_s = [], []
         for _ in range(self.options.warmup + self.options.steps):
@@ -101,7 +107,11 @@ class Training:
 
 
 if __name__ == "__main__":
-    print(json.dumps(Training(parse(sys.argv[1:])).alone()))
+    figures = json.dumps(Training(parse(sys.argv[1:])).alone())
+    if os.environ.get("RANK", "0") == "0":
+        print(figures)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 else:
     training = Training(parse(shlex.split(os.environ.get("SHARDLINE_JOB_ARGS", ""))))
     job = shardline.Job(
