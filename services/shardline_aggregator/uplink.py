@@ -16,7 +16,7 @@ from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.rpc.messages.convert import pack_bits
 from shardline.waist import Ack, End, Payload, Push, Sender, Standing, Want, Whole
-from shardline_aggregator.sums import Arriving, BlockSum, RelayedShard, grouped
+from shardline_aggregator.sums import BEFORE, Arriving, BlockSum, RelayedShard, grouped
 
 log = logging.getLogger("shardline.aggregator")
 AWAY = (Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED, Outcome.FENCED)
@@ -62,6 +62,8 @@ class Uplink:
             )
             for lane in self._lanes
         )
+        self._leaving, self._left, self._before = BEFORE, list[int](), list[int]()
+        """A step, the buckets whose sums have left in it so far, and those of the step before, in order."""
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"{name}-{shard.number}", daemon=True)
             for name, work in (("sums", self._push_all), ("values", self._pull_all))
@@ -118,6 +120,7 @@ class Uplink:
         while (parts := self._outbox.take(self._steps.overdue(patience_s))) is not None:
             if not parts:
                 continue
+            self._note_order(parts)
             groups = grouped(parts)
             pushes = [self._made(parts) for parts in groups.values()]
             done = self._push.exchange(self._sender, pushes, None, sink, timeout_s=self._timeouts.rpc_s)
@@ -126,6 +129,11 @@ class Uplink:
             for sums in list(groups.values())[len(done.acks) :]:
                 # An exchange ends with the first push that does not count.
                 self._outbox.put(sums)
+
+    def _note_order(self, parts: Sequence[BlockSum]) -> None:
+        if parts[-1].step != self._leaving:
+            self._leaving, self._before, self._left = parts[-1].step, self._left, []
+        self._left.extend(part.bucket for part in parts)
 
     def _made(self, sums: Sequence[BlockSum]) -> Push:
         """The push of one block's sums."""
@@ -189,6 +197,9 @@ class Uplink:
         lacking = self._steps.lacking(wanted)
         if not lacking:
             return True
+        # Servers answer in the order of the pull: one that waits for what leaves last would hold up all others.
+        rank = {bucket: place for place, bucket in enumerate(dict.fromkeys([*self._left, *self._before]))}
+        lacking.sort(key=lambda bucket: rank.get(bucket.number, len(rank)))
         follows = all(bucket.step == wanted - 1 for bucket in lacking) and wanted > 0
         want = Want(
             step=wanted,
