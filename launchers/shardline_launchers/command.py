@@ -29,8 +29,10 @@ from shardline.host.run_lock import ever_begun
 from shardline.observability import log
 from shardline.roles import ROLES
 from shardline.rpc.names import is_literal, unknown_name
+from shardline_launchers.host_tasks import LIFE_FD as LIFE_HERE
+from shardline_launchers.host_tasks import serve
 from shardline_launchers.places import LAUNCHERS, PORT, Asked, ProcessPlace, find
-from shardline_launchers.ssh import STARTED, RemoteTasks, host_name, obey_input, spread
+from shardline_launchers.ssh import RemoteTasks, host_name, spread
 
 EXPAND_S = 20.0
 FINAL_CODES = (0, 2, 5, 6, 7)
@@ -38,7 +40,7 @@ FINAL_CODES = (0, 2, 5, 6, 7)
 that another has replaced."""
 LOCAL = (
     *("file", "job", "hosts", "port", "python", "by", "ps", "workers", "evaluators", "task", "cluster", "restart_code"),
-    *("obey_input", "address"),
+    *("host_tasks", "address", "life_fd"),
 )
 """Flags that --hosts does not pass on."""
 NOT_FOR_SCRIPTS = (
@@ -74,7 +76,7 @@ log_ = logging.getLogger("shardline.launchers")
     type=click.IntRange(1, 255),
     help="Exit code in place of those after which a restart may help, for launchers that tell them apart.",
 )
-@click.option("--obey-input", is_flag=True, hidden=True)
+@click.option("--host-tasks", is_flag=True, hidden=True)
 @click.option("--tell", hidden=True)
 @role_options
 def run(**flags: Any) -> int:
@@ -106,11 +108,8 @@ def _told(code: int, flags: Mapping[str, Any]) -> int:
 
 
 def _run(flags: dict[str, Any]) -> int:
-    if flags["obey_input"]:
-        # Before anything that may fail: from here on it is not ssh that did.
-        print(STARTED, flush=True)
-        if not flags["script"] or not (flags["task"] or "").startswith("worker/"):
-            obey_input()
+    if flags["host_tasks"]:
+        return serve()
     if wants_place(flags["task"]):
         # The chief decides on the index, once the task asks it for one.
         return _run_task(flags["task"], None, flags)
@@ -175,22 +174,21 @@ def _by_ssh(flags: Mapping[str, Any]) -> int:
         raise UsageError(f"--hosts is {flags['hosts']!r}; give names of hosts, each once, such as a,b,user@c")
     spec, on = spread(targets, asked, flags["port"], host_name)
     given = {name: value for name, value in flags.items() if name not in LOCAL and _on_command_line(name)}
-    shared = [*_arguments(run.params, given), str(flags["job"]), "--obey-input"]
+    shared = [*_arguments(run.params, given), str(flags["job"]), "--life-fd", LIFE_HERE]
     local = {options.variable(f"--{name.replace('_', '-')}") for name in LOCAL}
-    variables = [
-        f"{name}={os.environ[name]}"
-        for name in sorted(os.environ)
-        if name.startswith("SHARDLINE_") and name not in local
-    ]
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith("SHARDLINE_") and name not in local
+    }
     cluster = json.dumps(spec.tasks)
 
-    def command(task: str) -> str:
-        python = [flags["python"] or sys.executable, "-P", "-m", "shardline", "run"]
-        line = shlex.join(["env", *variables, *python, *shared, "--task", task, "--cluster", cluster])
-        return f"cd {shlex.quote(os.getcwd())} && exec {line}"
+    def arguments(task: str) -> list[str]:
+        return ["run", *shared, "--task", task, "--cluster", cluster]
 
+    python = shlex.join([flags["python"] or sys.executable, "-P", "-m", "shardline", "run", "--host-tasks"])
+    line = f"cd {shlex.quote(os.getcwd())} && exec {python}"
+    head = [variables, None if flags["script"] else str(flags["job"])]
     grace_s = 2 * options.timeouts(flags).total_s
-    return RemoteTasks(on, command, script=flags["script"], asked=asked, grace_s=grace_s).run()
+    return RemoteTasks(on, line, head, arguments, script=flags["script"], asked=asked, grace_s=grace_s).run()
 
 
 def _host_names(short: str) -> Sequence[str]:
@@ -294,8 +292,8 @@ def _become_script(role: str, given: Mapping[str, Any]) -> int:
         value = {**given, "device": device}.get(str(option.name))
         if isinstance(option, click.Option) and isinstance(option.envvar, str) and value not in (None, option.default):
             environment[option.envvar] = str(int(value)) if isinstance(value, bool) else str(value)
-    if given["obey_input"]:
-        environment[LIFE_FD] = "0"
+    if given["life_fd"] is not None:
+        environment[LIFE_FD] = str(given["life_fd"])
     # That of the launcher, which the script is not.
     environment.pop("SHARDLINE_SCRIPT", None)
     sys.stdout.flush()

@@ -1,21 +1,22 @@
 """shardline run --hosts a,b: every task by ssh, from one terminal.
 
-The system's ssh checks the hosts' keys and finds users, ports and jump hosts in its own files. A remote task ends when
-its standard input does, so nothing is left when this process or the connection dies; a byte there asks it to end.
+The system's ssh checks the hosts' keys and finds users, ports and jump hosts in its own files. One connection to each
+host carries all of its tasks, see host_tasks.py; they end with its input, so nothing is left when this process or the
+connection dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+import json
 import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from shardline.cli.process_exits import TaskExits, describe_code
@@ -25,6 +26,7 @@ from shardline.host import lifeline
 from shardline.host.awake import awake_s
 from shardline.host.printable import printable
 from shardline.security import is_loopback
+from shardline_launchers.host_tasks import BETWEEN, ENDED, STARTED
 from shardline_launchers.places import LOOPBACK, Asked
 
 REFUSED = 255
@@ -32,17 +34,6 @@ REFUSED = 255
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 """With BatchMode nothing is asked, so a host whose key is unknown is refused, unless the user's own files say else."""
 ASK_S, END_S = 20.0, 10.0
-
-
-def obey_input() -> None:
-    """End this process, as SIGTERM does, when a byte comes on its standard input, and for good when that closes."""
-
-    def wait() -> None:
-        if os.read(0, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-        lifeline.watch(0)
-
-    threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 def host_name(target: str) -> str:
@@ -89,33 +80,59 @@ class _Line:
 class _End:
     task: str
     code: int
+    host: _Host | None = None
+    """The connection that ended with it."""
+
+
+@dataclass
+class _Host:
+    """A connection, and what it has said."""
+
+    process: subprocess.Popen[bytes]
+    heard: bool = False
+    """What fails from now on is no longer ssh."""
+    last: str = ""
+
+
+@dataclass(frozen=True)
+class _Lost:
+    target: str
+    host: _Host
+    code: int
 
 
 @dataclass
 class _Remote:
-    process: subprocess.Popen[bytes]
-    heard: bool = False
-    """The task itself has said something: what fails from now on is no longer ssh."""
-    last: str = ""
+    host: _Host
     code: int | None = None
-    reader: threading.Thread | None = field(default=None, repr=False)
 
 
 class RemoteTasks:
     """The tasks of one job on other machines.
 
-    on: the target of ssh by task. command(task): the line for the shell there. grace_s: how long the job may take to
-    end.
+    on: the target of ssh by task. line: for the shell there. head: the first line of its input. arguments(task): of
+    `shardline`. grace_s: how long the job may take to end.
     """
 
     def __init__(
-        self, on: Mapping[str, str], command: Callable[[str], str], *, script: bool, asked: Asked, grace_s: float
+        self,
+        on: Mapping[str, str],
+        line: str,
+        head: Sequence[object],
+        arguments: Callable[[str], list[str]],
+        *,
+        script: bool,
+        asked: Asked,
+        grace_s: float,
     ) -> None:
         self._on = on
-        self._command = command
+        self._line = line
+        self._head = head
+        self._arguments = arguments
         self._exits = TaskExits(tuple(on), script=script, chief_trains=asked.chief_trains)
         self._grace_s = grace_s
-        self._events: queue.SimpleQueue[_Line | _End | int] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Line | _End | _Lost | int] = queue.SimpleQueue()
+        self._hosts: dict[str, _Host] = {}
         self._tasks: dict[str, _Remote] = {}
         self._failed: int | None = None
         """Exit code of a task without which the job can't go on."""
@@ -136,23 +153,37 @@ class RemoteTasks:
         self._events.put(number)
 
     def _start(self, task: str) -> None:
-        # Ctrl-C in the terminal is for this process only.
-        process = subprocess.Popen(
-            [*SSH, "--", self._on[task], self._command(task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        remote = self._tasks[task] = _Remote(process)
-        remote.reader = threading.Thread(target=self._read, args=(task, process), name=f"read-{task}", daemon=True)
-        remote.reader.start()
+        target = self._on[task]
+        host = self._hosts.get(target)
+        if host is None:
+            # Ctrl-C in the terminal is for this process only.
+            process = subprocess.Popen(
+                [*SSH, "--", target, self._line],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            host = self._hosts[target] = _Host(process)
+            threading.Thread(target=self._read, args=(target, host), name=f"read-{target}", daemon=True).start()
+            _order(host, self._head)
+        self._tasks[task] = _Remote(host)
+        _order(host, [task, self._arguments(task)])
 
-    def _read(self, task: str, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._events.put(_Line(task, line.decode(errors="replace").rstrip("\r\n")))
-        self._events.put(_End(task, process.wait()))
+    def _read(self, target: str, host: _Host) -> None:
+        assert host.process.stdout is not None
+        first = next(task for task, on in self._on.items() if on == target)
+        for line in host.process.stdout:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            if host.heard and text.startswith(ENDED):
+                self._events.put(_End(*json.loads(text.removeprefix(ENDED))))
+            elif host.heard or text != STARTED:
+                task, found, said = text.partition(BETWEEN)
+                host.last = text
+                self._events.put(_Line(task, said) if found and task in self._on else _Line(first, text))
+            else:
+                host.heard = True
+        self._events.put(_Lost(target, host, host.process.wait()))
 
     def _follow(self) -> int:
         signalled: int | None = None
@@ -166,10 +197,11 @@ class RemoteTasks:
                 _say(f"the chief did not end within {self._grace_s:.0f} s")
                 return self._failed or (128 + signalled if signalled is not None else 1)
             if isinstance(event, _Line):
-                self._tasks[event.task].last = event.text
-                self._tasks[event.task].heard |= STARTED in event.text
-                if STARTED not in event.text:
-                    print(f"{event.task} | {printable(event.text)}", flush=True)
+                print(f"{event.task}{BETWEEN}{printable(event.text)}", flush=True)
+            elif isinstance(event, _Lost):
+                self._close(event)
+            elif isinstance(event, _End) and self._known(event):
+                continue
             elif isinstance(event, _End):
                 self._tasks[event.task].code = event.code
                 if event.task == "chief/0" and not self._again(event):
@@ -187,13 +219,14 @@ class RemoteTasks:
 
     def _again(self, end: _End) -> bool:
         """Start the task again if that may help; returns whether it did. Raises UsageError if ssh never reached it."""
-        remote = self._tasks[end.task]
-        if end.code == REFUSED and not remote.heard:
-            raise UsageError(f"ssh {self._on[end.task]} failed for {end.task}: {remote.last or 'it gave no reason'}")
+        host = self._tasks[end.task].host
+        lost = end.host is not None
+        if lost and not host.heard:
+            raise UsageError(f"ssh {self._on[end.task]} failed for {end.task}: {host.last or 'it gave no reason'}")
         # A connection that broke says nothing of how the task ended.
-        again, reason = self._exits.ended(end.task, -signal.SIGHUP if end.code == REFUSED else end.code)
+        again, reason = self._exits.ended(end.task, -signal.SIGHUP if lost else end.code)
         if end.code:
-            how = "was lost with its connection" if end.code == REFUSED else describe_code(end.code)
+            how = "was lost with its connection" if lost else describe_code(end.code)
             _say(f"{end.task} on {self._on[end.task]} {how}: {reason}")
         if again:
             self._start(end.task)
@@ -211,14 +244,20 @@ class RemoteTasks:
 
     def _ask_chief(self) -> None:
         """Ask the chief to end the job with a checkpoint."""
-        stdin = self._tasks["chief/0"].process.stdin
-        try:
-            assert stdin is not None
-            stdin.write(b"\n")
-            stdin.flush()
-        except OSError:
-            # It has ended, which its reader reports.
-            return
+        _order(self._tasks["chief/0"].host, ["chief/0", None])
+
+    def _close(self, lost: _Lost) -> None:
+        """A connection ends the tasks that it has."""
+        if self._hosts.get(lost.target) is lost.host:
+            del self._hosts[lost.target]
+        for task, remote in self._tasks.items():
+            if remote.host is lost.host:
+                self._events.put(_End(task, lost.code or REFUSED, lost.host))
+
+    def _known(self, end: _End) -> bool:
+        """Whether this end was taken in before."""
+        remote = self._tasks[end.task]
+        return remote.code is not None or (end.host is not None and remote.host is not end.host)
 
     def _await_others(self) -> None:
         deadline_s = awake_s() + self._grace_s / 3
@@ -229,19 +268,21 @@ class RemoteTasks:
                 return
             if isinstance(event, _End):
                 self._tasks[event.task].code = event.code
+            elif isinstance(event, _Lost):
+                self._close(event)
             elif isinstance(event, _Line):
-                print(f"{event.task} | {printable(event.text)}", flush=True)
+                print(f"{event.task}{BETWEEN}{printable(event.text)}", flush=True)
             else:
                 return
 
     def _end(self) -> None:
-        """End whatever still runs: the tasks by closing their inputs, then ssh itself."""
-        running = [remote.process for remote in self._tasks.values() if remote.process.poll() is None]
-        for remote in self._tasks.values():
-            if remote.process.stdin is not None:
+        """End whatever still runs: the tasks by closing their hosts' inputs, then ssh itself."""
+        running = [host.process for host in {id(one.host): one.host for one in self._tasks.values()}.values()]
+        for process in running:
+            if process.stdin is not None:
                 # What was not sent is not wanted any more.
                 with contextlib.suppress(OSError):
-                    remote.process.stdin.close()
+                    process.stdin.close()
         deadline_s = awake_s() + lifeline.GRACE_S + END_S
         for process in running:
             try:
@@ -251,8 +292,14 @@ class RemoteTasks:
                 process.wait()
 
 
-STARTED = "shardline-task-started"
-"""Line by which a remote task says that ssh and the shell have done their part."""
+def _order(host: _Host, order: Sequence[object]) -> None:
+    try:
+        assert host.process.stdin is not None
+        host.process.stdin.write(json.dumps(order).encode() + b"\n")
+        host.process.stdin.flush()
+    except OSError:
+        # It has ended, which its reader reports.
+        return
 
 
 def _code(code: int) -> int:

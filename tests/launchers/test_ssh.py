@@ -131,7 +131,9 @@ def test_a_killed_worker_is_started_again_and_a_script_is_a_worker(fake: Mapping
     command = run(script, out, "--script", "--hosts", "a,b", "--timeout", "30", "--set", "checkpoint_every=10")
     started = Started(command[:-2], tmp_path / "log", env={**fake, "SHARDLINE_CHECKPOINT_EVERY": "10"})
     wait_for_step(out, 10)
-    victims = [pid for pid, line in processes(os.environ["E2E_RUN_ID"]).items() if line.strip().endswith(str(script))]
+    found = processes(os.environ["E2E_RUN_ID"])
+    assert not any("SHARDLINE_CHECKPOINT_EVERY" in line for line in found.values()), "variables may be secret"
+    victims = [pid for pid, line in found.items() if line.strip().endswith(str(script))]
     os.kill(victims[0], signal.SIGKILL)
     ended = started.end()
     assert ended.code == 0, ended.said
