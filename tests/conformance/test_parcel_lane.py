@@ -20,7 +20,6 @@ from shardline.core.parcel import Parcel
 from shardline.errors import UsageError
 from shardline.lanes import LANES
 from shardline.lanes.call_frames import HEADER, Kind, frame, read_failure
-from shardline.lanes.kind import LaneKind
 from shardline.lanes.parcels import ask_for_lane
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.parcels import Packed, ParcelReader, packed
@@ -29,7 +28,7 @@ from tests.support.lanes import usable
 from tests.support.parcel_workers import TIMEOUTS, Workers, identity, key, make_config, make_office, parcel, workers
 from tests.support.waiting import wait_for
 
-OPENED = [kind.name for kind in LANES if kind.listen is not LaneKind.listen]
+OPENED = [kind.name for kind in LANES if kind.parcels]
 """Those that carry parcels."""
 DEADLINE_S = 10.0
 TENSORS = (
