@@ -106,7 +106,7 @@ def run(config: RoleConfig) -> int:
     termination.install()
     if config.job is None:
         raise UsageError("an evaluator needs --job JOB.py, which defines the model and `evaluate`")
-    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"))
+    job = load_job(config.job, config.overrides, workers=config.cluster.num("worker"), mirrored=config.with_ps)
     device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
     torch.set_num_threads(job.threads)
     model = job.build_model()

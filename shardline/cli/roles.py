@@ -35,9 +35,9 @@ CHIEFS = (
     "trackers",
 )
 READERS: Mapping[str, Callable[[Role], bool]] = {
-    **dict.fromkeys(("job", *options.JOB_FIELDS, "settings"), lambda role: role.computes),
+    **dict.fromkeys(("job", *options.JOB_FIELDS, "settings", "with_ps"), lambda role: role.computes),
     **dict.fromkeys(("lane", "run_dir"), lambda role: role.exchanges),
-    **dict.fromkeys(("overlap", "profile", "with_ps"), lambda role: role.trains),
+    **dict.fromkeys(("overlap", "profile"), lambda role: role.trains),
     "exit_with_job": lambda role: not role.leads,
     "admin_token_file": lambda role: role.commands,
     **dict.fromkeys(CHIEFS, lambda role: role.leads),

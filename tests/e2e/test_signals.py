@@ -63,6 +63,18 @@ def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_
 
 
 @pytest.mark.usefixtures("warm")
+def test_a_mirrored_worker_that_is_asked_to_end_ends_the_job_with_a_checkpoint_that_is_scored(tmp_path: Path) -> None:
+    # One replica in the job file: the evaluator has to count as many as chief and workers.
+    job, out = write_job(tmp_path / "job.py", steps=100_000), tmp_path / "run"
+    command = Command(*train_command(job, out, "--mirrored", "2", "--evaluators", "1"))
+    wait_for_step(out, 5, while_runs=command)
+    os.kill(pid_of(out, "worker/1"), signal.SIGTERM)
+    step = ends_with_checkpoint(command, out, 0, write_job(tmp_path / "two.py", steps=100_000, replicas=2))
+    assert any("ps/1 was asked to end" in text for text in events(out)), events(out)
+    assert summary_of(out)["evaluation"]["last"]["step"] == step
+
+
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_at_the_launcher_gives_130_and_before_the_chief_is_up_nothing_stays(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", steps=100_000)
     out = tmp_path / "run"

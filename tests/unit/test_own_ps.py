@@ -18,8 +18,11 @@ from shardline.host.process import Termination
 SPEC = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",) * 2, "worker": ("127.0.0.1:0",) * 2})
 
 
-def own_ps(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[list[RoleConfig], list[int]]:
-    """One that runs this, until its end; the settings that it got, and the exit codes of its process."""
+def own_ps(monkeypatch: pytest.MonkeyPatch, run: Any, *, asked: bool = False) -> tuple[list[RoleConfig], list[int]]:
+    """One that runs this, until its end; the settings that it got, and the exit codes of its process.
+
+    asked: its process was asked to end.
+    """
     made: list[RoleConfig] = []
     codes: list[int] = []
 
@@ -35,7 +38,10 @@ def own_ps(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[list[RoleConfig],
     monkeypatch.setattr(os, "_exit", codes.append)
     timeouts = Timeouts(total_s=20.0)
     config = RoleConfig(role="worker", index=1, cluster=SPEC, timeouts=timeouts, metrics_port=9000, with_ps=True)
-    OwnPs(config, Termination()).close()
+    termination = Termination()
+    if asked:
+        termination.event.set()
+    OwnPs(config, termination).close(ended=True)
     return made, codes
 
 
@@ -50,3 +56,8 @@ def test_its_failure_ends_the_process_with_its_code(monkeypatch: pytest.MonkeyPa
         raise FencedError("replaced")
 
     assert own_ps(monkeypatch, fail)[1] == [FencedError.exit_code]
+
+
+def test_the_process_ends_if_the_chief_does_not_let_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_ps(monkeypatch, lambda: 1, asked=True)[1] == [1]
+    assert own_ps(monkeypatch, lambda: 1)[1] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -48,7 +49,8 @@ class JobMember:
         self.device = resolve_device(config.device, config.gpu_memory_fraction, neighbours=config.neighbours)
         self._termination = termination
         self.metrics = Metrics("worker", config.task)
-        self._loop = StepLoop(config, self.metrics, termination)
+        self._leaves = threading.Event()
+        self._loop = StepLoop(config, self.metrics, self._leaves.is_set)
         self.owner = self._loop.owner
         self._link: ChiefLink | None = None
         self.attached = False
@@ -142,7 +144,7 @@ class JobMember:
             raise SystemExit(0)
         log.info("joined as %s, incarnation %#x, metrics at %s", link.task, link.incarnation, self.metrics.url)
         if own is not None:
-            self.beside.callback(own.close)
+            self.beside.callback(lambda: own.close(ended=link.orders.phase is Phase.ENDED))
         self._begin()
 
     def _begin(self) -> None:
@@ -178,7 +180,15 @@ class JobMember:
             self._loop.barrier.begin(self._loop.trainer.step, begun=False)
 
     def _asked_to_end(self) -> None:
+        if (
+            self.config.with_ps
+            and self._link is not None
+            and self._link.orders.phase in (Phase.RUNNING, Phase.STOPPING)
+        ):
+            # Its ps asks the chief to end the job, whose last step needs this worker.
+            return
         log.info("asked to end: returning the replicas of this worker to the chief")
+        self._leaves.set()
         self._loop.place.keep_values()
         if self._link is not None:
             self._link.leave()
@@ -201,8 +211,10 @@ class JobMember:
                 self._loop.trainer.check_stepped()
                 self._loop.runner.settle()
                 self._loop.runner.finish_part()
-                # A script's job ends when all its workers have finished; this process is not needed after that.
-                self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
+                # A script's job ends when all its workers have finished; this process is not needed after that, unless
+                # it has a share of the parameters.
+                limit_s = None if self.config.with_ps else self.config.timeouts.total_s
+                self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=limit_s)
                 if code := self._link.orders.exit_code:
                     log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
         except JobError as error:

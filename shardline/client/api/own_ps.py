@@ -31,14 +31,16 @@ class OwnPs:
 
     def _run(self) -> None:
         try:
-            self._ps.run(self._termination)
+            code = self._ps.run(self._termination)
+            if code and self._termination.event.is_set():
+                # The chief did not end the job in time.
+                os._exit(code)
         except Exception as error:
             found = as_error(error) or InternalError(f"{type(error).__name__}: {error}")
             log.error("%s: %s", self._config.task, found)
             os._exit(found.exit_code)
 
-    def close(self) -> None:
-        """Wait for the job's end, which others may need this share for. The process ends with it in any case."""
-        self._thread.join(self._config.timeouts.total_s)
-        if self._thread.is_alive():
-            log.warning("%s is still needed %g s after its worker", self._config.task, self._config.timeouts.total_s)
+    def close(self, *, ended: bool) -> None:
+        """Wait until it has heard of the job's end. Where the worker failed before that, it ends with the process."""
+        if ended:
+            self._thread.join(self._config.timeouts.total_s)

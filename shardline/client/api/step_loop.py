@@ -26,7 +26,7 @@ from shardline.core.orders import LOST, REPEATED, Orders, Phase, StepReport
 from shardline.data import UNWATCHED, Watch
 from shardline.errors import JobError, RolledBackError, UnreachableError
 from shardline.host.awake import awake_s
-from shardline.host.process import OwnProcess, Termination
+from shardline.host.process import OwnProcess
 from shardline.observability.metrics import Metrics
 from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
@@ -368,9 +368,9 @@ def rolled_back(task: str, step: int) -> RolledBackError:
 class StepLoop:
     """One worker's steps, in a job file's or the user's loop. Used by the session's thread."""
 
-    def __init__(self, config: RoleConfig, metrics: Metrics, termination: Termination) -> None:
+    def __init__(self, config: RoleConfig, metrics: Metrics, leaving: Callable[[], bool]) -> None:
         self._index = config.index
-        self.runner = StepRunner(config, metrics, leaving=termination.event.is_set)
+        self.runner = StepRunner(config, metrics, leaving=leaving)
         self.place = self.runner.place
         self._now = self.runner.now
         self.barrier = Barrier()
