@@ -25,7 +25,7 @@ from typing import Any
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.content import ContentDigest, safetensors_chunks, shard_entries, slice_rows
 from shardline.checkpoint.files import Files, explained, file_digest, os_text, try_lock
-from shardline.checkpoint.loaders import LOADERS, LoaderStates
+from shardline.checkpoint.loaders import LOADERS, LoaderStates, unpack
 from shardline.checkpoint.manifest import FileEntry, parse_step_folder, shard_file, step_folder
 from shardline.checkpoint.reader import Checkpoint
 from shardline.core.image import BucketImage
@@ -264,7 +264,7 @@ class CheckpointStore:
         except CheckpointError:
             return ""
         kept = found.get(loader) if isinstance(found, dict) else ""
-        return kept if isinstance(kept, str) else ""
+        return unpack(kept) if isinstance(kept, str) else ""
 
     def newest_valid(self) -> Checkpoint:
         """The newest valid checkpoint. Its `warnings` name newer ones that are damaged, and why.

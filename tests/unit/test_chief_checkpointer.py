@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.checkpoint.loaders import LoaderStates
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
@@ -132,6 +133,43 @@ def test_a_checkpoint_has_the_states_of_scripts_loaders_and_waits_for_one_that_i
     store = CheckpointStore(tmp_path, 1)
     found = [store.loader_state(name, step) for name in ("worker/0-0", "worker/1-0", "worker/2-0") for step in (3, 4)]
     assert found == ["a", "", "b", "", "", ""]
+
+
+def test_states_of_any_text_fit_a_manifest_and_go_once_it_has_them_and_who_is_gone_is_named_and_waited_for_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.checkpoint.loaders.PATIENCE_S", 0.01)
+    job = job_of()
+    plan = make_plan(job.tensors, 2)
+    checkpointer = make(tmp_path, Server(plan))
+    loaders, store = checkpointer.store.loaders, checkpointer.store
+    large = {f"worker/{number}-0": 1_000_000 * text for number, text in enumerate('{[,"')}
+    try:
+        loaders.keep("worker/9-0", 0, "gone")
+        for step in (3, 4):
+            for name, state in large.items():
+                loaders.keep(name, step, state)
+        for step in (3, 4):
+            assert saved(checkpointer, save_of(job, plan, step)).error == ""
+            assert [bool(loaders.find("worker/0-0", number)) for number in (3, 4)] == [False, step == 3]
+            assert {name: store.loader_state(name, step) for name in large} == large
+    finally:
+        checkpointer.close()
+    told = [record.getMessage() for record in caplog.records if "loaders" in record.getMessage()]
+    assert told == ["the checkpoint of step 3 is without the states of the loaders worker/9-0"]
+
+
+def test_the_states_of_all_loaders_together_are_limited_and_the_oldest_go_first() -> None:
+    states = LoaderStates(most_bytes=1000)
+    for step in (10, 20):
+        for name in ("worker/0-0", "worker/1-0"):
+            states.keep(name, step, f"{name} {step}")
+    kept = [states.find(name, step) for step in (10, 20) for name in ("worker/0-0", "worker/1-0")]
+    assert kept == ["", "", "worker/0-0 20", "worker/1-0 20"]
+    # Handed over again, it takes no more.
+    states.keep("worker/0-0", 20, "again")
+    assert states.of(20).keys() == {"worker/0-0", "worker/1-0"}
+    assert states.find("worker/0-0", 20) == "again"
 
 
 def test_push_numbers_that_can_not_be_read_are_refused(tmp_path: Path) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from shardline.client.api.stateful import Stateful, decode, encode
+from shardline.client.api.step_loop import StepLoop
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
+from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
+from shardline.host.process import Termination
+from shardline.observability.metrics import Metrics
+from shardline.rpc.link import ChiefLink
 
 
 class Loader:
@@ -62,6 +72,32 @@ def test_a_step_that_is_made_again_has_the_same_samples_also_in_the_next_process
     # The worker is killed before or after its gradients have left, or the job goes back to a checkpoint.
     for step in (24, 23, 20, 10, 5, 0):
         assert steps(Stateful(Loader(), tmp_path / "states"), range(step, step + 1)) == [unbroken[step]]
+
+
+def test_the_chief_gets_the_first_step_s_state_and_that_at_which_the_job_stops(tmp_path: Path) -> None:
+    told: dict[int, str] = {}
+
+    def chief(step: int, state: str) -> str:
+        told[step] = state
+        return ""
+
+    cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
+    config = RoleConfig(role="worker", index=0, cluster=cluster, timeouts=Timeouts())
+    loop = StepLoop(config, Metrics("worker", "worker/0"), cast(Termination, SimpleNamespace(event=Event())))
+    link = SimpleNamespace(orders=Orders(phase=Phase.STOPPING, stop_step=7), wait=lambda *_, **__: None)
+    loop.runner.now.joined = cast(ChiefLink, link)
+    loader = Stateful(Loader(), tmp_path, chief)
+    loop.stateful.append(loader)
+    steps(loader, range(7), every=5)
+    assert [*told] == [0, 5]
+    for phase, stop in ((Phase.RUNNING, 0), (Phase.RUNNING, 500), (Phase.ENDED, 7)):
+        link.orders = Orders(phase=phase, stop_step=stop)
+        loop.runner._wait_for_change(link.orders)
+    assert [*told] == [0, 5]
+    link.orders = Orders(phase=Phase.STOPPING, stop_step=7)
+    loop.runner._wait_for_change(link.orders)
+    assert [*told] == [0, 5, 7]
+    assert told[7] == (tmp_path / "step-00000007.json").read_text()
 
 
 def test_states_of_old_steps_go_but_for_those_of_checkpoints(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ class Checkpointer:
                 extra=extra,
             )
         )
+        self.store.loaders.committed(save.step)
         return str(path), fetch
 
     def _images(self, fetch: _Fetch, shard: int) -> Iterator[BucketImage]:

@@ -253,7 +253,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         await self._ask_noted(Identity(request.task, request.incarnation, request.secret), lambda now_s: None)
         loader, step = f"{request.task}-{request.number}", int(request.step)
         if request.state:
-            self._store.loaders.keep(loader, step, request.state)
+            await asyncio.to_thread(self._store.loaders.keep, loader, step, request.state)
             return chief_pb2.LoaderReply()
         return chief_pb2.LoaderReply(state=await asyncio.to_thread(self._store.loader_state, loader, step))
 

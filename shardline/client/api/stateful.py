@@ -83,11 +83,15 @@ class Stateful(Iterator[Any]):
         """Stand before a step. Raises JobError if its state is not there, or is another loader's."""
         if self._first is None:
             self._first = step
+        if self._at == step:
+            return
         if self._at is None and not self._states and step == 0:
             self._keep(0)
-        elif self._at != step:
+        else:
             self._restore(step)
         self._at = step
+        # The chief learns of the loader, and where it is: checkpoints of later steps wait for its state.
+        self.hand_over(step)
 
     def leave(self, step: int, every: int) -> None:
         """Keep the state before the next step; what is drawn from now on belongs to that. every: checkpoint_every."""

@@ -60,6 +60,8 @@ class StepRunner:
         """Set if the loop's body was left in the middle."""
         self.lent: SharedGradients | None = None
         """Gradients in memory shared with the servers."""
+        self.on_stop: Callable[[int], None] = lambda step: None
+        """Called with the step at which the job stops, before waiting for its end; maybe more than once."""
         self._repeated = 0
         """Asynchronous mode: batches that were sent but had to be computed again."""
 
@@ -130,6 +132,8 @@ class StepRunner:
             self.missing_steps.waited_for(self.now.number, waiting_replicas(trainer, owned), now_s)
 
     def _wait_for_change(self, seen: Orders) -> None:
+        if seen.stop_step:
+            self.on_stop(seen.stop_step)
         self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
 
     def locate(self, orders: Orders) -> bool:
@@ -371,6 +375,7 @@ class StepLoop:
     def __init__(self, config: RoleConfig, metrics: Metrics, leaving: Callable[[], bool]) -> None:
         self._index = config.index
         self.runner = StepRunner(config, metrics, leaving=leaving)
+        self.runner.on_stop = self._hand_over
         self.place = self.runner.place
         self._now = self.runner.now
         self.barrier = Barrier()
@@ -416,13 +421,13 @@ class StepLoop:
                 found = self.runner.next()
                 self.barrier.begin(self.trainer.step, begun=True)
                 if not found:
-                    self._hand_over()
+                    self._hand_over(self._now.number)
                     return
                 methods = self.trainer.methods
                 number = methods.ticks.number(self._now.number)
                 if total is not None and number >= total:
                     if self.runner.settle():
-                        self._hand_over()
+                        self._hand_over(self._now.number)
                         self.place.rest()
                         return
                     continue
@@ -450,11 +455,12 @@ class StepLoop:
             if self.place.current is not None:
                 self.place.current.disarm()
 
-    def _hand_over(self) -> None:
-        """The loop ends: the job's last checkpoint may be of this step."""
-        if self._now.link.orders.phase is not Phase.ENDED:
+    def _hand_over(self, step: int) -> None:
+        """The loop or the job ends at this step, of which the last checkpoint may be."""
+        orders = self._now.link.orders
+        if orders.phase is not Phase.ENDED and not orders.fenced:
             for loader in self.stateful:
-                loader.hand_over(self._now.number)
+                loader.hand_over(step)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
