@@ -31,7 +31,10 @@ from shardline_launchers.places import LOOPBACK, Asked
 
 REFUSED = 255
 """Exit code of ssh itself."""
-SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+SSH = (
+    *("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
+)
 """With BatchMode nothing is asked, so a host whose key is unknown is refused, unless the user's own files say else."""
 ASK_S, END_S = 20.0, 10.0
 
@@ -173,17 +176,33 @@ class RemoteTasks:
     def _read(self, target: str, host: _Host) -> None:
         assert host.process.stdout is not None
         first = next(task for task, on in self._on.items() if on == target)
-        for line in host.process.stdout:
-            text = line.decode(errors="replace").rstrip("\r\n")
-            if host.heard and text.startswith(ENDED):
-                self._events.put(_End(*json.loads(text.removeprefix(ENDED))))
-            elif host.heard or text != STARTED:
-                task, found, said = text.partition(BETWEEN)
-                host.last = text
-                self._events.put(_Line(task, said) if found and task in self._on else _Line(first, text))
-            else:
-                host.heard = True
-        self._events.put(_Lost(target, host, host.process.wait()))
+        try:
+            for line in host.process.stdout:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                if not host.heard and text.endswith(STARTED):
+                    # The shell's own files may have printed something without a newline first.
+                    host.heard = True
+                elif host.heard and (end := self._ended(text)) is not None:
+                    self._events.put(end)
+                else:
+                    task, found, said = text.partition(BETWEEN)
+                    host.last = text
+                    self._events.put(_Line(task, said) if found and task in self._on else _Line(first, text))
+        except BaseException:
+            host.process.kill()
+            raise
+        finally:
+            self._events.put(_Lost(target, host, host.process.wait()))
+
+    def _ended(self, text: str) -> _End | None:
+        """The end that a line of a host tells; None for any other line, and for one that came damaged."""
+        if not text.startswith(ENDED):
+            return None
+        try:
+            task, code = json.loads(text.removeprefix(ENDED))
+        except (ValueError, TypeError):
+            return None
+        return _End(task, code) if task in tuple(self._on) and isinstance(code, int) else None
 
     def _follow(self) -> int:
         signalled: int | None = None

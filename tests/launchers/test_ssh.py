@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from shardline.host.ports import held_port
+from shardline_launchers.host_tasks import ENDED, STARTED
 from shardline_launchers.places import Asked
 from shardline_launchers.ssh import host_name, spread
 from tests.e2e.support import expected_sha256, processes, slow_job, summary_of, wait_for_step, wait_until, write_job
@@ -23,8 +26,11 @@ FAKE = """#!/bin/sh
 for last; do :; done
 case "$1" in -G) echo "user root"; echo "hostname 127.0.0.1"; exit 0;; esac
 case "$*" in *"-- closed "*) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255;; esac
+case "$*" in *"-- greets "*) printf "Welcome! ";; esac
 exec sh -c "$last"
 """
+HOST = "from shardline_launchers import host_tasks as h; h.COMMAND = ['sh', '-c']; h.serve()"
+"""The process of a host whose tasks are lines for a shell."""
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 processes_only = pytest.mark.processes
 
@@ -69,7 +75,7 @@ def test_an_alias_of_the_users_own_files_is_the_host_behind_it() -> None:
 @pytest.mark.timeout(300)
 def test_a_job_on_two_hosts_and_every_line_with_its_task(fake: Mapping[str, str], tmp_path: Path) -> None:
     job, out = write_job(tmp_path / "job.py", replicas=2, steps=30), tmp_path / "run"
-    ended = Started(run(job, out, "--hosts", "a,b", "--timeout", "60"), tmp_path / "log", env=fake).end()
+    ended = Started(run(job, out, "--hosts", "a,greets", "--timeout", "60"), tmp_path / "log", env=fake).end()
     assert ended.code == 0, ended.said
     assert summary_of(out)["sha256"] == expected_sha256(job)
     lines = [line for line in ended.said.splitlines() if line]
@@ -148,6 +154,35 @@ def test_a_host_that_refuses_is_named_before_training(fake: Mapping[str, str], t
     assert ended.code == 2, ended.said
     assert "ssh closed failed for worker/1: ssh: connect to host closed port 22: Connection refused" in ended.said
     assert not (out / "checkpoints").exists()
+
+
+def host_says(orders: list[object], until: str) -> list[str]:
+    """What a host says after these orders, up to the first line that begins so."""
+    command = [sys.executable, "-P", "-c", HOST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdin is not None and host.stdout is not None
+        host.stdin.write("".join(f"{json.dumps(order)}\n" for order in [[{}, None], *orders]))
+        host.stdin.flush()
+        said: list[str] = []
+        while not said or not said[-1].startswith(until):
+            said.append(host.stdout.readline().rstrip("\n"))
+            assert said[-1], said
+        host.stdin.close()
+        assert host.wait(30) == 0
+    return said
+
+
+@processes_only
+def test_a_task_ends_though_its_child_keeps_its_output() -> None:
+    said = host_says([["worker/0", ["sleep 1000 & echo here; exit 3"]]], ENDED)
+    assert said == [STARTED, "worker/0 | here", f'{ENDED}["worker/0", 3]']
+
+
+@processes_only
+def test_a_task_that_is_asked_to_end_before_it_starts_never_does() -> None:
+    start = ["chief/0", ["echo here"]]
+    said = host_says([start, ["chief/0", None], start], ENDED)
+    assert said == [STARTED, f'{ENDED}["chief/0", 143]']
 
 
 def test_hosts_that_can_not_be_are_refused(tmp_path: Path) -> None:
