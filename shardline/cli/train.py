@@ -222,8 +222,8 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
 
 
 def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags for which --mirrored stands. Raises UsageError for those that contradict it."""
-    count = flags["mirrored"]
+    """The flags for which --mirrored stands, which launchers don't have. Raises UsageError for what contradicts it."""
+    count = flags.get("mirrored")
     if count is None:
         return {}
     plain = {"ps": 1, "workers": 1, "ps_device": "cpu", "chief_trains": False, "admin_token_file": None}
@@ -238,7 +238,7 @@ def mirrored(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share_a_gpu(flags: Mapping[str, Any]) -> bool:
-    shared = "cpu" not in (flags["device"], flags["ps_device"]) and flags["mirrored"] is None
+    shared = "cpu" not in (flags["device"], flags["ps_device"]) and flags.get("mirrored") is None
     return shared and flags["lane"] in ("auto", "cuda")
 
 

@@ -54,7 +54,7 @@ COMPUTE = threading.Lock()
 """replica_gradients seeds the process's generators, so replicas compute one at a time; exchanges overlap."""
 TIMELINE = 1 << 32 | 1
 PLAIN = Wishes()
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", "shardline.rpc.v1.Replication")
 
 
