@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, UsageError
-from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink
 
@@ -83,7 +81,7 @@ def test_the_chief_gets_the_first_step_s_state_and_that_at_which_the_job_stops(t
 
     cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
     config = RoleConfig(role="worker", index=0, cluster=cluster, timeouts=Timeouts())
-    loop = StepLoop(config, Metrics("worker", "worker/0"), cast(Termination, SimpleNamespace(event=Event())))
+    loop = StepLoop(config, Metrics("worker", "worker/0"), lambda: False)
     link = SimpleNamespace(orders=Orders(phase=Phase.STOPPING, stop_step=7), wait=lambda *_, **__: None)
     loop.runner.now.joined = cast(ChiefLink, link)
     loader = Stateful(Loader(), tmp_path, chief)
@@ -92,10 +90,10 @@ def test_the_chief_gets_the_first_step_s_state_and_that_at_which_the_job_stops(t
     assert [*told] == [0, 5]
     for phase, stop in ((Phase.RUNNING, 0), (Phase.RUNNING, 500), (Phase.ENDED, 7)):
         link.orders = Orders(phase=phase, stop_step=stop)
-        loop.runner._wait_for_change(link.orders)
+        loop.runner.now.wait_for_change(link.orders)
     assert [*told] == [0, 5]
     link.orders = Orders(phase=Phase.STOPPING, stop_step=7)
-    loop.runner._wait_for_change(link.orders)
+    loop.runner.now.wait_for_change(link.orders)
     assert [*told] == [0, 5, 7]
     assert told[7] == (tmp_path / "step-00000007.json").read_text()
 

@@ -45,7 +45,6 @@ class StepRunner:
     """
 
     def __init__(self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool]) -> None:
-        self._timeouts = config.timeouts
         self.now = WorkerState(config, metrics, leaving=leaving, settle=self.settle_stages)
         self.place = self.now.place
         self.stepper = self.now.stepper
@@ -60,8 +59,6 @@ class StepRunner:
         """Set if the loop's body was left in the middle."""
         self.lent: SharedGradients | None = None
         """Gradients in memory shared with the servers."""
-        self.on_stop: Callable[[int], None] = lambda step: None
-        """Called with the step at which the job stops, before waiting for its end; maybe more than once."""
         self._repeated = 0
         """Asynchronous mode: batches that were sent but had to be computed again."""
 
@@ -120,7 +117,7 @@ class StepRunner:
                         self.finish_part()
                     elif what is Do.REST:
                         self.place.rest()
-                    self._wait_for_change(seen.orders)
+                    self.now.wait_for_change(seen.orders)
 
     def _begin(self) -> None:
         trainer, owned = self.trainer, self.stepper.begun.replicas
@@ -130,11 +127,6 @@ class StepRunner:
         now_s = awake_s()
         if self.missing_steps.begin(self.now.number, now_s):
             self.missing_steps.waited_for(self.now.number, waiting_replicas(trainer, owned), now_s)
-
-    def _wait_for_change(self, seen: Orders) -> None:
-        if seen.stop_step:
-            self.on_stop(seen.stop_step)
-        self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
 
     def locate(self, orders: Orders) -> bool:
         """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
@@ -152,7 +144,7 @@ class StepRunner:
             level = logging.WARNING if isinstance(error, UnreachableError) else logging.INFO
             log.log(level, "looking for the current step again: %s", error or "interrupted")
             if not isinstance(error, (Overtaken, Rerouted)):
-                self._wait_for_change(orders)
+                self.now.wait_for_change(orders)
             return False
         stepper.stale = False
         self.missing_steps.reset()
@@ -174,7 +166,7 @@ class StepRunner:
             if seen.over:
                 return False
             if seen.orders.phase not in OPEN or (seen.assigned and not seen.orders.replicas):
-                self._wait_for_change(seen.orders)
+                self.now.wait_for_change(seen.orders)
             elif not self.locate(seen.orders) and limit_s is not None and awake_s() - began_s > limit_s:
                 raise UnreachableError(
                     f"{self.link.task}: could not determine the current step of the job within {limit_s:.0f} s"
@@ -294,7 +286,7 @@ class StepRunner:
         elif what in (Do.FINISH, Do.WAIT):
             if what is Do.FINISH:
                 self.finish_part()
-            self._wait_for_change(seen.orders)
+            self.now.wait_for_change(seen.orders)
         return False
 
     def _carry_over(self) -> bool:
@@ -308,7 +300,7 @@ class StepRunner:
         if retained is None:
             # attach(job=...) without a loop over steps(): it runs ahead of what it has sent and retains nothing.
             unbegun = (Phase.WAITING, Phase.INIT)
-            link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
+            link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=link.timeouts.lost_s)
             if link.orders.phase is not Phase.ENDED:
                 link.check()
                 raise rolled_back(link.task, link.orders.first_step)
@@ -375,7 +367,7 @@ class StepLoop:
     def __init__(self, config: RoleConfig, metrics: Metrics, leaving: Callable[[], bool]) -> None:
         self._index = config.index
         self.runner = StepRunner(config, metrics, leaving=leaving)
-        self.runner.on_stop = self._hand_over
+        self.runner.now.on_stop = self._hand_over
         self.place = self.runner.place
         self._now = self.runner.now
         self.barrier = Barrier()

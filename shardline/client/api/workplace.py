@@ -358,7 +358,9 @@ class WorkerState:
     def __init__(
         self, config: RoleConfig, metrics: Metrics, *, leaving: Callable[[], bool], settle: Callable[[], None]
     ) -> None:
-        self._leaving = leaving
+        self._leaving, self._timeouts = leaving, config.timeouts
+        self.on_stop: Callable[[int], None] = lambda step: None
+        """Called with the step at which the job stops, before waiting for its end; maybe more than once."""
         self.stepper = Stepper()
         self.place = Workplace(
             config, metrics, still_ordered=self.still_ordered, still_open=self.still_open, settle=settle
@@ -409,6 +411,12 @@ class WorkerState:
             or known(link.orders.scores, trainer.half.job_step, trainer.job.checkpoint_every),
             retained=self.retained is not None,
         )
+
+    def wait_for_change(self, seen: Orders) -> None:
+        """Wait for other orders, for some heartbeats at most."""
+        if seen.stop_step:
+            self.on_stop(seen.stop_step)
+        self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
 
     def ordered(self, orders: Orders) -> None:
         """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
