@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardline.cli.launcher import PRINTS_S
+from shardline.host import lifeline
 from shardline.host.allocator import ALLOCATOR
 from shardline.host.awake import awake_s
 from shardline.host.forkserver import COMMAND, START_S, TaskStarter, reap_group
@@ -66,7 +67,6 @@ class _Tasks:
         """Tasks that are to end, started or not."""
         self._followers: list[threading.Thread] = []
         self._starting, self._talking, self._knowing = threading.Lock(), threading.Lock(), threading.Lock()
-        self._ending = threading.Event()
 
     def start(self, task: str, arguments: Sequence[str]) -> None:
         """Start a task, once the imports are done; returns at once."""
@@ -81,10 +81,16 @@ class _Tasks:
                 os.kill(self._running[task], signal.SIGTERM)
 
     def end(self) -> None:
-        """End all tasks; returns once they have."""
-        self._ending.set()
+        """End all tasks; returns once they have, killing those that do not end when their pipe closes."""
+        with self._knowing:
+            self._asked.update(follower.name for follower in self._followers)
         os.close(self._life_write)
+        deadline_s = awake_s() + lifeline.GRACE_S + PRINTS_S
         for follower in self._followers:
+            follower.join(max(0.0, deadline_s - awake_s()))
+            with self._knowing:
+                if follower.is_alive() and follower.name in self._running:
+                    os.kill(self._running[follower.name], signal.SIGKILL)
             follower.join()
         self._starter.close()
 
@@ -96,16 +102,13 @@ class _Tasks:
     def _follow(self, task: str, arguments: Sequence[str]) -> None:
         with self._starting:
             deadline_s = awake_s() + START_S
-            while not self._unwanted(task) and not self._starter.await_ready(LOOK_S) and awake_s() < deadline_s:
+            while task not in self._asked and not self._starter.await_ready(LOOK_S) and awake_s() < deadline_s:
                 continue
-        code = ASKED_CODE if self._unwanted(task) else self._run(task, arguments)
+        code = ASKED_CODE if task in self._asked else self._run(task, arguments)
         if task in self._asked and code == -signal.SIGTERM:
             # It was too young to have a handler, and is not to be started again.
             code = ASKED_CODE
         self._say(ENDED + json.dumps([task, code]))
-
-    def _unwanted(self, task: str) -> bool:
-        return self._ending.is_set() or task in self._asked
 
     def _run(self, task: str, arguments: Sequence[str]) -> int:
         """Run a task to its end; returns its exit code."""

@@ -196,13 +196,12 @@ class RemoteTasks:
 
     def _ended(self, text: str) -> _End | None:
         """The end that a line of a host tells; None for any other line, and for one that came damaged."""
-        if not text.startswith(ENDED):
-            return None
-        try:
-            task, code = json.loads(text.removeprefix(ENDED))
-        except (ValueError, TypeError):
-            return None
-        return _End(task, code) if task in tuple(self._on) and isinstance(code, int) else None
+        if text.startswith(ENDED):
+            with contextlib.suppress(ValueError, TypeError):
+                task, code = json.loads(text.removeprefix(ENDED))
+                if task in tuple(self._on) and isinstance(code, int):
+                    return _End(task, code)
+        return None
 
     def _follow(self) -> int:
         signalled: int | None = None
@@ -312,13 +311,11 @@ class RemoteTasks:
 
 
 def _order(host: _Host, order: Sequence[object]) -> None:
-    try:
-        assert host.process.stdin is not None
+    assert host.process.stdin is not None
+    # The end of one that has ended is reported by its reader.
+    with contextlib.suppress(OSError):
         host.process.stdin.write(json.dumps(order).encode() + b"\n")
         host.process.stdin.flush()
-    except OSError:
-        # It has ended, which its reader reports.
-        return
 
 
 def _code(code: int) -> int:

@@ -44,3 +44,5 @@ class OwnPs:
         """Wait until it has heard of the job's end. Where the worker failed before that, it ends with the process."""
         if ended:
             self._thread.join(self._config.timeouts.total_s)
+            if self._thread.is_alive():
+                log.warning("%s has not heard of the job's end, and ends with this process", self._config.task)

@@ -106,9 +106,7 @@ class Stateful(Iterator[Any]):
     def hand_over(self, step: int) -> None:
         """Give the chief the state before a step, for the step's checkpoint."""
         if len(text := self._states.get(step, "")) > CHECKPOINT_BYTES:
-            log.warning(
-                "the loader's state has %d characters: it is in the run's folder, not in checkpoints", len(text)
-            )
+            log.warning("the loader's state of %d characters is in the run's folder, not in checkpoints", len(text))
         elif text:
             try:
                 self._chief(step, text)
