@@ -1,0 +1,83 @@
+"""Rows of embedding tables on their way: ids beside values, packed in one flat tensor of bytes. Pure.
+
+    packed = pack(ids, rows)         # uint8 [U * (8 + 4 * dim)]: U ids (int64, ascending, unique), then U rows (float32)
+
+An id is any int64. It belongs to one of a table's PARTS parts by a hash that is the same on every machine; a bucket of
+the plan has the ids of a range of parts, so that the plan need not know which ids there are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.errors import ProtocolError
+
+PARTS = 1024
+"""Parts of a table, which servers share."""
+ID_BYTES = 8
+
+
+def hashed(ids: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """64 mixed bits per id (int64 [U]); Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
+    x = ids.numpy().view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def part_of(ids: Tensor) -> Tensor:
+    """The part of a table to which each id (int64 [U]) belongs: int64 [U], 0 to PARTS - 1."""
+    return torch.from_numpy((hashed(ids) >> np.uint64(54)).astype(np.int64))
+
+
+def row_bytes(dim: int) -> int:
+    """Bytes of one row and its id."""
+    return ID_BYTES + 4 * dim
+
+
+def pack(ids: Tensor, rows: Tensor) -> Tensor:
+    """Ids (int64 [U], ascending, unique) and rows (float32 [U, dim]) as bytes (uint8)."""
+    return torch.cat([ids.contiguous().view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8)])
+
+
+def count(packed: Tensor, dim: int) -> int:
+    """Number of packed rows. Raises ProtocolError if the bytes are not whole rows."""
+    number, rest = divmod(packed.numel(), row_bytes(dim))
+    if rest:
+        raise ProtocolError(f"{packed.numel()} bytes are not whole rows of {row_bytes(dim)} bytes (dim {dim})")
+    return number
+
+
+def ids_of(packed: Tensor, dim: int) -> Tensor:
+    """The ids: int64 [U], a view."""
+    return packed[: count(packed, dim) * ID_BYTES].view(torch.int64)
+
+
+def rows_of(packed: Tensor, dim: int) -> Tensor:
+    """The rows: float32 [U, dim], a view."""
+    return packed[count(packed, dim) * ID_BYTES :].view(torch.float32).view(-1, dim)
+
+
+def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Unique ids, ascending, and for each the sum of its rows in the order given. ids: int64 [N]; rows: [N, dim]."""
+    unique, where = torch.unique(ids, return_inverse=True)
+    if len(unique) == len(ids):
+        order = torch.argsort(ids)
+        return ids[order], rows[order]
+    first = torch.full((len(unique),), len(ids), dtype=torch.int64)
+    first.scatter_reduce_(0, where, torch.arange(len(ids)), "amin")
+    # The first row of each id is copied, so that an id that comes once keeps its bits.
+    total = rows[first]
+    later = torch.ones(len(ids), dtype=torch.bool)
+    later[first] = False
+    return unique, total.index_add_(0, where[later], rows[later])
+
+
+def merge(left: Tensor, right: Tensor, dim: int) -> Tensor:
+    """Packed sums left + right: an id on one side only keeps its bits, one on both gets left + right."""
+    ids, rows = summed(
+        torch.cat([ids_of(left, dim), ids_of(right, dim)]), torch.cat([rows_of(left, dim), rows_of(right, dim)])
+    )
+    return pack(ids, rows)
