@@ -281,8 +281,7 @@ class ParameterServer(StateCalls, parameter_server_pb2_grpc.CoordinatorServicer)
                         f"{self._store.authority.timeline:#x}"
                     )
                 shard = self._store.shard(frame.head.shard)
-                # Values and at most a handful of states, each as large as the largest bucket in float64.
-                assembler = ImageAssembler(max_bytes=64 * max(b.spec.elements for b in shard.buckets) * 8 + (1 << 20))
+                assembler = ImageAssembler(max_bytes=shard.settings.plan.shards[shard.number].image_bytes)
             if shard is None or assembler is None:
                 raise ProtocolError("Restore must start with its head")
             header = frame.header if frame.HasField("header") else None

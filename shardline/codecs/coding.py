@@ -14,8 +14,9 @@ from shardline.codecs.base import Codec, Coder, Direction, Layout, Memory, Memor
 from shardline.codecs.parts import ERROR
 from shardline.codecs.raw import Raw
 from shardline.core.plan import Plan
-from shardline.core.spec import TensorSpec
-from shardline.core.tensor_bytes import Buffer
+from shardline.core.rows import MOST_BYTES
+from shardline.core.spec import TensorKind, TensorSpec
+from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError, ProtocolError
 
 MEASURED_EVERY = 50
@@ -47,6 +48,17 @@ class BucketCoding:
     def fixed_size(self) -> bool:
         """Whether all payloads have one length."""
         return self.least_bytes == self.max_bytes
+
+
+class PackedRows:
+    """Bytes of packed rows of a table, as many as there are."""
+
+    def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
+        return tensor_bytes(values)
+
+    def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
+        """A view of writable bytes, a copy of read-only ones."""
+        return tensor_from_bytes(payload, "float32")
 
 
 class Coding:
@@ -97,6 +109,8 @@ class Coding:
     def _make(self, shard: int, number: int) -> BucketCoding:
         spec = self.plan.shards[shard].buckets[number]
         layout = Layout(bucket=spec, tensors=self.plan.tensors)
+        if spec.kind is TensorKind.TABLE:
+            return BucketCoding(PLAIN, str(PLAIN), layout, PackedRows(), 0, 0, MOST_BYTES)
         # A bucket has tensors of one codec.
         own = self.codec_of(self.plan.tensors[spec.slices[0].tensor])
         taken = [part for part in layout.parts(Scope.TENSOR) if own.takes(part.tensor)]

@@ -88,7 +88,7 @@ class EagerSteps(ReplicaSteps):
     def complete(self, bucket: Bucket) -> None:
         try:
             total = bucket.contributions.take()
-            if bucket.spec.kind is TensorKind.PARAM:
+            if bucket.spec.kind in (TensorKind.PARAM, TensorKind.TABLE):
                 total = mean(total, self.divisor)
                 self._check_sum(bucket, total)
             self.storage.apply_bucket(bucket, total)
@@ -105,9 +105,9 @@ class EagerSteps(ReplicaSteps):
     def _check_sum(self, bucket: Bucket, total: Partial) -> None:
         """Check that the sum is finite, even though all contributions are; a sum that is not is never applied."""
         values, count = total.values, self.terms.contributors
-        if count == 1 or values is None or stays_finite(total.bound, values.dtype) or is_finite(values):
+        if count == 1 or values is None or stays_finite(total.bound, values.dtype) or is_finite(total.numbers):
             return
-        names = ", ".join(nonfinite_names(bucket.names, bucket.spec, values))
+        names = ", ".join(bucket.names if total.dim else nonfinite_names(bucket.names, bucket.spec, values))
         error = NonFiniteError(
             f"shard {self.storage.number}, step {bucket.step}: the sum of the gradients of {names} over {count} "
             "replicas has NaN or infinity although each of them is finite; it was not applied. Lower the learning "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shardline.consistency.server import NumberedPush, Offer, ServerHalf, StepWanted, Terms
-from shardline.core.contributions import Partial
+from shardline.core.contributions import Partial, dim_of
 from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Decision, Outcome
@@ -145,7 +145,7 @@ class NumberedPushes(ServerHalf):
             gradient, total = gradients.get(bucket.number), Partial(None, ())
             if gradient is not None:
                 values, borrowed = on_device(gradient, bucket.device)
-                total = Partial(values, gradient.present, borrowed)
+                total = Partial(values, gradient.present, borrowed, dim=dim_of(bucket.spec))
             with bucket.lock:
                 bucket.hyper = hyper.get(bucket.group)
             totals.append((bucket, total))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.core.choices import Choices
-from shardline.core.contributions import Partial
+from shardline.core.contributions import Partial, dim_of
 from shardline.core.fixed import fixed
 from shardline.core.gradients import Gradient
 from shardline.core.image import WorkerSequence
@@ -199,7 +199,7 @@ class ServerHalf:
     @staticmethod
     def total_of(values: torch.Tensor | None, present: tuple[bool, ...], bucket: Bucket) -> Partial:
         """A recorded gradient on the bucket's device."""
-        return Partial(values.to(bucket.device) if values is not None else None, present)
+        return Partial(values.to(bucket.device) if values is not None else None, present, dim=dim_of(bucket.spec))
 
 
 def numbers(values: Sequence[int], limit: int = 8) -> str:

@@ -143,4 +143,4 @@ def _own(total: Partial) -> Partial:
     """The same in its own memory: memory lent for one push can't be kept."""
     if total.values is None or not total.borrowed:
         return total
-    return Partial(total.values.clone(), total.present, bound=total.bound)
+    return replace(total, values=total.values.clone(), borrowed=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from shardline.core import rows
 from shardline.core.plan import BucketSpec
 from shardline.core.reduce import Block, mean_, sibling, split
+from shardline.core.spec import TensorKind
 
 Present = tuple[bool, ...]
 
@@ -24,6 +26,14 @@ class Partial:
     """The memory belongs to somebody else (a worker's segment, a received message): it is read, never written."""
     bound: float = math.inf
     """Upper bound of the elements' magnitudes; infinity if unknown."""
+    dim: int = 0
+    """The values are packed rows of a table, of this dimension; 0 = the bucket's elements."""
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The values, without the ids beside them."""
+        assert self.values is not None
+        return rows.rows_of(self.values, self.dim) if self.dim else self.values
 
     @property
     def held_bytes(self) -> int:
@@ -41,6 +51,8 @@ def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
     if left.values is None:
         return right
     bound = left.bound + right.bound
+    if left.dim:
+        return Partial(rows.merge(left.values, right.values, left.dim), left.present, bound=bound, dim=left.dim)
     if all(left.present) and all(right.present):
         target = _target(left, right)
         out = torch.empty_like(left.values) if target is None else target
@@ -82,8 +94,10 @@ def mean(total: Partial, replicas: int) -> Partial:
     if total.values is None or replicas == 1:
         return total
     if total.borrowed:
-        return Partial(total.values.div(replicas), total.present, bound=total.bound)
-    mean_(total.values, replicas)
+        if not total.dim:
+            return Partial(total.values.div(replicas), total.present, bound=total.bound)
+        total = replace(total, values=total.values.clone(), borrowed=False)
+    mean_(total.numbers, replicas)
     return total
 
 
@@ -92,8 +106,10 @@ def scaled(total: Partial, scale: float) -> Partial:
     if total.values is None or scale >= 1.0:
         return total
     if total.borrowed:
-        return Partial(total.values.mul(scale), total.present, bound=total.bound)
-    total.values.mul_(scale)
+        if not total.dim:
+            return Partial(total.values.mul(scale), total.present, bound=total.bound)
+        total = replace(total, values=total.values.clone(), borrowed=False)
+    total.numbers.mul_(scale)
     return total
 
 
@@ -116,6 +132,7 @@ class Contributions:
         self._on_held = on_held
         self._replicas = replicas
         self._in_tree = in_tree
+        self._dim = dim_of(bucket)
         self._whole = Block(0, replicas)
         self._partials: dict[Block, Partial] = {}
         self._fingerprints: dict[Block, int] = {}
@@ -144,7 +161,7 @@ class Contributions:
         self.counted.update(range(first, first + count))
         self.mask |= ((1 << count) - 1) << first
         self._fingerprints[block] = fingerprint
-        partial, freed = Partial(values, present, borrowed, bound), 0
+        partial, freed = Partial(values, present, borrowed, bound, self._dim), 0
         # Climb while the sibling is there: the order of arrival never changes the order of additions.
         while self._in_tree and (family := sibling(block, self._replicas)) is not None:
             parent, left, right = family
@@ -207,6 +224,12 @@ class Contributions:
         if difference:
             self.held_bytes += difference
             self._on_held(difference)
+
+
+def dim_of(bucket: BucketSpec) -> int:
+    """The dimension of a table's rows; 0 for any other bucket."""
+    piece = bucket.slices[0]
+    return piece.elements // piece.rows if bucket.kind is TensorKind.TABLE else 0
 
 
 def none_present(bucket: BucketSpec) -> Present:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from shardline.core.contributions import Partial, Present
+from shardline.core import rows
+from shardline.core.contributions import Partial, Present, dim_of
 from shardline.core.fixed import fixed
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
@@ -91,6 +92,8 @@ def check_gradient(
         raise TensorError(f"{names[0]!r} is frozen (requires_grad is False) and can't have a gradient")
     if bucket.kind is TensorKind.BUFFER:
         return math.inf
+    if bucket.kind is TensorKind.TABLE:
+        return _check_rows(values, shard, bucket, names[0])
     if not refuse_nonfinite:
         return math.inf
     bound = peak(gradient, values)
@@ -100,6 +103,23 @@ def check_gradient(
             "NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
         )
     return bound
+
+
+def _check_rows(packed: torch.Tensor, shard: int, bucket: BucketSpec, table: str) -> float:
+    """Refuse packed rows that are not a part's, or not finite; returns the largest magnitude."""
+    dim, piece = dim_of(bucket), bucket.slices[0]
+    rows.check_packed(packed, dim, piece.first_row, piece.rows, table)
+    values = rows.rows_of(packed, dim)
+    bound = magnitude(values.reshape(-1))
+    if not math.isfinite(bound):
+        raise NonFiniteError(f"shard {shard}: {nonfinite_row(packed, dim, table)}; nothing was changed")
+    return bound
+
+
+def nonfinite_row(packed: torch.Tensor, dim: int, table: str) -> str:
+    """A sentence's beginning that names the first row with NaN or infinity by table and id."""
+    bad = ~rows.rows_of(packed, dim).isfinite().all(1)
+    return f"the gradient of row {int(rows.ids_of(packed, dim)[bad][0])} of table {table!r} has NaN or infinity"
 
 
 def flat_bucket(plan: Plan, bucket: BucketSpec, values: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardline.core.rows import PARTS
 from shardline.core.spec import DTYPES, TensorKind, TensorSpec, itemsize
 from shardline.core.tensor_bytes import is_stored
 from shardline.errors import JobError, ProtocolError
@@ -32,6 +33,8 @@ BUCKETS_WANTED = 16
 """Number of buckets per shard to aim for, within those sizes."""
 SPLIT_FLOOR_BYTES = 256 << 10
 """Tensors below this are never cut (TensorFlow's MinSizePartitioner has the same floor)."""
+MOST_IMAGE_BYTES = 1 << 40
+"""Bytes of a table's part in a cut, at most."""
 PIECE_FLOOR_BYTES = 64 << 10
 """Pieces are not cut smaller than this for balance; it is one quantum of float32."""
 
@@ -73,8 +76,15 @@ class ShardSpec:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of one copy of the shard's values."""
+        """Bytes of one copy of the shard's values; of its tables, whose size nobody knows, next to nothing."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @functools.cached_property
+    def image_bytes(self) -> int:
+        """Most bytes of one bucket's image: values and at most a handful of states, each in float64."""
+        if any(bucket.kind is TensorKind.TABLE for bucket in self.buckets):
+            return MOST_IMAGE_BYTES
+        return 64 * max((bucket.elements for bucket in self.buckets), default=0) * 8 + (1 << 20)
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,8 @@ class Plan:
 
 def quantum_rows(tensor: TensorSpec) -> int:
     """Number of rows between two positions where the tensor may be cut."""
+    if tensor.kind is TensorKind.TABLE:
+        return 1
     return max(1, -(-QUANTUM_ELEMENTS // max(1, tensor.row_elements)))
 
 
@@ -226,7 +238,7 @@ def make_plan(
     """
     if num_shards < 1:
         raise JobError(f"the cluster has {num_shards} parameter servers; it needs at least 1")
-    if not any(tensor.kind is TensorKind.PARAM for tensor in tensors):
+    if not any(tensor.kind in (TensorKind.PARAM, TensorKind.TABLE) for tensor in tensors):
         raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
     seen: dict[str, str] = {}
     for tensor in tensors:
@@ -239,25 +251,40 @@ def make_plan(
 
     # Pieces small enough for balanced greedy placement: at most a bucket, and, where there are several shards, at most
     # 1/12 of a shard's fair share of a fragment (without the padding, 1/10 would be enough for a balance of 1.1).
-    total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
+    dense = [number for number, tensor in enumerate(tensors) if tensor.kind is not TensorKind.TABLE]
+    total = sum(tensors[number].elements * itemsize(tensors[number].dtype) for number in dense)
     if bucket_bytes is None:
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
-    fragments = len({tensor.fragment for tensor in tensors})
+    fragments = len({tensors[number].fragment for number in dense}) or 1
     finest = total // (12 * num_shards * fragments) if num_shards > 1 else bucket_bytes
     if shares is not None:
         finest = int(min(shares) * total) // (12 * fragments)
     target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, finest))
-    pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
+    pieces = [piece for number in dense for piece in _cut(number, tensors[number], target)]
 
     placed = _place(pieces, tensors, shares or [1] * num_shards)
     if shares is not None and not all(placed):
         return make_plan(tensors, num_shards, bucket_bytes=bucket_bytes)
     shards = []
-    for held in placed:
+    for held, tables in zip(placed, _table_buckets(tensors, shares or [1] * num_shards), strict=True):
         held.sort(key=lambda p: (p.tensor, p.first_row))
-        if held:
-            shards.append(ShardSpec(buckets=tuple(_pack(held, tensors, bucket_bytes))))
+        if held or tables:
+            shards.append(ShardSpec(buckets=(*_pack(held, tensors, bucket_bytes), *tables)))
     return Plan(tuple(tensors), tuple(shards))
+
+
+def _table_buckets(tensors: Sequence[TensorSpec], shares: Sequence[float]) -> list[list[BucketSpec]]:
+    """For each shard a bucket of each table: a range of its parts, as long as the shard's share."""
+    ends = [round(PARTS * end / sum(shares)) for end in itertools.accumulate(shares)]
+    found: list[list[BucketSpec]] = [[] for _ in shares]
+    for number, tensor in enumerate(tensors):
+        for held, first, end in zip(found, [0, *ends], ends, strict=False) if tensor.kind is TensorKind.TABLE else ():
+            if end > first:
+                elements = (end - first) * tensor.row_elements
+                piece = Slice(tensor=number, first_row=first, rows=end - first, offset=0, elements=elements)
+                spec = BucketSpec(dtype=tensor.dtype, kind=tensor.kind, elements=padded(elements), slices=(piece,))
+                held.append(spec)
+    return found
 
 
 def _place(pieces: Sequence[_Piece], tensors: Sequence[TensorSpec], shares: Sequence[float]) -> list[list[_Piece]]:

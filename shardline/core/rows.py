@@ -1,6 +1,6 @@
-"""Rows of embedding tables on their way: ids beside values, packed in one flat tensor of bytes. Pure.
+"""Rows of embedding tables on their way: ids beside values, packed in one flat tensor. Pure.
 
-    packed = pack(ids, rows)         # uint8 [U * (8 + 4 * dim)]: U ids (int64, ascending, unique), then U rows (float32)
+    packed = pack(ids, rows)    # float32 [U * (2 + dim)]: the bytes of U ids (int64, ascending, unique), then U rows
 
 An id is any int64. It belongs to one of a table's PARTS parts by a hash that is the same on every machine; a bucket of
 the plan has the ids of a range of parts, so that the plan need not know which ids there are.
@@ -16,7 +16,10 @@ from shardline.errors import ProtocolError
 
 PARTS = 1024
 """Parts of a table, which servers share."""
-ID_BYTES = 8
+ID_ELEMENTS = 2
+"""float32 elements that hold the bytes of an id."""
+MOST_BYTES = 1 << 31
+"""Bytes of rows in one push, or of one answer, at most."""
 
 
 def hashed(ids: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -32,32 +35,38 @@ def part_of(ids: Tensor) -> Tensor:
     return torch.from_numpy((hashed(ids) >> np.uint64(54)).astype(np.int64))
 
 
-def row_bytes(dim: int) -> int:
-    """Bytes of one row and its id."""
-    return ID_BYTES + 4 * dim
-
-
 def pack(ids: Tensor, rows: Tensor) -> Tensor:
-    """Ids (int64 [U], ascending, unique) and rows (float32 [U, dim]) as bytes (uint8)."""
-    return torch.cat([ids.contiguous().view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8)])
+    """Ids (int64 [U], ascending, unique) and their rows (float32 [U, dim]) in one flat tensor (float32)."""
+    return torch.cat([ids.contiguous().view(torch.float32), rows.reshape(-1)])
 
 
 def count(packed: Tensor, dim: int) -> int:
-    """Number of packed rows. Raises ProtocolError if the bytes are not whole rows."""
-    number, rest = divmod(packed.numel(), row_bytes(dim))
+    """Number of packed rows. Raises ProtocolError if it is not whole."""
+    number, rest = divmod(packed.numel(), ID_ELEMENTS + dim)
     if rest:
-        raise ProtocolError(f"{packed.numel()} bytes are not whole rows of {row_bytes(dim)} bytes (dim {dim})")
+        raise ProtocolError(f"{packed.nbytes} bytes are not whole rows of dim {dim}, {4 * (ID_ELEMENTS + dim)} bytes each")
     return number
 
 
 def ids_of(packed: Tensor, dim: int) -> Tensor:
     """The ids: int64 [U], a view."""
-    return packed[: count(packed, dim) * ID_BYTES].view(torch.int64)
+    return packed[: count(packed, dim) * ID_ELEMENTS].view(torch.int64)
 
 
 def rows_of(packed: Tensor, dim: int) -> Tensor:
     """The rows: float32 [U, dim], a view."""
-    return packed[count(packed, dim) * ID_BYTES :].view(torch.float32).view(-1, dim)
+    return packed[count(packed, dim) * ID_ELEMENTS :].view(-1, dim)
+
+
+def check_packed(packed: Tensor, dim: int, first_part: int, parts: int, table: str) -> None:
+    """Raise ProtocolError unless the ids are ascending, unique, and in these parts of the table."""
+    ids = ids_of(packed, dim)
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        raise ProtocolError(f"table {table!r}: the ids of a push are not ascending, or one comes twice")
+    owned = part_of(ids) - first_part
+    if len(ids) and not bool(((owned >= 0) & (owned < parts)).all()):
+        stray = int(ids[(owned < 0) | (owned >= parts)][0])
+        raise ProtocolError(f"table {table!r}: id {stray} belongs to another shard")
 
 
 def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

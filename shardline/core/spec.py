@@ -67,6 +67,8 @@ class TensorKind(enum.Enum):
     """requires_grad is False: set once, never updated."""
     BUFFER = "buffer"
     """Assigned from replica 0 each step (batch norm statistics); DistributedDataParallel's rule."""
+    TABLE = "table"
+    """Rows by id, of which a step reads and updates some: see core.rows. The first dimension is PARTS, not rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,10 @@ class TensorSpec:
     """Number of this part, which is also the rank of the workers that compute with it."""
     parts: int = 0
     """Number of parts; 0 = it is whole."""
+    rule: str = ""
+    """Of a table: the update rule of its rows, see update.rows; "" of other tensors."""
+    init: str = ""
+    """Of a table: the values of rows without an update."""
 
     @property
     def elements(self) -> int:

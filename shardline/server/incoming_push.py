@@ -19,6 +19,7 @@ from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
 from shardline.core.reduce import Block
+from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
 from shardline.host.device_memory import settle
@@ -93,6 +94,9 @@ def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
     borrowed: the payload is in the worker's memory. summed: there may be another contribution.
     """
     spec = coding.layout.bucket
+    if spec.kind is TensorKind.TABLE:
+        # Nobody knows how many rows come; rows.MOST_BYTES bounds each push.
+        return spec.nbytes
     decoded = 0 if coding.codec.is_view else spec.nbytes
     # A payload that is read twice is copied: the worker may write to its memory at any time.
     held = decoded if borrowed and coding.fixed_size else decoded + coding.max_bytes

@@ -297,7 +297,9 @@ class Bucket:
         return rule
 
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
-        """Take the state of an image. rule: from rule_of(). previous: as from previous()."""
+        """Take the state of an image. rule: from rule_of(). previous: as from previous(). Raises ProtocolError."""
+        if previous is not None and previous.numel() not in (0, self.spec.elements):
+            raise ProtocolError(f"bucket {self.number}: {previous.numel()} values of the step before its own")
         self.rule = rule
         self.pending = None
         for which in (0, 1):

@@ -259,14 +259,13 @@ class _Fetch:
         """The images of a shard, as fast as the pace lets them come."""
         start_s = time.monotonic()
         buckets = self.save.plan.shards[shard].buckets
-        limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
         pushes: dict[str, WorkerSequence] = {}
         self.nbytes[shard] = 0
         for image in control.get_cut(
             self.save.timeline,
             shard,
             self.save.step,
-            max_bytes=limit,
+            max_bytes=self.save.plan.shards[shard].image_bytes,
             sequences=pushes,
             pace=pace,
             patience_s=STATES * sum(bucket.nbytes for bucket in buckets) / LEAST_RATE,

@@ -14,6 +14,7 @@ import torch
 
 from shardline import consistency
 from shardline.codecs.coding import PLAIN, Coding
+from shardline.consistency.base import Consistency
 from shardline.consistency.server import Terms
 from shardline.core.choices import Choices
 from shardline.core.contributions import Partial
@@ -31,6 +32,7 @@ from shardline.storage.bucket import Bucket
 from shardline.storage.cuts import CutBook
 from shardline.storage.publication import PlainPublication, Publication
 from shardline.storage.shard import ByteCount, Observers, ShardUpdate, Storage
+from shardline.storage.table import TableBucket
 from shardline.update import bucket_rule, weights
 from shardline_ps.shard.summing import Summing, SummingBucket
 from shardline_ps.standby.record_log import RecordLog
@@ -95,24 +97,37 @@ class ShardStorage(Storage):
         waiting = ByteCount()
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Memory of the buckets' values."""
-        buckets = [
-            (SummingBucket if settings.aggregates and bucket.kind is TensorKind.PARAM else Bucket)(
-                number,
-                index,
-                bucket,
-                settings.plan.tensors,
-                functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
-                combined=(settings.coding.bucket(number, index).codec if settings.coding else PLAIN).at_server.combine,
-                pub=mode.publishing.areas(self.publication, index, bucket),
-                contributions=mode.intake.contributions(bucket, settings.replicas, waiting.add),
-            )
-            for index, bucket in enumerate(spec.buckets)
-        ]
+        buckets = [self._bucket(number, index, settings, mode, waiting) for index in range(len(spec.buckets))]
         super().__init__(number, buckets, observers, waiting)
         self._publishing = mode.publishing
         self.cuts = CutBook(len(self.buckets), mode.cuts.interval(settings.cut_every))
         self.log: RecordLog | None = None
         """The records for the standby; None if there is no standby."""
+
+    def _bucket(self, shard: int, number: int, settings: ShardSettings, mode: Consistency, waiting: ByteCount) -> Bucket:
+        plan = settings.plan
+        spec = plan.shards[shard].buckets[number]
+        contributions = mode.intake.contributions(spec, settings.replicas, waiting.add)
+        if spec.kind is TensorKind.TABLE:
+            return TableBucket(
+                shard,
+                number,
+                spec,
+                plan.tensors,
+                settings.schedule,
+                contributions=contributions,
+                keeps_previous=mode.publishing.keeps_previous,
+            )
+        return (SummingBucket if settings.aggregates and spec.kind is TensorKind.PARAM else Bucket)(
+            shard,
+            number,
+            spec,
+            plan.tensors,
+            functools.partial(bucket_rule, settings.rule, settings.schedule, spec, plan.tensors),
+            combined=(settings.coding.bucket(shard, number).codec if settings.coding else PLAIN).at_server.combine,
+            pub=mode.publishing.areas(self.publication, number, spec),
+            contributions=contributions,
+        )
 
     @property
     def held_bytes(self) -> int:

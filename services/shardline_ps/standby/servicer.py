@@ -62,7 +62,7 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
                     shard, appointment = message.head.shard, message.head.appointment
                     self.end(shard, "a newer stream has replaced this one")
                     stream = self._streams[shard] = _Stream()
-                    reader = FrameReader(spec, max_image_bytes=image_limit(spec))
+                    reader = FrameReader(spec)
                 frame = reader.feed(message)
                 if frame is None:
                     continue
@@ -137,8 +137,3 @@ class _Stream:
         self.handler = handler
         self.reason = ""
         """Why this side ended it; empty if it did not."""
-
-
-def image_limit(shard: ShardSpec) -> int:
-    """Most bytes of one bucket's image: values and at most a handful of states, each in float64."""
-    return 64 * max((bucket.elements for bucket in shard.buckets), default=0) * 8 + (1 << 20)

@@ -24,7 +24,7 @@ from shardline.client.layout import ModelLayout, copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker.base import Stamp
-from shardline.core.contributions import Contributions, Partial
+from shardline.core.contributions import Contributions, Partial, dim_of
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
@@ -285,7 +285,7 @@ class GradientStaging:
             if values is not None:
                 settle(values.device)
         else:
-            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound)
+            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound, dim_of(spec))
         if values is None or not checked or math.isfinite(bound):
             return []
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]

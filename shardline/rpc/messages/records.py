@@ -9,7 +9,7 @@ from shardline.core.choices import choice_from_bytes, choice_to_bytes
 from shardline.core.image import BucketImage
 from shardline.core.plan import ShardSpec
 from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Record, RecordPart
-from shardline.core.spec import DTYPES
+from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import RECORD_CHUNK_BYTES
@@ -129,9 +129,9 @@ class FrameReader:
     other without gap or overlap.
     """
 
-    def __init__(self, shard: ShardSpec, *, max_image_bytes: int) -> None:
+    def __init__(self, shard: ShardSpec) -> None:
         self._shard = shard
-        self._assembler = ImageAssembler(max_bytes=max_image_bytes)
+        self._assembler = ImageAssembler(max_bytes=shard.image_bytes)
         self._image = 0
         self._record: _Open | None = None
 
@@ -177,7 +177,8 @@ class FrameReader:
         for part in record.parts:
             bucket = self._shard.buckets[part.bucket]
             dtype = dtype_from_proto(part.dtype, f"record {record.number}")
-            if part.elements and (part.elements != bucket.elements or dtype != bucket.dtype):
+            fits = part.elements == bucket.elements or bucket.kind is TensorKind.TABLE
+            if part.elements and not (fits and dtype == bucket.dtype):
                 raise ProtocolError(
                     f"record {record.number}: {part.elements} {dtype} elements for bucket {part.bucket}; the plan "
                     f"says {bucket.elements} {bucket.dtype}"

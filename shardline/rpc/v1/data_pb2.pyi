@@ -38,8 +38,6 @@ class _PushKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushKind.Val
     """reserved: SlowMo"""
     PUSH_KIND_BUFFER: _PushKind.ValueType  # 6
     """reserved: buffers on their own"""
-    PUSH_KIND_ROWS: _PushKind.ValueType  # 7
-    """reserved: sparse rows"""
     PUSH_KIND_REPLICA_STATE: _PushKind.ValueType  # 8
     """reserved"""
 
@@ -57,8 +55,6 @@ PUSH_KIND_MOMENTUM: PushKind.ValueType  # 5
 """reserved: SlowMo"""
 PUSH_KIND_BUFFER: PushKind.ValueType  # 6
 """reserved: buffers on their own"""
-PUSH_KIND_ROWS: PushKind.ValueType  # 7
-"""reserved: sparse rows"""
 PUSH_KIND_REPLICA_STATE: PushKind.ValueType  # 8
 """reserved"""
 Global___PushKind: _TypeAlias = PushKind  # noqa: Y015
@@ -78,8 +74,6 @@ class _PullWhatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PullWhat.Val
     """reserved: the summed gradient"""
     PULL_WHAT_DELTA_SINCE: _PullWhat.ValueType  # 4
     """reserved"""
-    PULL_WHAT_ROWS: _PullWhat.ValueType  # 5
-    """reserved: sparse rows"""
     PULL_WHAT_STATE: _PullWhat.ValueType  # 6
     """reserved"""
 
@@ -95,8 +89,6 @@ PULL_WHAT_AGGREGATE: PullWhat.ValueType  # 3
 """reserved: the summed gradient"""
 PULL_WHAT_DELTA_SINCE: PullWhat.ValueType  # 4
 """reserved"""
-PULL_WHAT_ROWS: PullWhat.ValueType  # 5
-"""reserved: sparse rows"""
 PULL_WHAT_STATE: PullWhat.ValueType  # 6
 """reserved"""
 Global___PullWhat: _TypeAlias = PullWhat  # noqa: Y015
@@ -289,7 +281,6 @@ class BucketHeader(_message.Message):
     ELEMENTS_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
-    ROW_IDS_FIELD_NUMBER: _builtins.int
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
@@ -310,10 +301,6 @@ class BucketHeader(_message.Message):
     different bits; 0 = not sent.
     """
     @_builtins.property
-    def row_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """reserved: sparse rows"""
-
-    @_builtins.property
     def nonfinite_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tensors of this bucket in which the worker found NaN or infinity (policy "skip" only)."""
 
@@ -325,14 +312,13 @@ class BucketHeader(_message.Message):
         elements: _builtins.int = ...,
         present: _builtins.bytes = ...,
         payload_bytes: _builtins.int = ...,
-        row_ids: _abc.Iterable[_builtins.int] | None = ...,
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
         bound: _builtins.float = ...,
         fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "fingerprint", b"fingerprint", "nonfinite_tensors", b"nonfinite_tensors", "payload_bytes", b"payload_bytes", "present", b"present", "row_ids", b"row_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "fingerprint", b"fingerprint", "nonfinite_tensors", b"nonfinite_tensors", "payload_bytes", b"payload_bytes", "present", b"present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,6 +604,7 @@ class PullRequest(_message.Message):
     BUCKETS_FIELD_NUMBER: _builtins.int
     HAVE_STEP_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     exact_step: _builtins.int
     at_least_step: _builtins.int
     """In a pipeline whose replicas don't wait for each other: the steps that the puller has done. If that is too far
@@ -637,6 +624,10 @@ class PullRequest(_message.Message):
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Buckets in the order wanted; empty = all in plan order."""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedRows]:
+        """Rows of tables. A table's bucket that is not among them is answered as unchanged."""
+
     def __init__(
         self,
         *,
@@ -649,10 +640,11 @@ class PullRequest(_message.Message):
         buckets: _abc.Iterable[_builtins.int] | None = ...,
         have_step: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
+        rows: _abc.Iterable[Global___WantedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "rows", b"rows", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_step: _TypeAlias = _typing.Literal["have_step"]  # noqa: Y015
     _WhichOneofArgType__have_step: _TypeAlias = _typing.Literal["_have_step", b"_have_step"]  # noqa: Y015
@@ -664,6 +656,31 @@ class PullRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_want) -> _WhichOneofReturnType_want | None: ...
 
 Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class WantedRows(_message.Message):
+    """The answer's payload has the rows in this order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    ids: _builtins.bytes
+    """int64, little-endian."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.int = ...,
+        ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedRows: _TypeAlias = WantedRows  # noqa: Y015
 
 @_typing.final
 class BucketState(_message.Message):

@@ -33,6 +33,8 @@ class _TensorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TensorKind
     """requires no gradient; never updated"""
     TENSOR_KIND_BUFFER: _TensorKind.ValueType  # 3
     """assigned from replica 0 (batch norm statistics, counters)"""
+    TENSOR_KIND_TABLE: _TensorKind.ValueType  # 4
+    """rows by id; the first dimension is the number of parts into which ids are hashed"""
 
 class TensorKind(_TensorKind, metaclass=_TensorKindEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ TENSOR_KIND_FROZEN: TensorKind.ValueType  # 2
 """requires no gradient; never updated"""
 TENSOR_KIND_BUFFER: TensorKind.ValueType  # 3
 """assigned from replica 0 (batch norm statistics, counters)"""
+TENSOR_KIND_TABLE: TensorKind.ValueType  # 4
+"""rows by id; the first dimension is the number of parts into which ids are hashed"""
 Global___TensorKind: _TypeAlias = TensorKind  # noqa: Y015
 
 @_typing.final
@@ -62,6 +66,8 @@ class TensorSpec(_message.Message):
     PART_DIM_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    INIT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's state_dict, unique in the job."""
     dtype: _common_pb2.DType.ValueType
@@ -81,6 +87,11 @@ class TensorSpec(_message.Message):
     part_dim: _builtins.int
     part: _builtins.int
     parts: _builtins.int
+    rule: _builtins.str
+    """Of a table: the update rule of its rows, and the values of rows without an update, each NAME or
+    NAME:KEY=VALUE,...
+    """
+    init: _builtins.str
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -103,10 +114,12 @@ class TensorSpec(_message.Message):
         part_dim: _builtins.int = ...,
         part: _builtins.int = ...,
         parts: _builtins.int = ...,
+        rule: _builtins.str = ...,
+        init: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "kind", b"kind", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "codec", b"codec", "dtype", b"dtype", "fragment", b"fragment", "group", b"group", "init", b"init", "kind", b"kind", "name", b"name", "part", b"part", "part_dim", b"part_dim", "part_of", b"part_of", "parts", b"parts", "rule", b"rule", "shape", b"shape", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,179 @@
+"""A bucket of a table: the rows of a range of its parts, by id, at `step` and at the step before. PROTOCOL 1.4.10."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardline import schedule as schedules
+from shardline.core.contributions import Contributions, Partial, scaled
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import BucketSpec
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.rows import ids_of, pack, part_of, rows_of
+from shardline.core.spec import ScheduleSpec, TensorSpec
+from shardline.errors import CheckpointError, ProtocolError
+from shardline.storage.bucket import Bucket
+from shardline.storage.rows import RowStore
+from shardline.update import BucketRule
+from shardline.update.rows import ROW_INITS, ROW_RULES
+
+IDS = "ids"
+"""Name of the ids among an image's tensors."""
+
+
+class TableBucket(Bucket):
+    """Rows that have had a gradient, and their optimizer state. Any other row is what the table's `init` says.
+
+    Rows are updated in place. Of the last update it keeps the rows as they were before, so that theta_{step-1} can be
+    pulled, and theta_step while an update waits for the standby.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        number: int,
+        spec: BucketSpec,
+        tensors: Sequence[TensorSpec],
+        schedule: ScheduleSpec,
+        *,
+        contributions: Contributions,
+        keeps_previous: bool,
+    ) -> None:
+        """keeps_previous: rows of theta_{step-1} can be pulled too."""
+        nothing = torch.empty(0)
+        super().__init__(
+            shard, number, spec, tensors, lambda device: None, contributions=contributions, pub=(nothing, nothing)
+        )
+        tensor = tensors[spec.slices[0].tensor]
+        self.table, self.dim = tensor.name, tensor.row_elements
+        self._schedule = schedule
+        self._rows_rule, self._init = ROW_RULES.parse(tensor.rule), ROW_INITS.parse(tensor.init)
+        self._keeps_previous = keeps_previous
+        self._holds = 0
+        """The step whose rows the store has: `step`, or one more while an update waits for the standby."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.store = RowStore(self.dim, self._rows_rule.widths(self.dim))
+        self._before = torch.empty(0)
+        """Packed rows that the last update has changed, as they were; empty if it has changed none."""
+
+    def initialize(self, values: torch.Tensor) -> bool:
+        """Note that the job has begun; rows come into being with their first gradient. values: no rows."""
+        fresh, self.initialized = not self.initialized, True
+        return fresh
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes + self._before.nbytes
+
+    # Updates
+
+    def compute(
+        self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER
+    ) -> bool:
+        self.overwritten = self.step - 1
+        self._before = self._before[:0]
+        changed = not skip and total.values is not None
+        if changed:
+            self._update(scaled(total, scale))
+        self._holds = self.step + 1
+        return changed
+
+    def _update(self, total: Partial) -> None:
+        assert total.values is not None
+        ids = ids_of(total.values, self.dim)
+        slots = self.store.find(ids)
+        new = slots < 0
+        if bool(new.any()):
+            slots[new] = self.store.insert(ids[new], self._init.rows(self.table, ids[new], self.dim))
+        if self._keeps_previous:
+            self._before = pack(ids, self.store.values[slots])
+        factor = schedules.factor(self._schedule, self.step)
+        self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
+
+    # Reading
+
+    def rows(self, ids: torch.Tensor, step: int) -> torch.Tensor:
+        """Rows (float32 [U, dim]) for any ids (int64 [U]) at `step`, or the step before. The lock must be held."""
+        slots = self.store.find(ids)
+        new = slots < 0
+        if bool(new.any()):
+            found = torch.empty(len(ids), self.dim)
+            found[~new] = self.store.values[slots[~new]]
+            found[new] = self._init.rows(self.table, ids[new], self.dim)
+        else:
+            found = self.store.values[slots]
+        if step < self._holds and len(self._before):
+            changed = ids_of(self._before, self.dim)
+            at = torch.searchsorted(changed, ids).clamp_(max=len(changed) - 1)
+            undone = changed[at] == ids
+            found[undone] = rows_of(self._before, self.dim)[at[undone]]
+        return found
+
+    def values_at(self, step: int) -> torch.Tensor:
+        """What the last update made of its rows, flat, for comparison with a standby."""
+        return self.store.values[self.store.find(ids_of(self._before, self.dim))].view(-1)
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.values_at(self.step)
+
+    def previous(self) -> torch.Tensor | None:
+        """Rows as they were before the last update, packed; None if theta_{step-1} was never published here."""
+        return None if self.step <= self.oldest else self._before
+
+    # Images
+
+    def image(self) -> BucketImage:
+        """A copy of all rows and their state, in the order of parts and ids."""
+        ids, slots = self.store.ordered()
+        tensors = {VALUE: self.store.values[slots].view(-1), IDS: ids}
+        tensors.update({name: state[slots].view(-1) for name, state in self.store.states.items()})
+        return BucketImage(
+            shard=self.shard,
+            bucket=self.number,
+            step=self.step,
+            version=self.version,
+            tensors=tensors,
+            counted=tuple(self.counted),
+        )
+
+    def rule_of(self, image: BucketImage) -> BucketRule | None:
+        """Check that an image fits; tables have no BucketRule. Raises CheckpointError."""
+        ids, piece = image.tensors.get(IDS, torch.empty(0)), self.spec.slices[0]
+        widths = {VALUE: self.dim, **self._rows_rule.widths(self.dim)}
+        where = f"shard {self.shard}, table {self.table!r}"
+        if ids.dtype is not torch.int64 or {*image.tensors} != {*widths, IDS}:
+            raise CheckpointError(
+                f"{where}: the image has {', '.join(sorted(image.tensors))}; rule {self._rows_rule} needs "
+                f"{', '.join(sorted([*widths, IDS]))}"
+            )
+        for name, width in widths.items():
+            held = image.tensors[name]
+            if held.numel() != len(ids) * width or held.dtype is not torch.float32:
+                raise CheckpointError(f"{where}: {held.numel()} numbers of {name!r} for {len(ids)} rows of {width} each")
+        owned = part_of(ids) - piece.first_row
+        if len(ids) and not bool(((owned >= 0) & (owned < piece.rows)).all()):
+            raise CheckpointError(f"{where}: the image has rows of other parts of the table")
+        return None
+
+    def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
+        self._clear()
+        ids = image.tensors[IDS]
+        slots = self.store.insert(ids, image.tensors[VALUE].view(-1, self.dim))
+        for name, state in self.store.states.items():
+            state[slots] = image.tensors[name].view(len(ids), -1)
+        self.pending, self.hyper = None, None
+        self.step, self.version, self._holds = image.step, image.version, image.step
+        self.oldest = self.changed_step = image.step
+        self.overwritten = image.step - 1
+        if previous is not None:
+            if len(previous) and bool((self.store.find(ids_of(previous, self.dim)) < 0).any()):
+                raise ProtocolError(f"bucket {self.number}: the step before its own has rows that its own lacks")
+            self._before = previous.clone()
+            self.oldest, self.overwritten = image.step - 1, image.step - 2
+        self.contributions.clear()
+        self.initialized = True
