@@ -1,5 +1,6 @@
 """The public names. At run time each is imported on first use: importing torch takes seconds, and --help needs none."""
 
+from . import nn as nn
 from . import schedule as schedule
 from .beside import DoubleBuffer as DoubleBuffer
 from .beside import Flush as Flush
@@ -53,6 +54,7 @@ from .integrations.distributed import DistributedOptimizer as DistributedOptimiz
 from .integrations.distributed import init_process_group as init_process_group
 from .integrations.notebook import launch as launch
 from .job import Job as Job
+from .nn import EmbeddingTable as EmbeddingTable
 from .topology.aggregators import Aggregators as Aggregators
 from .topology.flat import Flat as Flat
 from .topology.local_sum import LocalSum as LocalSum

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from shardline.core.settings import REFUSE
 from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
+from shardline.nn import tables_of
 from shardline.update import wants_whole
 
 
@@ -49,9 +50,17 @@ def model_tensors(
     _check_grouped(grouped, tensors)
     # Not by type: tensors that the user names need not be nn.Parameters.
     parameters = {id(tensor) for tensor in model.parameters()}
+    tables = {id(table.placeholder): table for table in tables_of(model).values()}
     specs = []
     for key, (name, *aliases) in names.items():
         tensor = tensors[key]
+        if (table := tables.get(key)) is not None:
+            shape = tuple(tensor.shape)
+            kind = TensorKind.TABLE
+            specs.append(
+                TensorSpec(name=name, shape=shape, dtype="float32", kind=kind, rule=table.rule, init=table.init)
+            )
+            continue
         _check_storable(name, tensor)
         kind = TensorKind.BUFFER
         if key in parameters:
@@ -68,11 +77,11 @@ def model_tensors(
                 aliases=tuple(aliases),
             )
         )
-    if not any(spec.kind is TensorKind.PARAM for spec in specs):
+    if not any(spec.kind in (TensorKind.PARAM, TensorKind.TABLE) for spec in specs):
         frozen = sum(spec.kind is TensorKind.FROZEN for spec in specs)
         reason = f" ({frozen} parameters are frozen or in no parameter group)" if frozen else ""
         raise JobError(f"the model has no parameters that require a gradient{reason}, so there is nothing to train")
-    check_overlap([(names[key][0], tensor) for key, tensor in tensors.items()])
+    check_overlap([(names[key][0], tensor) for key, tensor in tensors.items() if key not in tables])
     return tuple(specs)
 
 
@@ -230,11 +239,13 @@ def parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every parameter, then of every persistent buffer; tied ones under each of their names.
 
-    The model's own tensors, as in its state_dict.
+    The model's own tensors, as in its state_dict; then of every table what stands for its rows.
     """
     yield from model.named_parameters(remove_duplicate=False)
     for name, _, _, buffer in persistent_buffers(model):
         yield name, buffer
+    for name, table in tables_of(model).items():
+        yield name, table.placeholder
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:

@@ -90,8 +90,6 @@ class Payload:
     """Digest of `data`; 0 = unknown. Who sends bytes to another process computes it then."""
     ready: DeviceEvent | None = None
     """`data` may be read after it; None = now."""
-    rows: Sequence[int] | None = None
-    """Rows of a table that `data` is of, in its order; None = the whole bucket. Dense shards refuse rows."""
     nonfinite: Sequence[str] = ()
     """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
     bound: float = 0.0
@@ -193,8 +191,9 @@ class Want:
     have_step: int | None = None
     buckets: Sequence[int] = ()
     """In the requested order; empty = all."""
-    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Rows of a table, by bucket; none = whole buckets. Dense shards refuse rows."""
+    rows: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Ids (int64 [U]) of a table's rows, by bucket: its payload is these rows, in this order. Other buckets of tables
+    are answered as unchanged; other buckets that are not of tables can't be among them."""
     wait_s: float = 0.0
     """Seconds that the values may be waited for; 0 = the shard's default."""
 
@@ -305,7 +304,5 @@ class Sink(Protocol):
 
 
 def refuse_rows(bucket: int) -> ProtocolError:
-    """The error of a dense shard, or of messages that have no place for rows."""
-    return ProtocolError(
-        f"bucket {bucket}: the exchange names single rows of a table; a dense shard takes and gives whole buckets"
-    )
+    """The error of a shard whose bucket is not one of a table."""
+    return ProtocolError(f"bucket {bucket}: the pull names single rows of a table, and this bucket is not one's")

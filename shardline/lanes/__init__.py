@@ -69,6 +69,7 @@ class Shm(LaneKind):
     """Both map the same sealed memory; calls over a unix socket say where the bytes lie. Linux, one host, one user."""
 
     name: ClassVar[str] = "shm"
+    fixed_places: ClassVar[bool] = True
     parcels: ClassVar[str] = "shardline.lanes.shm.parcels"
 
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
@@ -96,6 +97,7 @@ class Cuda(LaneKind):
     """Both map memory of one GPU; calls over a unix socket say where gradients and parameters lie in it."""
 
     name: ClassVar[str] = "cuda"
+    fixed_places: ClassVar[bool] = True
 
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
         from shardline.host.device_memory import KINDS

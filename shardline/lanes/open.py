@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardline.cluster import parse_address
 from shardline.core.plan import ShardSpec
+from shardline.core.spec import TensorKind
 from shardline.lanes import candidates
 from shardline.lanes.base import Lane
 from shardline.lanes.negotiated import Fallback, NegotiatedLane
@@ -37,6 +38,8 @@ def open_lane(
     device = devices.pop() if len(devices) == 1 else None
     local = on_this_host(peer.address) or config.run_dir is not None
     kinds = candidates(config.lane, local=local, device=device)
+    if any(bucket.kind is TensorKind.TABLE for bucket in spec.buckets):
+        kinds = [kind for kind in kinds if not kind.fixed_places]
     lanes = [kind.connect(config, peer, shard, spec, device=device) for kind in kinds]
     return NegotiatedLane(lanes, peer=str(peer), expected=[kind.name for kind in kinds], on_fallback=on_fallback)
 

@@ -12,15 +12,18 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 
 from shardline.codecs.base import Turn
-from shardline.codecs.coding import Coding
+from shardline.codecs.coding import PLAIN, Coding
 from shardline.consistency.server import StepWanted
 from shardline.core.fixed import fixed
 from shardline.core.outcome import Outcome
-from shardline.core.tensor_bytes import Buffer, copy_bytes
+from shardline.core.rows import MOST_BYTES
+from shardline.core.spec import TensorKind
+from shardline.core.tensor_bytes import Buffer, copy_bytes, tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
 from shardline.host.device_memory import settle
 from shardline.host.loops import Started
 from shardline.lanes.attachments import Attachment, Attachments
+from shardline.rpc.limits import at_most
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2, parameter_server_pb2
@@ -28,7 +31,8 @@ from shardline.server.admission import admit_data, attachment_of, outcome_to_pro
 from shardline.server.backend import Backend, HostedShard
 from shardline.server.incoming_push import QUICK_BYTES
 from shardline.storage.bucket import Bucket, Intact
-from shardline.waist import CHUNK_BYTES, Memory
+from shardline.storage.table import TableBucket
+from shardline.waist import CHUNK_BYTES, Memory, refuse_rows
 
 STATES_PER_FRAME = 16
 """Maximum number of buckets in one message, so that a worker begins with the first while the last are still applied."""
@@ -101,6 +105,9 @@ def refer_bucket(
         return Outcome.OVERTAKEN
     changed_step = bucket.changed_step
     state = bucket_state(bucket, want.step)
+    if bucket.spec.kind is TensorKind.TABLE:
+        state.unchanged = True
+        return Encoded(state, b"", 0)
     if want.have is not None and changed_step <= want.have <= want.step:
         state.unchanged = True
         return Encoded(state, b"", 0)
@@ -152,6 +159,9 @@ def encode_bucket(
         if isinstance(step, Outcome):
             return step
         state = bucket_state(bucket, step)
+        if bucket.spec.kind is TensorKind.TABLE:
+            state.unchanged = True
+            return Encoded(state, b"", 0)
         written = coding.bucket(shard.number, number)
         stands = want.have is not None and bucket.changed_step <= want.have <= step
         if stands and not written.codec.memory.shared:
@@ -187,6 +197,30 @@ def encode_bucket(
     state.codec = written.name
     state.payload_bytes = size
     return Encoded(state, payload, bucket.spec.nbytes)
+
+
+def encode_rows(shard: HostedShard, number: int, want: StepWanted, ids: torch.Tensor) -> Encoded | Outcome:
+    """Copy rows of a table under its bucket's lock, or return why not. Runs in the pool."""
+    bucket = shard.buckets[number]
+    assert isinstance(bucket, TableBucket)
+    with bucket.lock:
+        step = published_step(shard, bucket, want)
+        if isinstance(step, Outcome):
+            return step
+        state, rows = bucket_state(bucket, step), bucket.rows(ids, step)
+    state.codec, state.payload_bytes = PLAIN.name, rows.nbytes
+    return Encoded(state, tensor_bytes(rows), rows.nbytes)
+
+
+def wanted_rows(shard: HostedShard, request: data_pb2.PullRequest) -> dict[int, torch.Tensor]:
+    """Ids of the requested rows, by bucket. Raises ProtocolError."""
+    found = {}
+    for item in request.rows:
+        if item.bucket >= len(shard.buckets) or not isinstance(bucket := shard.buckets[item.bucket], TableBucket):
+            raise refuse_rows(item.bucket)
+        found[item.bucket] = ids = tensor_from_bytes(bytes(item.ids), "int64")
+        at_most(len(ids) * bucket.dim * 4, MOST_BYTES, f"bytes of rows of table {bucket.table!r} in one pull")
+    return found
 
 
 R = TypeVar("R", parameter_server_pb2.PullReply, data_pb2.PushPullReply)
@@ -273,7 +307,7 @@ def ready_reply(
     _wait_s(request)
     coding = backend.coding.pull
     wanted = wanted_buckets(shard, request)
-    if not wanted or not may_refer(shard, want, coding, attachment):
+    if not wanted or request.rows or not may_refer(shard, want, coding, attachment):
         return False
     buckets, raw_bytes, wire_bytes = [], 0, 0
     for number in wanted:
@@ -331,7 +365,7 @@ async def _pull(
         backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
         return pull_end(backend, shard, Outcome.SERVED, buckets=wanted)
 
-    find = _finder(backend, shard, want, coding, attachment)
+    find, rows = _finder(backend, shard, want, coding, attachment), wanted_rows(shard, request)
     for number in wanted:
         while True:
             if generation != backend.generation or request.data.timeline != backend.timeline:
@@ -339,7 +373,8 @@ async def _pull(
             signal = backend.signal(shard.number, number)
             assert signal is not None, "the generation is that of the shard"
             waiter = signal.arm()
-            found = find(number)
+            ids = rows.get(number)
+            found = find(number) if ids is None else backend.work(encode_rows, shard, number, want, ids)
             encoded = found if isinstance(found, (Encoded, Outcome)) else await found
             if isinstance(encoded, Encoded):
                 signal.disarm(waiter)

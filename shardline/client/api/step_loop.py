@@ -465,9 +465,11 @@ class StepLoop:
                 if error is not None:
                     # Frames of the body would hold tensors that only the model's modules are to hold, see Reach.
                     traceback.clear_frames(error.__traceback__)
+            self.place.tables.forget()
             self.runner.unwound = again
 
     def begin(self, replica: int) -> None:
+        self.place.tables.forget()
         with self.place.waits():
             self.trainer.begin(replica)
 
@@ -545,9 +547,10 @@ class StepLoop:
         if clip_norm > 0.0 and not self._now.assigned:
             # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in values.values() if v.grad is not None], clip_norm)
+        rows = self.place.tables.gradients()
         if self.runner.lent is not None:
-            return self.runner.lent.gradients()
-        return {name: value.grad for name, value in values.items() if value.grad is not None}
+            return {**self.runner.lent.gradients(), **rows}
+        return {**{name: value.grad for name, value in values.items() if value.grad is not None}, **rows}
 
     def _expect_by_itself(self) -> None:
         """In the user's own loop: the next backward() belongs to the open step."""

@@ -21,6 +21,7 @@ from shardline.client.partners import Hooks, Partners, server_of
 from shardline.client.step.early_push import AsComputed, GradientHooks
 from shardline.client.step.in_place import InPlace, Places, place
 from shardline.client.step.staging import GradientStaging, PushTools
+from shardline.client.step.table_rows import ServedRows
 from shardline.client.step.trainer import RetainedContribution, Trainer, WorkerMethods
 from shardline.client.step.weights import GapMeter, Weights
 from shardline.client.watch.model_watch import UNWATCHED, ModelWatch
@@ -39,6 +40,7 @@ from shardline.errors import NonFiniteError, ShardlineError, UnreachableError, U
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
+from shardline.nn import tables_of
 from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
@@ -92,6 +94,8 @@ class Workplace:
         self.resting = False
         """The servers know that this worker pushes nothing until it has located its step again."""
         self.waits = BodyWaits()
+        self.tables = ServedRows({}, lambda: self.trainer, self.waits)
+        """Where the model's tables get rows, and where their gradients are."""
 
     def furnish(
         self,
@@ -111,16 +115,19 @@ class Workplace:
         self.ways.meet(job, self._metrics)
         if parts.worker is not None:
             self.partners = parts.worker.partners(self._config, self._metrics, self._hooks)
-        from_file = not (job.script or parts.partial)
+        # Rows of tables are pulled within the forward pass, when the pull behind the last push has ended.
+        tables = any(tensor.kind is TensorKind.TABLE for tensor in job.tensors)
+        from_file = not (job.script or parts.partial or tables)
         if zero_copy and (overlap or (from_file and self._config.overlap)):
             remedy = "pass only one of them to attach()" if overlap else "for a job file, set SHARDLINE_OVERLAP=0"
             raise UsageError(
                 f"overlap and zero_copy can't be combined, since zero_copy leaves nothing to overlap; {remedy}"
             )
-        overlaps = self._config.overlap and (overlap or from_file)
+        overlaps = self._config.overlap and (overlap or from_file) and not tables
         self.wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)
+            self.tables = ServedRows(tables_of(model), lambda: self.trainer, self.waits)
             if from_file and overlaps:
                 groups = [group["params"] for group in optimizer.param_groups]
                 self._reach = Reach(model, self.values.values(), groups)

@@ -57,6 +57,8 @@ class ShardTask:
     """Seconds that one call may wait for gradients that are still being computed."""
     moves: int | None = None
     """Bytes that it moves at most, each way; None = those of the whole shard."""
+    sink: PullSink | None = None
+    """Where its pull goes; None = the shard's own sink."""
 
 
 @fixed(kw_only=True)
@@ -591,7 +593,7 @@ class Exchange:
 
     def _run(self, sender: Sender, task: ShardTask) -> ShardOutcome:
         """One shard's part. Raises Interrupted, Restart, Stopped, UnreachableError."""
-        shard, sink, began_s = task.shard, self._sinks[task.shard], time.monotonic()
+        shard, sink, began_s = task.shard, task.sink or self._sinks[task.shard], time.monotonic()
         timeout_s = self.timeouts.rpc_s + task.patience_s
         done = self._connections[shard].exchange(sender, task.contributions, task.want, sink, timeout_s=timeout_s)
         for ack in done.acks:

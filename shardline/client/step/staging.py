@@ -25,6 +25,7 @@ from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker.base import Stamp
 from shardline.core.contributions import Contributions, Partial, dim_of
+from shardline.core import rows
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
@@ -257,6 +258,8 @@ class GradientStaging:
         after: on a GPU, events after which the source is complete.
         """
         spec = self._specs[key]
+        if spec.kind is TensorKind.TABLE:
+            return self._add_rows(key, replica, source, presum=presum)
         values: torch.Tensor | None = None
         present = tuple(map(source.__contains__, self._tensors[key]))
         borrowed = False
@@ -289,6 +292,33 @@ class GradientStaging:
         if values is None or not checked or math.isfinite(bound):
             return []
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
+
+    def _add_rows(
+        self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool
+    ) -> list[int]:
+        """Add the rows of one replica's part of a table's bucket; see add_bucket()."""
+        spec, block = self._specs[key], Block(replica, 1)
+        piece, dim = spec.slices[0], dim_of(spec)
+        packed = source.get(piece.tensor)
+        values, bound = None, 0.0
+        if packed is not None:
+            ids = rows.ids_of(packed, dim)
+            part = rows.part_of(ids)
+            own = (part >= piece.first_row) & (part < piece.first_row + piece.rows)
+            if bool(own.any()):
+                values = rows.pack(ids[own], rows.rows_of(packed, dim)[own])
+                bound = magnitude(rows.rows_of(values, dim).reshape(-1))
+        if presum and self._replicas > 1:
+            sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
+            sums.add(block, values, (values is not None,), 0, bound=bound)
+        else:
+            self._singles.setdefault(key, {})[block] = Partial(values, (values is not None,), bound=bound, dim=dim)
+        return [] if math.isfinite(bound) else [piece.tensor]
+
+    def nbytes(self, key: Key, block: Block) -> int:
+        """Bytes of a bucket's part of a block, before it is encoded."""
+        spec = self._specs[key]
+        return self._partials(key)[block].held_bytes if spec.kind is TensorKind.TABLE else spec.nbytes
 
     @property
     def has_gradients(self) -> bool:
@@ -350,7 +380,7 @@ class GradientStaging:
             elements=spec.elements,
             present=b"" if all(partial.present) else pack_bits(partial.present),
             data=data,
-            raw_bytes=spec.nbytes,
+            raw_bytes=spec.nbytes if not partial.dim else partial.held_bytes,
             # The digest protects bytes in transit; these stay in place.
             digest=0 if key in self._shared else digest(octets(data)),
             nonfinite=tuple(nonfinite),
@@ -429,6 +459,8 @@ def initial_contribution(coding: Coding, shard: int, layout: ModelLayout) -> Pus
     """The INIT push of one shard. coding: JobCoding.plain."""
     payloads = []
     for b, bucket in enumerate(coding.plan.shards[shard].buckets):
+        if bucket.kind is TensorKind.TABLE:
+            continue
         data = coding.bucket(shard, b).coder.encode(layout.values(shard, b), PLAIN_TURN)
         payloads.append(
             Payload(
@@ -441,7 +473,9 @@ def initial_contribution(coding: Coding, shard: int, layout: ModelLayout) -> Pus
                 digest=digest(data),
             )
         )
-    return Push(payloads=Whole(payloads), init=True)
+    named = {payload.bucket for payload in payloads}
+    tables = [b for b in range(len(coding.plan.shards[shard].buckets)) if b not in named]
+    return Push(payloads=Whole(payloads, tables), init=True)
 
 
 class NonFinite:
@@ -507,7 +541,7 @@ def filled_payloads(
     coming: list[int] = []
     for bucket in buckets:
         (empty if staging.is_empty((shard, bucket), block) else coming).append(bucket)
-    nbytes = sum([spec.buckets[bucket].nbytes for bucket in coming])
+    nbytes = sum([staging.nbytes((shard, bucket), block) for bucket in coming])
     in_place = staging.in_place(shard, buckets)
     exact = staging.encoders.coding.is_view
     if nbytes <= data.SMALL_BYTES or (exact and nbytes <= data.QUICK_BYTES):

@@ -179,7 +179,10 @@ class Trainer:
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
         """Add a replica's part of the open step, as made by the cadence. Raises like contribute()."""
-        values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
+        values = {
+            **_numbered(self.plan, outgoing.values, TensorKind.PARAM),
+            **_numbered(self.plan, outgoing.values, TensorKind.TABLE),
+        }
         buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER) if outgoing.buffers else {}
         bad = [*loss_names(outgoing.loss), *outgoing.nonfinite]
         if self._early is not None and self._early.armed:

@@ -87,7 +87,7 @@ class ModelWatch:
         if layout is None:
             return
         kinds = [spec.kind for spec in layout.plan.tensors]
-        self._numbers = [number for number, kind in enumerate(kinds) if kind is not TensorKind.BUFFER]
+        self._numbers = [number for number, one in enumerate(kinds) if one not in (TensorKind.BUFFER, TensorKind.TABLE)]
         storages: dict[int, list[int]] = {}
         for number, tensor in enumerate(layout.tensors):
             storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from shardline.core.image import BucketImage
 from shardline.core.outcome import PROTOCOL_MINOR, Outcome
-from shardline.core.tensor_bytes import copy_bytes, digest
+from shardline.core.tensor_bytes import copy_bytes, digest, tensor_bytes
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_from_proto, hyper_to_proto, image_parts
@@ -27,7 +27,6 @@ from shardline.waist import (
     Sink,
     Standing,
     Want,
-    refuse_rows,
 )
 
 SMALL_BYTES = 64 << 10
@@ -138,8 +137,6 @@ def _fill_header(header: data_pb2.PushHeader, push: Push) -> None:
 
 
 def _fill_bucket(header: data_pb2.BucketHeader, item: Payload) -> None:
-    if item.rows is not None:
-        raise refuse_rows(item.bucket)
     header.bucket, header.elements, header.payload_bytes = item.bucket, item.elements, item.nbytes
     header.dtype, header.present = DTYPE_TO_PROTO[item.dtype], item.present
     header.bound, header.fingerprint = item.bound, item.fingerprint
@@ -268,11 +265,12 @@ def pull_request(data: common_pb2.DataHeader, want: Want) -> data_pb2.PullReques
 
 def _fill_pull(request: data_pb2.PullRequest, want: Want) -> None:
     """Set all of it but the sender."""
-    for bucket in want.rows:
-        raise refuse_rows(bucket)
     request.what, request.wait_s = data_pb2.PULL_WHAT_PARAMS, want.wait_s
     del request.buckets[:]
     request.buckets.extend(want.buckets)
+    del request.rows[:]
+    for bucket, ids in want.rows.items():
+        request.rows.add(bucket=bucket, ids=bytes(tensor_bytes(ids)))
     if want.have_step is None:
         request.ClearField("have_step")
     else:
