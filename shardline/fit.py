@@ -193,6 +193,9 @@ def check_fit(job: JobSpec, *, standbys: int = 0, workers: int | None = None) ->
     _check_taken(job)
     if topology.of(job).meets:
         _check_between(job, mode)
+    table = next((tensor.name for tensor in job.tensors if tensor.kind is TensorKind.TABLE), "")
+    if table:
+        _check_table(table, job, pace)
     parts.check(standbys=standbys, workers=workers)
     _refuse(
         standbys > 0 and Need.PULLS in rule.needs,
@@ -219,6 +222,31 @@ def _check_between(job: JobSpec, mode: Consistency) -> None:
         division.of(job).partial,
         f"topology {job.topology} is for workers with whole replicas; choose topology='flat' for a pipeline or for "
         "tensor_parallel",
+    )
+
+
+def _check_table(table: str, job: JobSpec, pace: Cadence) -> None:
+    """Refuse what needs all of a model's gradients in dense tensors, or at a time that is not the step's."""
+    who = f"the model has embedding table {table!r}, whose rows"
+    _refuse(
+        bool(job.consistency.clip_norm) or job.consistency.nan_policy == "skip",
+        f"{who} are not counted in a global norm, nor skipped with a step; leave out clip_norm, and nan_policy='skip'",
+    )
+    _refuse(
+        pace.sends is not Sends.GRADIENTS or pace.rounds.ticks != 1 or bool(pace.rounds.overlap),
+        f"{who} are exchanged in every step, but cadence {pace} is not; choose cadence='every-step'",
+    )
+    _refuse(
+        job.apply == WORKER or job.inner is not None,
+        f"{who} are updated by the servers' rule; leave out apply='worker'",
+    )
+    _refuse(
+        division.of(job).partial,
+        f"{who} are pulled by workers with whole replicas; leave out the pipeline or tensor_parallel",
+    )
+    _refuse(
+        topology.of(job).meets,
+        f"{who} come straight from the servers; choose topology='flat'",
     )
 
 

@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from shardline import cadence, consistency, division
+from shardline.core.contributions import Contributions, mean
+from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
-from shardline.core.reduce import clip_scale, global_norm, mean_, tree_sum, whole_square_sums
+from shardline.core.reduce import Block, clip_scale, global_norm, mean_, tree_sum, whole_square_sums
 from shardline.core.scores import counts
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.core.tensor_bytes import params_sha256
@@ -34,7 +36,9 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.host.process import torch_threads
 from shardline.job import Job
 from shardline.model import Owners, named_values
+from shardline.nn import EmbeddingTable, tables_of
 from shardline.schedule import complete, factor
+from shardline.storage.table import IDS, TableBucket
 from shardline.update import Need, bucket_rule, runs_on_workers
 
 Gradients = dict[str, torch.Tensor | None]
@@ -50,13 +54,16 @@ class ReferenceResult:
     version: int
     """Updates applied: steps minus the skipped ones."""
     params: Mapping[str, torch.Tensor]
-    """Every parameter by its first name, frozen ones included."""
+    """Every parameter by its first name, frozen ones included; of each table its ids as NAME.ids, its rows as NAME.rows,
+    in the order of checkpoints."""
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent if torch has none yet. Under
     another rule by bucket: {"bucket 0": {"tensors": ..., "scalars": ..., "initialized": ...}}."""
     losses: tuple[float, ...]
     """Mean loss over the replicas of each step of this call."""
+    tables: Mapping[str, BucketImage] = field(default_factory=dict)
+    """Rows of tables, with their optimizer state."""
     skipped: tuple[int, ...] = field(default=())
     """Steps skipped because of a NaN or infinity (nan_policy "skip")."""
 
@@ -107,13 +114,15 @@ class _Run:
         self.owners = Owners(self.model)
         values = named_values(self.model)
         kinds = {tensor.name: tensor.kind for tensor in self.spec.tensors}
-        self.params = {name: value for name, value in values.items() if kinds[name] is not TensorKind.BUFFER}
+        frozen = (TensorKind.PARAM, TensorKind.FROZEN)
+        self.params = {name: value for name, value in values.items() if kinds[name] in frozen}
         self.trained = {name: value for name, value in values.items() if kinds[name] is TensorKind.PARAM}
         self.buffers = {name: value for name, value in values.items() if kinds[name] is TensorKind.BUFFER}
         plain = runs_on_workers(self.spec.rule)
         self.stepper: _Stepper | _RuleStepper = (
             _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
         )
+        self.tables = _Tables(self.model, self.spec, self.plan)
         self.scores: list[tuple[int, float | None]] = []
         """Those that the job's ReduceLROnPlateau follows."""
         if isinstance(self.stepper, _Stepper) and self.stepper.settings is not None:
@@ -138,6 +147,7 @@ class _Run:
             self.owners.settle(f"step {self.at}")
             # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
+            self.tables.add(replica)
             if replica == replicas[0]:
                 after = copies(self.buffers)
         bad = _non_finite(replicas, contributions, losses)
@@ -153,6 +163,7 @@ class _Run:
             gradients = self._combine(contributions) if shared else self._clip_as_torch(contributions[0])
             # PROTOCOL 1.1: the learning rate follows the step or the version.
             self.stepper.step(gradients, self.version if mode.clock is consistency.Clock.VERSION else self.at)
+            self.tables.step(replicas if shared else replicas[:1])
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
@@ -188,6 +199,7 @@ class _Run:
     def load(self, start: ReferenceResult) -> None:
         self.at, self.version, self.skipped = start.step, start.version, list(start.skipped)
         _assign(self.params, start.params)
+        self.tables.load(start.tables)
         _assign(self.buffers, start.buffers)
         self.stepper.load(start.optimizer)
 
@@ -195,12 +207,62 @@ class _Run:
         return ReferenceResult(
             step=self.at,
             version=self.version,
-            params={**copies(self.params), **self.stepper.parameters()},
+            params={**copies(self.params), **self.stepper.parameters(), **self.tables.parameters()},
+            tables=self.tables.images(),
             buffers=copies(self.buffers),
             optimizer=self.stepper.state(),
             losses=losses,
             skipped=tuple(self.skipped),
         )
+
+
+class _Tables:
+    """The model's tables, as one server has them."""
+
+    def __init__(self, model: nn.Module, spec: JobSpec, plan: Plan) -> None:
+        self.modules = tables_of(model)
+        self.buckets = {
+            plan.tensors[bucket.slices[0].tensor].name: TableBucket(
+                0,
+                number,
+                bucket,
+                plan.tensors,
+                spec.schedule,
+                contributions=Contributions(bucket, spec.replicas, in_tree=False),
+                keeps_previous=False,
+            )
+            for number, bucket in enumerate(plan.shards[0].buckets)
+            if bucket.kind is TensorKind.TABLE
+        }
+        for module in self.modules.values():
+            module.source = self
+
+    def rows(self, table: EmbeddingTable, ids: torch.Tensor) -> torch.Tensor:
+        bucket = self.buckets[table.name]
+        return bucket.rows(ids, bucket.step)
+
+    def add(self, replica: int) -> None:
+        for name, module in self.modules.items():
+            packed = module.take()
+            self.buckets[name].contributions.add(Block(replica, 1), packed, (packed is not None,), 0)
+
+    def step(self, replicas: Sequence[int]) -> None:
+        for bucket in self.buckets.values():
+            bucket.apply(mean(bucket.contributions.take_of(replicas), len(replicas)))
+
+    def images(self) -> dict[str, BucketImage]:
+        return {name: bucket.image() for name, bucket in self.buckets.items()}
+
+    def parameters(self) -> Values:
+        found = {}
+        for name, image in self.images().items():
+            ids = found[f"{name}.ids"] = image.tensors[IDS]
+            found[f"{name}.rows"] = image.tensors[VALUE].view(len(ids), -1)
+        return found
+
+    def load(self, images: Mapping[str, BucketImage]) -> None:
+        for name, image in images.items():
+            self.buckets[name].restore(image, self.buckets[name].rule_of(image))
 
 
 class _Stepper:

@@ -82,8 +82,9 @@ class VotedSteps(ReplicaSteps):
                     self.storage.hold(-sum(total.held_bytes for total in totals))
                     return None
                 total = self.take_sum(bucket)
-            if bucket.spec.kind is TensorKind.PARAM:
+            if bucket.spec.kind in (TensorKind.PARAM, TensorKind.TABLE):
                 total = mean(total, self.divisor)
+            if bucket.spec.kind is TensorKind.PARAM:
                 found, names = norm_parts(self.terms.plan, bucket.spec, total)
                 sums += found
                 nonfinite |= names

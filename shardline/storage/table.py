@@ -59,6 +59,8 @@ class TableBucket(Bucket):
         self.store = RowStore(self.dim, self._rows_rule.widths(self.dim))
         self._before = torch.empty(0)
         """Packed rows that the last update has changed, as they were; empty if it has changed none."""
+        self._changed = torch.empty(0, dtype=torch.int64)
+        """Their slots."""
 
     def initialize(self, values: torch.Tensor) -> bool:
         """Note that the job has begun; rows come into being with their first gradient. values: no rows."""
@@ -75,7 +77,7 @@ class TableBucket(Bucket):
         self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER
     ) -> bool:
         self.overwritten = self.step - 1
-        self._before = self._before[:0]
+        self._before, self._changed = self._before[:0], self._changed[:0]
         changed = not skip and total.values is not None
         if changed:
             self._update(scaled(total, scale))
@@ -92,6 +94,7 @@ class TableBucket(Bucket):
         if self._keeps_previous:
             self._before = pack(ids, self.store.values[slots])
         factor = schedules.factor(self._schedule, self.step)
+        self._changed = slots
         self._rows_rule.apply(self.store, slots, total.numbers, factor=factor)
 
     # Reading
@@ -115,7 +118,7 @@ class TableBucket(Bucket):
 
     def values_at(self, step: int) -> torch.Tensor:
         """What the last update made of its rows, flat, for comparison with a standby."""
-        return self.store.values[self.store.find(ids_of(self._before, self.dim))].view(-1)
+        return self.store.values[self._changed].view(-1)
 
     @property
     def values(self) -> torch.Tensor:
@@ -165,7 +168,7 @@ class TableBucket(Bucket):
         ids = image.tensors[IDS]
         slots = self.store.insert(ids, image.tensors[VALUE].view(-1, self.dim))
         for name, state in self.store.states.items():
-            state[slots] = image.tensors[name].view(len(ids), -1)
+            state[slots] = image.tensors[name].view(len(ids), state.shape[1])
         self.pending, self.hyper = None, None
         self.step, self.version, self._holds = image.step, image.version, image.step
         self.oldest = self.changed_step = image.step

@@ -7,6 +7,7 @@ with Cluster(job, ps=2) as cluster:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from shardline import division, topology
 from shardline.client.api.workplace import Ties, Wishes, make_trainer, own_layout
 from shardline.client.exchange.shard_exchange import Observer, StepFigures
+from shardline.client.step.table_rows import ServedRows
 from shardline.client.step.trainer import WorkerMethods
 from shardline.client.watch.model_watch import ModelWatch
 from shardline.cluster import ClusterSpec
@@ -36,10 +38,12 @@ from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
+from shardline.nn import tables_of
 from shardline.rpc.channel import Peer
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
+from shardline.storage.table import IDS
 from shardline.testing import ReferenceResult
 from shardline.topology import Hop, Surroundings
 from shardline.waist import Sender
@@ -121,6 +125,7 @@ class Worker:
             self.model = self.job.build_model()
             self.source = BatchSource(self.job)
         self.values = named_values(self.model)
+        self.tables = ServedRows(tables_of(self.model), lambda: self.trainer, contextlib.nullcontext)
         servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
         around = Surroundings(
             task=f"worker/{index}",
@@ -193,11 +198,13 @@ class Worker:
     def compute(self, step: int, replica: int) -> None:
         """Compute one replica's gradients and stage them. COMPUTE must be held."""
         self.trainer.begin(replica)
+        self.tables.forget()
         loss, samples = replica_gradients(self.model, self.job, self.source, step, replica)
         if self.clips:
             parameters = [value for value in self.values.values() if value.grad is not None]
             torch.nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
         gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
+        gradients.update(self.tables.gradients())
         self.trainer.contribute(replica, gradients, samples=samples, loss=loss)
 
     def run_async(self, batches: Sequence[int]) -> Worker:
@@ -397,7 +404,10 @@ class Cluster:
         params: dict[str, torch.Tensor] = {}
         buffers: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        params.update(gather_rows(self.plan, images))
         for spec, flat in zip(self.plan.tensors, gather(self.plan, images), strict=True):
+            if spec.kind is TensorKind.TABLE:
+                continue
             values = flat.pop(VALUE).reshape(spec.shape)
             (buffers if spec.kind is TensorKind.BUFFER else params)[spec.name] = values
             if flat:
@@ -428,9 +438,24 @@ def gather(plan: Plan, images: Sequence[Sequence[BucketImage]]) -> list[dict[str
     found: list[dict[str, torch.Tensor]] = [{} for _ in plan.tensors]
     for shard, held in zip(plan.shards, images, strict=True):
         for bucket, image in zip(shard.buckets, held, strict=True):
+            if bucket.kind is TensorKind.TABLE:
+                continue
             for number, piece in enumerate(bucket.slices):
                 _gather_slice(plan, found[piece.tensor], piece, number, image)
     return found
+
+
+def gather_rows(plan: Plan, images: Sequence[Sequence[BucketImage]]) -> dict[str, torch.Tensor]:
+    """The ids and rows of tables, as ReferenceResult has them, and the states of their rows."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for shard, held in zip(plan.shards, images, strict=True):
+        for bucket, image in zip(shard.buckets, held, strict=True):
+            if bucket.kind is TensorKind.TABLE:
+                table = plan.tensors[bucket.slices[0].tensor].name
+                ids = image.tensors[IDS]
+                found.setdefault(f"{table}.ids", []).append(ids)
+                found.setdefault(f"{table}.rows", []).append(image.tensors[VALUE].view(len(ids), -1))
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, number: int, image: BucketImage) -> None:

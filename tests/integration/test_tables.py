@@ -1,0 +1,165 @@
+"""Embedding tables on real servers: the bits of one process, whoever computes, and whoever is lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from shardline.errors import JobError, NonFiniteError
+from shardline.job import Job
+from shardline.nn import Embedding, EmbeddingBag, EmbeddingTable
+from shardline.storage.table import TableBucket
+from shardline.testing import ReferenceResult, reference
+from tests.support.cluster import Cluster, assert_same_end, same_bits
+from tests.support.jobs import make_job
+from tests.support.standbys import Protected
+
+DIM = 4
+ROWWISE = "rowwise-adagrad:lr=0.1"
+
+
+def clicks() -> TensorDataset:
+    """Bags of three ids, often the same ones, negative and large ones among them; and what to tell from them."""
+    generator = torch.Generator().manual_seed(3)
+    ids = (torch.rand(96, 3, generator=generator) ** 3 * 40).long() * 0x123456789ABCD - 5
+    return TensorDataset(ids, (ids.sum(1) % 3 == 0).float())
+
+
+class Clicks(nn.Module):
+    """Two layers over one table, and one over another."""
+
+    def __init__(self, rule: str = ROWWISE, num_ids: int | None = None) -> None:
+        super().__init__()
+        shared = EmbeddingTable("things", DIM, rule=rule, num_ids=num_ids)
+        self.each, self.bag = Embedding(shared), EmbeddingBag(shared, mode="sum")
+        self.other = EmbeddingBag(EmbeddingTable("others", 3, rule="sgd:lr=0.2", init="normal:std=0.1"))
+        self.last = nn.Linear(3 * DIM + DIM + 3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        parts = [self.each(ids).flatten(1), self.bag(ids), self.other(ids[:, :2])]
+        found: torch.Tensor = self.last(torch.cat(parts, 1)).squeeze(1)
+        return found
+
+
+def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+def table_job(rule: str = ROWWISE, **changes: Any) -> Job:
+    model = functools.partial(Clicks, rule)
+    return make_job(**{"model": model, "dataset": clicks, "loss": loss, "steps": 6, **changes})
+
+
+@functools.cache
+def expected_end(rule: str = ROWWISE) -> ReferenceResult:
+    return reference(table_job(rule))
+
+
+@pytest.mark.parametrize("lane", ["grpc", "tcp"])
+@pytest.mark.parametrize("ownership", [[[0, 1, 2]], [[2], [0, 1]]], ids=str)
+def test_the_bits_are_those_of_one_process(ownership: list[list[int]], lane: str) -> None:
+    with Cluster(table_job(), ps=3, lane=lane) as cluster:
+        assert len(cluster.plan.shards) == 3
+        cluster.train(ownership)
+        assert_same_end(cluster.state(), expected_end())
+        assert not cluster.fallbacks
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam:lr=0.05", "ftrl:l1=0.001"])
+def test_every_rule_has_the_bits_of_one_process(rule: str) -> None:
+    with Cluster(table_job(rule), ps=2) as cluster:
+        cluster.train([[0], [1, 2]])
+        assert_same_end(cluster.state(), expected_end(rule))
+
+
+@pytest.mark.parametrize("consistency", ["async", "ssp:slack=2", "softsync:n=1"])
+def test_one_worker_that_pushes_for_itself_has_the_bits_of_one_process(consistency: str) -> None:
+    job = table_job(consistency=consistency, replicas=1)
+    with Cluster(job, ps=2, lane="tcp") as cluster:
+        cluster.worker(0).run_async(range(job.steps))
+        assert_same_end(cluster.state(), reference(job))
+
+
+def test_steps_of_the_first_replicas_are_those_of_one_process() -> None:
+    job = table_job(consistency="sync:spares=1", replicas=3)
+    with Cluster(job, ps=2) as cluster:
+        cluster.train([[0, 1, 2]])
+        assert_same_end(cluster.state(), reference(job, choices=[(0, 1)] * job.steps))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_server_that_is_lost_costs_no_step_and_no_bit(lost: int) -> None:
+    with Protected(table_job(), ps=2) as cluster:
+        cluster.await_synced()
+        cluster.train_through([[0, 2], [1]], cluster.at_step(2, lost, functools.partial(cluster.fail_over, lost)))
+        assert_same_end(cluster.state(), expected_end())
+
+
+def test_a_worker_that_comes_back_to_a_step_that_others_have_closed_gets_its_rows() -> None:
+    """Pushes of one shard may count while those of another don't: the next life needs both steps' rows."""
+    with Cluster(table_job(), ps=2) as cluster:
+        first, second = cluster.worker(0), cluster.worker(1)
+        cluster.together([lambda: first.run([0, 2], 3), lambda: second.run([1], 3)])
+        held = [shard.buckets[-1] for shard in cluster.shards]
+        for bucket in held:
+            assert isinstance(bucket, TableBucket)
+            ids = bucket.store.ordered()[0]
+            with bucket.lock:
+                now, before = bucket.rows(ids, 3), bucket.rows(ids, 2)
+            assert (now != before).any(), "no row has changed in the last step"
+        with Cluster(table_job(), ps=2) as other:
+            other.train([[0, 1, 2]], steps=2)
+            for mine, bucket in zip(held, (shard.buckets[-1] for shard in other.shards), strict=True):
+                assert isinstance(mine, TableBucket) and isinstance(bucket, TableBucket)
+                ids = mine.store.ordered()[0]
+                with mine.lock, bucket.lock:
+                    assert same_bits(mine.rows(ids, 2), bucket.rows(ids, 2))
+        again = cluster.worker(0, incarnation=2)
+        cluster.together([lambda: again.run([0, 2], 6), lambda: second.run([1], 6)])
+        assert_same_end(cluster.state(), expected_end())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clip_norm": 1.0}, "global norm"),
+        ({"cadence": "local-sgd:every=2"}, "cadence local-sgd"),
+        ({"topology": "local-sum"}, "topology='flat'"),
+        ({"apply": "worker"}, "apply='worker'"),
+    ],
+)
+def test_methods_that_need_dense_tensors_are_refused(changes: dict[str, Any], words: str) -> None:
+    job = table_job(**changes)
+    with pytest.raises(JobError, match=f"embedding table 'things'.*{words}"):
+        job.spec(job.build_model())
+
+
+def test_a_row_with_nan_is_named_by_its_table_and_id() -> None:
+    def broken(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(model, Clicks)
+        row, _ = model.each.table.look_up(torch.tensor([77]))
+        return loss(model, batch) + (row * torch.nan).nan_to_num().sum() + (row - row).sqrt().sum() * 0
+
+    with Cluster(table_job(loss=broken), ps=2) as cluster, pytest.raises(NonFiniteError, match="'things'"):
+        cluster.train([[0, 1, 2]])
+
+
+def test_ids_that_are_none_are_refused() -> None:
+    table = EmbeddingTable("users", 2, num_ids=10)
+    for ids, words in (
+        (torch.tensor([1.0]), "ids are torch.float32"),
+        (torch.tensor([3, 10]), "id 10 is not within 0 to 9"),
+        (torch.tensor([-1]), "id -1"),
+    ):
+        with pytest.raises(JobError, match=f"table 'users': {words}"):
+            table.look_up(ids)
+    with pytest.raises(JobError, match="two tables named 'users'"):
+        make_job(model=lambda: nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])).spec(
+            nn.ModuleList([table, EmbeddingTable("users", 2), nn.Linear(1, 1)])
+        )
