@@ -73,13 +73,13 @@ class RowStore:
 
         Slots of removed rows come first, the last removed one before others.
         """
-        again = min(len(ids), len(self._free))
-        kept, reused = self._free.split([len(self._free) - again, again])
-        end = self._used + len(ids) - again
-        slots = torch.cat([reused.flip(0), torch.arange(self._used, end)])
+        kept = max(0, len(self._free) - len(ids))
+        reused = self._free[kept:].flip(0)
+        end = self._used + len(ids) - len(reused)
+        slots = torch.cat([reused, torch.arange(self._used, end)])
         self._reserve(end)
         self._slots.put(ids, slots)
-        self._used, self._free = end, kept
+        self._used, self._free = end, self._free[:kept].clone()
         self.values.index_copy_(0, slots, rows)
         for state in self.states.values():
             state.index_fill_(0, slots, 0)

@@ -46,7 +46,7 @@ class RowRule(Resident, ABC):
 
     @abstractmethod
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
-        """Change rows in place. rows: values and then each state, float32 [U, dim] and [U, width]; rate: instead of lr."""
+        """Change rows in place. rows: values, then each state: float32 [U, dim], [U, width]. rate: instead of lr."""
 
     def apply(self, store: RowStore, slots: Tensor, gradients: Tensor, *, factor: float) -> None:
         """Update rows of a store that has the rule's states.
