@@ -3,13 +3,14 @@
     users = shardline.EmbeddingTable("users", dim=64, rule="rowwise-adagrad:lr=0.05")
     layer = shardline.nn.EmbeddingBag(users, mode="mean")      # as torch.nn.EmbeddingBag, for ids of any int64 value
 
-A table is no parameter of the model: it has no fixed number of rows, and a pass pulls those that its ids name and pushes
-their gradients. Several layers may share a table.
+A table is no parameter of the model: it has no fixed number of rows. A pass pulls the rows that its ids name, and their
+gradients are pushed. Several layers may share a table.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,15 @@ from shardline.update.rows import ROW_INITS, ROW_RULES, RowInit, RowRule
 class RowSource(Protocol):
     """Whoever has the rows of tables: the servers, a checkpoint, this process."""
 
-    def rows(self, table: EmbeddingTable, ids: Tensor) -> Tensor:
-        """Rows (float32 [U, dim], on the CPU) of unique ids (int64 [U], on the CPU), which belong to the caller."""
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> Sequence[Tensor]:
+        """Rows (float32 [U, dim]) of each table's unique ids (int64 [U]), on the CPU; they belong to the caller."""
 
 
 class InitialRows:
     """Rows of tables that nobody has trained."""
 
-    def rows(self, table: EmbeddingTable, ids: Tensor) -> Tensor:
-        return ROW_INITS.parse(table.init).rows(table.name, ids, table.dim)
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> Sequence[Tensor]:
+        return [ROW_INITS.parse(table.init).rows(table.name, ids, table.dim) for table, ids in wanted]
 
 
 class EmbeddingTable(nn.Module):
@@ -72,6 +73,12 @@ class EmbeddingTable(nn.Module):
         Both are on the ids' device. The rows take a gradient, where gradients are enabled. Raises JobError naming an id
         that is none.
         """
+        unique, places = self._unique(ids)
+        (rows,) = self.source.rows([(self, unique)])
+        return self._lend(unique, rows.to(ids.device)), places
+
+    def _unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The unique ids (int64 [U], on the CPU), and the place of each id among them."""
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
             raise JobError(f"table {self.name!r}: ids are {ids.dtype}; they must be integers, such as ids.long()")
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
@@ -79,10 +86,13 @@ class EmbeddingTable(nn.Module):
         if self.num_ids is not None and len(unique) and not 0 <= unique[0] <= unique[-1] < self.num_ids:
             wrong = unique[0] if unique[0] < 0 else unique[-1]
             raise JobError(f"table {self.name!r}: id {int(wrong)} is not within 0 to {self.num_ids - 1} (num_ids)")
-        rows = self.source.rows(self, unique).to(ids.device)
+        return unique, places.view(ids.shape).to(ids.device)
+
+    def _lend(self, unique: Tensor, rows: Tensor) -> Tensor:
+        """Have the rows of unique ids take a gradient, for take()."""
         if torch.is_grad_enabled():
             self._used.append((unique, rows.requires_grad_()))
-        return rows, places.view(ids.shape).to(ids.device)
+        return rows
 
     def take(self) -> Tensor | None:
         """The gradients of all rows that passes have used since the last call, packed (core.rows); None without any.
@@ -124,9 +134,7 @@ class EmbeddingBag(nn.Module):
         super().__init__()
         self.table, self.mode, self.include_last_offset = table, mode, include_last_offset
 
-    def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         rows, places = self.table.look_up(ids)
         return functional.embedding_bag(
             places,
@@ -136,6 +144,45 @@ class EmbeddingBag(nn.Module):
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
         )
+
+
+def look_up_all(wanted: Sequence[tuple[EmbeddingTable, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """EmbeddingTable.look_up() of several tensors of ids, with one pull for all tables that are at the same servers."""
+    if not wanted:
+        return []
+    found = [(table, *table._unique(ids), ids.device) for table, ids in wanted]
+    rows = wanted[0][0].source.rows([(table, unique) for table, unique, _, _ in found])
+    return [
+        (table._lend(unique, own.to(device)), places)
+        for (table, unique, places, device), own in zip(found, rows, strict=True)
+    ]
+
+
+class EmbeddingBagCollection(nn.Module):
+    """An EmbeddingBag per feature, whose rows come with one pull: as torchrec's of this name.
+
+    tables: the table of each feature; several features may share one. forward() takes a KeyedJaggedTensor, or by
+    feature int ids [B, N], or ids [N] with offsets [B]; it gives float32 [B, dim] by feature.
+    """
+
+    def __init__(self, tables: Mapping[str, EmbeddingTable], mode: str = "sum") -> None:
+        super().__init__()
+        self.features, self.mode = dict(tables), mode
+        self.tables = nn.ModuleList(dict.fromkeys(tables.values()))
+
+    def forward(self, features: Any) -> dict[str, Tensor]:
+        if hasattr(features, "to_dict"):
+            jagged = features.to_dict()
+            features = {name: (one.values(), one.offsets()[:-1]) for name, one in jagged.items()}
+        given = {name: one if isinstance(one, tuple) else (one, None) for name, one in features.items()}
+        missing = [name for name in self.features if name not in given]
+        if missing:
+            raise JobError(f"feature {missing[0]!r} is missing; the collection has {', '.join(self.features)}")
+        found = look_up_all([(table, given[name][0]) for name, table in self.features.items()])
+        return {
+            name: functional.embedding_bag(places, rows, given[name][1], mode=self.mode)
+            for name, (rows, places) in zip(self.features, found, strict=True)
+        }
 
 
 def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:

@@ -54,8 +54,8 @@ class ReferenceResult:
     version: int
     """Updates applied: steps minus the skipped ones."""
     params: Mapping[str, torch.Tensor]
-    """Every parameter by its first name, frozen ones included; of each table its ids as NAME.ids, its rows as NAME.rows,
-    in the order of checkpoints."""
+    """Every parameter by its first name, frozen ones included; of each table its ids as NAME.ids and its rows as
+    NAME.rows, in the order of checkpoints."""
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent if torch has none yet. Under
@@ -237,9 +237,8 @@ class _Tables:
         for module in self.modules.values():
             module.source = self
 
-    def rows(self, table: EmbeddingTable, ids: torch.Tensor) -> torch.Tensor:
-        bucket = self.buckets[table.name]
-        return bucket.rows(ids, bucket.step)
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
+        return [self.buckets[table.name].rows(ids, self.buckets[table.name].step) for table, ids in wanted]
 
     def add(self, replica: int) -> None:
         for name, module in self.modules.items():

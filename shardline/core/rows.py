@@ -44,7 +44,9 @@ def count(packed: Tensor, dim: int) -> int:
     """Number of packed rows. Raises ProtocolError if it is not whole."""
     number, rest = divmod(packed.numel(), ID_ELEMENTS + dim)
     if rest:
-        raise ProtocolError(f"{packed.nbytes} bytes are not whole rows of dim {dim}, {4 * (ID_ELEMENTS + dim)} bytes each")
+        raise ProtocolError(
+            f"{packed.nbytes} bytes are not whole rows of dim {dim}, {4 * (ID_ELEMENTS + dim)} bytes each"
+        )
     return number
 
 

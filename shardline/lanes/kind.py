@@ -45,7 +45,7 @@ class LaneKind(Resident):
     parcels: ClassVar[str] = ""
     """Module with the two halves of a socket for parcels, listening() and dial(); "" = the lane has none."""
     fixed_places: ClassVar[bool] = False
-    """Each bucket has its place in shared memory, so that rows of tables, of which nobody knows how many come, have none."""
+    """Each bucket has its place in shared memory; rows of tables, which may be any number, then have none."""
 
     def suits(self, *, local: bool, device: torch.device | None = None) -> bool:
         """Whether `--lane auto` tries it. local: both tasks may be on one host. device: of the model, if it has one."""

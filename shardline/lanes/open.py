@@ -39,7 +39,7 @@ def open_lane(
     local = on_this_host(peer.address) or config.run_dir is not None
     kinds = candidates(config.lane, local=local, device=device)
     if any(bucket.kind is TensorKind.TABLE for bucket in spec.buckets):
-        kinds = [kind for kind in kinds if not kind.fixed_places]
+        kinds = tuple(kind for kind in kinds if not kind.fixed_places)
     lanes = [kind.connect(config, peer, shard, spec, device=device) for kind in kinds]
     return NegotiatedLane(lanes, peer=str(peer), expected=[kind.name for kind in kinds], on_fallback=on_fallback)
 

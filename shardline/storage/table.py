@@ -157,7 +157,9 @@ class TableBucket(Bucket):
         for name, width in widths.items():
             held = image.tensors[name]
             if held.numel() != len(ids) * width or held.dtype is not torch.float32:
-                raise CheckpointError(f"{where}: {held.numel()} numbers of {name!r} for {len(ids)} rows of {width} each")
+                raise CheckpointError(
+                    f"{where}: {held.numel()} numbers of {name!r} for {len(ids)} rows of {width} each"
+                )
         owned = part_of(ids) - piece.first_row
         if len(ids) and not bool(((owned >= 0) & (owned < piece.rows)).all()):
             raise CheckpointError(f"{where}: the image has rows of other parts of the table")

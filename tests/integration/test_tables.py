@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from shardline.errors import JobError, NonFiniteError
 from shardline.job import Job
-from shardline.nn import Embedding, EmbeddingBag, EmbeddingTable
+from shardline.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingTable
 from shardline.storage.table import TableBucket
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, assert_same_end, same_bits
@@ -32,17 +32,21 @@ def clicks() -> TensorDataset:
 
 
 class Clicks(nn.Module):
-    """Two layers over one table, and one over another."""
+    """Two layers over one table, one over another, and three features with one pull, two of which share a table."""
 
     def __init__(self, rule: str = ROWWISE, num_ids: int | None = None) -> None:
         super().__init__()
         shared = EmbeddingTable("things", DIM, rule=rule, num_ids=num_ids)
         self.each, self.bag = Embedding(shared), EmbeddingBag(shared, mode="sum")
         self.other = EmbeddingBag(EmbeddingTable("others", 3, rule="sgd:lr=0.2", init="normal:std=0.1"))
-        self.last = nn.Linear(3 * DIM + DIM + 3, 1)
+        far = EmbeddingTable("far", 2)
+        self.features = EmbeddingBagCollection({"a": far, "b": far, "c": shared})
+        self.last = nn.Linear(3 * DIM + DIM + 3 + 2 + 2 + DIM, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         parts = [self.each(ids).flatten(1), self.bag(ids), self.other(ids[:, :2])]
+        offsets = torch.arange(0, 2 * len(ids), 2)
+        parts += self.features({"a": ids[:, :1], "b": (ids[:, 1:].flatten(), offsets), "c": ids + 1}).values()
         found: torch.Tensor = self.last(torch.cat(parts, 1)).squeeze(1)
         return found
 

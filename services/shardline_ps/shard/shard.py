@@ -104,7 +104,9 @@ class ShardStorage(Storage):
         self.log: RecordLog | None = None
         """The records for the standby; None if there is no standby."""
 
-    def _bucket(self, shard: int, number: int, settings: ShardSettings, mode: Consistency, waiting: ByteCount) -> Bucket:
+    def _bucket(
+        self, shard: int, number: int, settings: ShardSettings, mode: Consistency, waiting: ByteCount
+    ) -> Bucket:
         plan = settings.plan
         spec = plan.shards[shard].buckets[number]
         contributions = mode.intake.contributions(spec, settings.replicas, waiting.add)

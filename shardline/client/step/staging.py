@@ -24,8 +24,8 @@ from shardline.client.layout import ModelLayout, copy_each
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding, PushEncoders
 from shardline.consistency.worker.base import Stamp
-from shardline.core.contributions import Contributions, Partial, dim_of
 from shardline.core import rows
+from shardline.core.contributions import Contributions, Partial, dim_of
 from shardline.core.plan import BucketSpec, Plan, span_of, tensor_piece
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
@@ -293,9 +293,7 @@ class GradientStaging:
             return []
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
 
-    def _add_rows(
-        self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool
-    ) -> list[int]:
+    def _add_rows(self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool) -> list[int]:
         """Add the rows of one replica's part of a table's bucket; see add_bucket()."""
         spec, block = self._specs[key], Block(replica, 1)
         piece, dim = spec.slices[0], dim_of(spec)

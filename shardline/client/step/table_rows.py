@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from shardline.client.exchange.shard_exchange import PullSink, ShardTask
 from shardline.client.step.trainer import Trainer
+from shardline.core.contributions import dim_of
 from shardline.core.rows import part_of
-from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.tensor_bytes import copy_bytes, tensor_bytes
 from shardline.errors import ProtocolError
 from shardline.nn import EmbeddingTable
 from shardline.waist import Arrival, Memory, Want, octets
 
 
 class RowsSink(PullSink):
-    """The memory that the rows of one bucket come to."""
+    """The memory that rows of one shard's buckets come to. sizes: (rows, dim) by bucket."""
 
-    num_buckets = 1
-
-    def __init__(self, rows: int, dim: int) -> None:
-        self.values = torch.empty(rows, dim)
-        self.shard_bytes = self.values.nbytes
+    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self.values = {bucket: torch.empty(*size) for bucket, size in sizes.items()}
+        self.num_buckets = len(sizes)
+        self.shard_bytes = sum(one.nbytes for one in self.values.values())
         self.arrived: set[int] = set()
         self.raw_bytes = self.wire_bytes = 0
         self.first_s = 0.0
@@ -32,24 +32,21 @@ class RowsSink(PullSink):
         self.arrived.clear()
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        self._check(arrival)
-        return tensor_bytes(self.values)
+        values = self.values.get(arrival.bucket)
+        if values is None or arrival.payload_bytes != values.nbytes:
+            raise ProtocolError(f"bucket {arrival.bucket}: {arrival.payload_bytes} bytes of rows that were not wanted")
+        return tensor_bytes(values)
 
     def done(self, arrival: Arrival) -> None:
-        self._check(arrival)
+        self.wire_bytes += len(self.buffer(arrival))
         self.arrived.add(arrival.bucket)
 
     def whole(self, arrival: Arrival, payload: Memory) -> None:
-        self.buffer(arrival)[:] = memoryview(octets(payload))
-        self.arrived.add(arrival.bucket)
+        copy_bytes(self.buffer(arrival), memoryview(octets(payload)))
+        self.done(arrival)
 
-    take = whole
-
-    def _check(self, arrival: Arrival) -> None:
-        if arrival.payload_bytes != self.shard_bytes:
-            raise ProtocolError(
-                f"bucket {arrival.bucket}: {arrival.payload_bytes} bytes for rows of {self.shard_bytes} bytes"
-            )
+    def take(self, arrival: Arrival, memory: Memory) -> None:
+        self.whole(arrival, memory)
 
 
 class ServedRows:
@@ -70,32 +67,33 @@ class ServedRows:
         for table in tables.values():
             table.source = self
 
-    def rows(self, table: EmbeddingTable, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
         """Pull rows of the open step. Raises StepAgain."""
-        trainer, parts = self._trainer(), part_of(ids)
-        plan, found = trainer.plan, torch.empty(len(ids), table.dim)
-        pulled = []
-        tasks = {}
-        for shard, bucket, piece in plan.pieces(plan.index[table.name]):
-            here = (parts >= piece.first_row) & (parts < piece.first_row + piece.rows)
-            own = ids[here]
-            if not len(own):
-                continue
-            sink = RowsSink(len(own), table.dim)
-            want = Want(
-                step=trainer.half.exact,
-                buckets=[bucket],
-                rows={bucket: own},
-                wait_s=trainer.exchange.timeouts.server_wait_s,
-            )
-            moves = sink.shard_bytes + own.nbytes
-            tasks[shard] = ShardTask(shard=shard, contributions=[], want=want, sink=sink, moves=moves)
-            pulled.append((here, sink))
+        trainer = self._trainer()
+        by_table: dict[str, list[torch.Tensor]] = {}
+        for table, ids in wanted:
+            by_table.setdefault(table.name, []).append(ids)
+        # Of a table that comes twice, each row is pulled once.
+        unique = {name: ids[0] if len(ids) == 1 else torch.unique(torch.cat(ids)) for name, ids in by_table.items()}
+        found = {name: torch.empty(len(ids), self._tables[name].dim) for name, ids in unique.items()}
+        here: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
+        for name, ids in unique.items():
+            parts = part_of(ids)
+            for shard, bucket, piece in trainer.plan.pieces(trainer.plan.index[name]):
+                own = (parts >= piece.first_row) & (parts < piece.first_row + piece.rows)
+                if bool(own.any()):
+                    here.setdefault(shard, {})[bucket] = name, own.nonzero().squeeze(1)
         with self._waits():
-            trainer.exchange.start(trainer.sender, tasks, here=True).wait()
-        for here, sink in pulled:
-            found[here] = sink.values
-        return found
+            sinks = _pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
+        for shard, held in here.items():
+            for bucket, (name, at) in held.items():
+                found[name][at] = sinks[shard].values[bucket]
+        return [
+            found[table.name]
+            if len(by_table[table.name]) == 1
+            else found[table.name][torch.searchsorted(unique[table.name], ids)]
+            for table, ids in wanted
+        ]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The rows' gradients since the last call, packed, by table."""
@@ -104,3 +102,16 @@ class ServedRows:
     def forget(self) -> None:
         for table in self._tables.values():
             table.forget()
+
+
+def _pull(trainer: Trainer, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> dict[int, RowsSink]:
+    """Pull rows by shard, bucket and id. Raises Restart, Interrupted, Stopped, UnreachableError."""
+    sinks, tasks = {}, {}
+    for shard, rows in wanted.items():
+        dims = {bucket: dim_of(trainer.plan.shards[shard].buckets[bucket]) for bucket in rows}
+        sink = sinks[shard] = RowsSink({bucket: (len(ids), dims[bucket]) for bucket, ids in rows.items()})
+        wait_s = trainer.exchange.timeouts.server_wait_s
+        want = Want(step=trainer.half.exact, buckets=list(rows), rows=rows, wait_s=wait_s)
+        tasks[shard] = ShardTask(shard=shard, contributions=[], want=want, sink=sink, moves=sink.shard_bytes)
+    trainer.exchange.start(trainer.sender, tasks, here=True).wait()
+    return sinks
