@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from shardline.core.settings import REFUSE
 from shardline.core.spec import MAX_PRETRAINED, RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
-from shardline.nn import tables_of
+from shardline.nn import EmbeddingTable, tables_of
 from shardline.update import wants_whole
 
 
@@ -55,11 +55,7 @@ def model_tensors(
     for key, (name, *aliases) in names.items():
         tensor = tensors[key]
         if (table := tables.get(key)) is not None:
-            shape = tuple(tensor.shape)
-            kind = TensorKind.TABLE
-            specs.append(
-                TensorSpec(name=name, shape=shape, dtype="float32", kind=kind, rule=table.rule, init=table.init)
-            )
+            specs.append(table_spec(table))
             continue
         _check_storable(name, tensor)
         kind = TensorKind.BUFFER
@@ -83,6 +79,17 @@ def model_tensors(
         raise JobError(f"the model has no parameters that require a gradient{reason}, so there is nothing to train")
     check_overlap([(names[key][0], tensor) for key, tensor in tensors.items() if key not in tables])
     return tuple(specs)
+
+
+def table_spec(table: EmbeddingTable) -> TensorSpec:
+    return TensorSpec(
+        name=table.name,
+        shape=tuple(table.placeholder.shape),
+        dtype="float32",
+        kind=TensorKind.TABLE,
+        rule=table.rule,
+        init=table.init,
+    )
 
 
 def check_extra_state(model: nn.Module, choice: str) -> None:

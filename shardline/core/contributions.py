@@ -35,6 +35,10 @@ class Partial:
         assert self.values is not None
         return rows.rows_of(self.values, self.dim) if self.dim else self.values
 
+    def nbytes(self, bucket: BucketSpec) -> int:
+        """Bytes of the values as they are sent uncoded; 0 without any."""
+        return self.held_bytes if self.values is None or self.dim else bucket.nbytes
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the values, including borrowed ones, which keep a message or a segment alive."""

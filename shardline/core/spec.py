@@ -227,6 +227,11 @@ class JobSpec(Settings):
         return self.ranks > 1
 
     @functools.cached_property
+    def has_tables(self) -> bool:
+        """Whether the model has embedding tables. Passes pull their rows, once the pull behind the last push ended."""
+        return any(tensor.kind is TensorKind.TABLE for tensor in self.tensors)
+
+    @functools.cached_property
     def fragments(self) -> int:
         return 1 + max(tensor.fragment for tensor in self.tensors)
 

@@ -19,6 +19,8 @@ from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
+from shardline.core.spec import TensorKind
+from shardline.errors import ProtocolError
 from shardline.server.buffers import Buffers
 from shardline.server.pace import Pace
 from shardline.server.signals import Signal
@@ -100,11 +102,16 @@ class HostedShard:
         """Last step of the job, if known."""
         return self.storage.stop_step
 
-    def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
-        """Set one bucket's initial values; a repetition changes nothing."""
+    def initialize(self, bucket: int, values: torch.Tensor | None) -> Decision:
+        """Set one bucket's initial values; a repetition changes nothing. None: it is one of a table, which has none.
+
+        Raises ProtocolError.
+        """
         held = self.buckets[bucket]
+        if values is None and held.spec.kind is not TensorKind.TABLE:
+            raise ProtocolError(f"bucket {bucket}: initial values can't be empty")
         with held.lock:
-            fresh = held.initialize(values)
+            fresh = held.initialize(held.values if values is None else values)
         self.storage.observers.on_publish(bucket)
         return Decision(Outcome.COUNTED if fresh else Outcome.DUPLICATE)
 

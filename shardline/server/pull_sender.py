@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
@@ -365,7 +365,7 @@ async def _pull(
         backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
         return pull_end(backend, shard, Outcome.SERVED, buckets=wanted)
 
-    find, rows = _finder(backend, shard, want, coding, attachment), wanted_rows(shard, request)
+    find = _finder(backend, shard, want, coding, attachment, wanted_rows(shard, request))
     for number in wanted:
         while True:
             if generation != backend.generation or request.data.timeline != backend.timeline:
@@ -373,8 +373,7 @@ async def _pull(
             signal = backend.signal(shard.number, number)
             assert signal is not None, "the generation is that of the shard"
             waiter = signal.arm()
-            ids = rows.get(number)
-            found = find(number) if ids is None else backend.work(encode_rows, shard, number, want, ids)
+            found = find(number)
             encoded = found if isinstance(found, (Encoded, Outcome)) else await found
             if isinstance(encoded, Encoded):
                 signal.disarm(waiter)
@@ -415,9 +414,16 @@ Find = Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
 
 
 def _finder(
-    backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None
+    backend: Backend,
+    shard: HostedShard,
+    want: StepWanted,
+    coding: Coding,
+    attachment: Attachment | None,
+    rows: Mapping[int, torch.Tensor],
 ) -> Find:
-    """How to get the buckets of a pull: in place, or copied by the pool."""
+    """How to get the buckets of a pull: in place, or copied by the pool. rows: from wanted_rows()."""
+    if rows:
+        return functools.partial(_encode_rows, backend, shard, want, rows)
     if may_refer(shard, want, coding, attachment):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
@@ -450,6 +456,15 @@ async def _published(backend: Backend, shard: HostedShard, number: int, want: St
         signal.disarm(waiter)
     else:
         await signal.wait(waiter, GATHER_S)
+
+
+def _encode_rows(
+    backend: Backend, shard: HostedShard, want: StepWanted, rows: Mapping[int, torch.Tensor], number: int
+) -> Awaitable[Encoded | Outcome]:
+    """Get the rows of a bucket that a pull of rows names."""
+    if number not in rows:
+        raise ProtocolError(f"bucket {number} is in a pull of rows, which names none of it")
+    return backend.work(encode_rows, shard, number, want, rows[number])
 
 
 def _no_slot(bucket: int, nbytes: int) -> None:

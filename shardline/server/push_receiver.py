@@ -17,7 +17,6 @@ from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
-from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
@@ -402,11 +401,6 @@ class PushReceiver:
         """Count one bucket's contribution, or set its initial values. Runs in the pool."""
         header = push.header
         if header.kind == data_pb2.PUSH_KIND_INIT:
-            held = push.shard.buckets[number]
-            if gradient.values is None and held.spec.kind is TensorKind.TABLE:
-                return push.shard.initialize(number, held.values)
-            if gradient.values is None:
-                raise ProtocolError(f"bucket {number}: initial values can't be empty")
             return push.shard.initialize(number, gradient.values)
         return push.shard.contribute(
             number,

@@ -272,13 +272,12 @@ def test_what_is_refused_changes_nothing(shard: Subject) -> None:
     bad = {
         "elements": dataclasses.replace(payload(floats([1.0] * 12)), elements=ELEMENTS + 1),
         "bytes": payload(floats([1.0] * 12) + bytes(4)),
-        "rows": dataclasses.replace(payload(floats([1.0] * 12)), rows=(0, 2)),
     }
-    for what, item in bad.items():
-        with pytest.raises(ShardlineError, match=what if what == "rows" else "plan says|bytes announced|don.t fit"):
+    for item in bad.values():
+        with pytest.raises(ShardlineError, match=r"plan says|bytes announced|don.t fit"):
             exchange(shard.another(), [push(1.0, ALL, items=[item])], Want(step=1, wait_s=5.0))
     with pytest.raises(ProtocolError, match="single rows of a table"):
-        exchange(shard.another(), want=Want(step=0, rows={W: (1,)}))
+        exchange(shard.another(), want=Want(step=0, rows={W: torch.tensor([1])}))
     with pytest.raises(ProtocolError, match="lacks buckets"):
         exchange(shard.another(), [Push(payloads=Whole((), (STATS,)), block=ALL)])
     assert pulled(shard.another(), 0) == list(shard.first)

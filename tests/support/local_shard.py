@@ -151,8 +151,6 @@ class LocalShard:
         found: dict[int, Gradient] = {}
         nonfinite: dict[int, Sequence[str]] = {}
         for item in [item for batch in push.payloads.batches() for item in batch]:
-            if item.rows is not None:
-                raise refuse_rows(item.bucket)
             if item.bucket >= len(shard.buckets) or item.bucket in found:
                 raise ProtocolError(f"shard {shard.number}: bucket {item.bucket} is pushed twice, or does not exist")
             found[item.bucket], nonfinite[item.bucket] = _gradient(shard, item, coding), item.nonfinite

@@ -116,6 +116,7 @@ LAYERS = (
     ("cadence", "consistency", "methods"),
     ("division", "beside"),
     ("topology",),
+    ("nn",),
     ("checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),

@@ -95,7 +95,6 @@ class Workplace:
         """The servers know that this worker pushes nothing until it has located its step again."""
         self.waits = BodyWaits()
         self.tables = ServedRows({}, lambda: self.trainer, self.waits)
-        """Where the model's tables get rows, and where their gradients are."""
 
     def furnish(
         self,
@@ -115,15 +114,13 @@ class Workplace:
         self.ways.meet(job, self._metrics)
         if parts.worker is not None:
             self.partners = parts.worker.partners(self._config, self._metrics, self._hooks)
-        # Rows of tables are pulled within the forward pass, when the pull behind the last push has ended.
-        tables = any(tensor.kind is TensorKind.TABLE for tensor in job.tensors)
-        from_file = not (job.script or parts.partial or tables)
+        from_file = not (job.script or parts.partial or job.has_tables)
         if zero_copy and (overlap or (from_file and self._config.overlap)):
             remedy = "pass only one of them to attach()" if overlap else "for a job file, set SHARDLINE_OVERLAP=0"
             raise UsageError(
                 f"overlap and zero_copy can't be combined, since zero_copy leaves nothing to overlap; {remedy}"
             )
-        overlaps = self._config.overlap and (overlap or from_file) and not tables
+        overlaps = self._config.overlap and (overlap or from_file) and not job.has_tables
         self.wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)

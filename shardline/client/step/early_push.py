@@ -280,7 +280,7 @@ class EarlyPush:
             key, self._replica, source, presum=self._presum, keep=False, after=[self._end] if self._end else ()
         )
         self._added.add(key)
-        return there or not self._staging.is_empty(key, self.block)
+        return there or self._staging.partials(key)[self.block].values is not None
 
     def _prepare(self, shard: int, bucket: int) -> Payload:
         """Fill, check and encode one bucket, on the thread of the lane that sends it."""

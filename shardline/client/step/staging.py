@@ -258,13 +258,14 @@ class GradientStaging:
         after: on a GPU, events after which the source is complete.
         """
         spec = self._specs[key]
-        if spec.kind is TensorKind.TABLE:
-            return self._add_rows(key, replica, source, presum=presum)
         values: torch.Tensor | None = None
         present = tuple(map(source.__contains__, self._tensors[key]))
         borrowed = False
         checked, bound = spec.kind is not TensorKind.BUFFER, math.inf
-        if any(present):
+        if spec.kind is TensorKind.TABLE:
+            values, bound = _rows_of(spec, source)
+            present = (values is not None,)
+        elif any(present):
             flat = self._lane_memory(key)
             if flat is None and keep:
                 piece = tensor_piece(self._plan, spec, source)
@@ -291,38 +292,16 @@ class GradientStaging:
             self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound, dim_of(spec))
         if values is None or not checked or math.isfinite(bound):
             return []
+        if spec.kind is TensorKind.TABLE:
+            return self._tensors[key]
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
-
-    def _add_rows(self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool) -> list[int]:
-        """Add the rows of one replica's part of a table's bucket; see add_bucket()."""
-        spec, block = self._specs[key], Block(replica, 1)
-        piece, dim = spec.slices[0], dim_of(spec)
-        packed = source.get(piece.tensor)
-        values, bound = None, 0.0
-        if packed is not None:
-            ids = rows.ids_of(packed, dim)
-            part = rows.part_of(ids)
-            own = (part >= piece.first_row) & (part < piece.first_row + piece.rows)
-            if bool(own.any()):
-                values = rows.pack(ids[own], rows.rows_of(packed, dim)[own])
-                bound = magnitude(rows.rows_of(values, dim).reshape(-1))
-        if presum and self._replicas > 1:
-            sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
-            sums.add(block, values, (values is not None,), 0, bound=bound)
-        else:
-            self._singles.setdefault(key, {})[block] = Partial(values, (values is not None,), bound=bound, dim=dim)
-        return [] if math.isfinite(bound) else [piece.tensor]
-
-    def nbytes(self, key: Key, block: Block) -> int:
-        """Bytes of a bucket's part of a block, before it is encoded."""
-        spec = self._specs[key]
-        return self._partials(key)[block].held_bytes if spec.kind is TensorKind.TABLE else spec.nbytes
 
     @property
     def has_gradients(self) -> bool:
         return bool(self._sums or self._singles)
 
-    def _partials(self, key: Key) -> Mapping[Block, Partial]:
+    def partials(self, key: Key) -> Mapping[Block, Partial]:
+        """What was added to a bucket for the open step, by block."""
         singles, sums = self._singles.get(key, {}), self._sums.get(key)
         return singles if sums is None else {**singles, **sums.partials()}
 
@@ -331,7 +310,7 @@ class GradientStaging:
         found: dict[int, torch.Tensor] = {}
         for key in self.keys:
             spec = self._specs[key]
-            for partial in self._partials(key).values() if spec.kind is TensorKind.BUFFER else ():
+            for partial in self.partials(key).values() if spec.kind is TensorKind.BUFFER else ():
                 if partial.values is None:
                     continue
                 for piece, there in zip(spec.slices, partial.present, strict=True):
@@ -343,14 +322,10 @@ class GradientStaging:
         return found
 
     def blocks(self, keys: Iterable[Key]) -> list[Block]:
-        return sorted({block for key in keys for block in self._partials(key)})
+        return sorted({block for key in keys for block in self.partials(key)})
 
     def added(self, key: Key, block: Block) -> bool:
-        return block in self._partials(key)
-
-    def is_empty(self, key: Key, block: Block) -> bool:
-        """Whether no slice of a bucket has a gradient in this block. All replicas of the block must have been added."""
-        return self._partials(key)[block].values is None
+        return block in self.partials(key)
 
     def in_place(self, shard: int, buckets: Iterable[int]) -> bool:
         """Whether these gradients are in memory that their shard reads, so that no bytes have to be sent."""
@@ -360,7 +335,7 @@ class GradientStaging:
         """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
         key = shard, bucket
         spec = self._specs[key]
-        partial = self._partials(key)[block]
+        partial = self.partials(key)[block]
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
         place = self._places.get(key)
@@ -378,7 +353,7 @@ class GradientStaging:
             elements=spec.elements,
             present=b"" if all(partial.present) else pack_bits(partial.present),
             data=data,
-            raw_bytes=spec.nbytes if not partial.dim else partial.held_bytes,
+            raw_bytes=partial.nbytes(spec),
             # The digest protects bytes in transit; these stay in place.
             digest=0 if key in self._shared else digest(octets(data)),
             nonfinite=tuple(nonfinite),
@@ -514,6 +489,21 @@ def loss_names(loss: float | None) -> list[str]:
     return [] if loss is None or -float("inf") < loss < float("inf") else ["loss"]
 
 
+def _rows_of(spec: BucketSpec, source: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, float]:
+    """A bucket's part of the packed rows of its table, None if it has none, and the largest magnitude in it."""
+    piece, dim = spec.slices[0], dim_of(spec)
+    packed = source.get(piece.tensor)
+    if packed is None:
+        return None, 0.0
+    ids = rows.ids_of(packed, dim)
+    part = rows.part_of(ids) - piece.first_row
+    own = (part >= 0) & (part < piece.rows)
+    if not bool(own.any()):
+        return None, 0.0
+    values = rows.rows_of(packed, dim)[own]
+    return rows.pack(ids[own], values), magnitude(values.reshape(-1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PushTools:
     """What is needed to make a worker's pushes."""
@@ -537,9 +527,11 @@ def filled_payloads(
     spec, staging = tools.plan.shards[shard], tools.staging
     empty: list[int] = []
     coming: list[int] = []
+    nbytes = 0
     for bucket in buckets:
-        (empty if staging.is_empty((shard, bucket), block) else coming).append(bucket)
-    nbytes = sum([staging.nbytes((shard, bucket), block) for bucket in coming])
+        partial = staging.partials((shard, bucket))[block]
+        (empty if partial.values is None else coming).append(bucket)
+        nbytes += partial.nbytes(spec.buckets[bucket])
     in_place = staging.in_place(shard, buckets)
     exact = staging.encoders.coding.is_view
     if nbytes <= data.SMALL_BYTES or (exact and nbytes <= data.QUICK_BYTES):
