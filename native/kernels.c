@@ -625,6 +625,169 @@ static void largest(void *indices, const void *values, size_t count, size_t want
     }
 }
 
+/* Slots of rows by id, open addressing: pairs of an id and its slot + 1, which is 0 in a free pair. last: their number,
+ * a power of two, minus 1. See shardline/native/rows.py */
+
+enum { PAIRS_AHEAD = 16, ROWS_AHEAD = 8, LINE = 64 };
+
+/* As hashed() of shardline/core/rows.py */
+static size_t hashed(uint64_t id) {
+    id += UINT64_C(0x9e3779b97f4a7c15);
+    id = (id ^ id >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    id = (id ^ id >> 27) * UINT64_C(0x94d049bb133111eb);
+    return (size_t)(id ^ id >> 31);
+}
+
+/* The pair with the id of this number, or the free one where it would be. The pairs of later ids are on their way. */
+static u64 *pair(u64 *pairs, size_t last, const u64 *ids, size_t number, size_t count) {
+    uint64_t id = ids[number];
+    size_t at = hashed(id) & last;
+    if (number + PAIRS_AHEAD < count)
+        __builtin_prefetch(pairs + 2 * (hashed(ids[number + PAIRS_AHEAD]) & last));
+    while (pairs[2 * at + 1] && pairs[2 * at] != id)
+        at = (at + 1) & last;
+    return pairs + 2 * at;
+}
+
+/* Slots, -1 where there is no row. */
+static void slots_find(void *slots, void *pairs, size_t last, const void *ids, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        ((u64 *)slots)[i] = pair(pairs, last, ids, i, count)[1] - 1;
+}
+
+static void slots_put(void *slots, void *pairs, size_t last, const void *ids, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        u64 *to = pair(pairs, last, ids, i, count);
+        to[0] = ((const u64 *)ids)[i];
+        to[1] = ((const u64 *)slots)[i] + 1;
+    }
+}
+
+/* As slots_find(); then the ids are gone. */
+static void slots_drop(void *slots, void *pairs, size_t last, const void *ids, size_t count) {
+    u64 *all = pairs;
+    for (size_t i = 0; i < count; i++) {
+        u64 *from = pair(pairs, last, ids, i, count);
+        ((u64 *)slots)[i] = from[1] - 1;
+        if (!from[1])
+            continue;
+        /* Those behind that passed this pair move up. */
+        size_t hole = (size_t)(from - all) / 2;
+        for (size_t at = (hole + 1) & last; all[2 * at + 1]; at = (at + 1) & last)
+            if (((at - hashed(all[2 * at])) & last) >= ((at - hole) & last)) {
+                memcpy(all + 2 * hole, all + 2 * at, 2 * sizeof *all);
+                hole = at;
+            }
+        all[2 * hole + 1] = 0;
+    }
+}
+
+/* Update rules of rows: see shardline/update/rows/rules.py. Each changes one row. rows: where it lies in the arena of
+ * values and in each state's. numbers: the rate, then the rule's settings in their order. */
+
+static void sgd_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
+    f32 *w = rows[0];
+    const float rate = (float)numbers[0], decay = (float)numbers[1];
+    EACH for (size_t i = 0; i < dim; i++)
+        w[i] = w[i] - (g[i] + w[i] * decay) * rate;
+}
+
+enum { SUMS = 8 };
+
+static void rowwise_adagrad_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
+    f32 *w = rows[0], *sum = rows[1];
+    double lanes[SUMS] = {0};
+    size_t whole = dim / SUMS * SUMS;
+    for (size_t at = 0; at < whole; at += SUMS)
+        for (size_t i = 0; i < SUMS; i++)
+            lanes[i] += (double)g[at + i] * g[at + i];
+    for (size_t i = 0; i < dim - whole; i++)
+        lanes[i] += (double)g[whole + i] * g[whole + i];
+    for (size_t half = SUMS / 2; half; half /= 2)
+        for (size_t i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    *sum += (float)(lanes[0] / (double)dim);
+    const float scale = (float)numbers[0] / (__builtin_sqrtf(*sum) + (float)numbers[1]);
+    EACH for (size_t i = 0; i < dim; i++)
+        w[i] = w[i] - scale * g[i];
+}
+
+static void adagrad_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
+    f32 *w = rows[0], *sum = rows[1];
+    const float rate = (float)numbers[0], eps = (float)numbers[1];
+    EACH for (size_t i = 0; i < dim; i++) {
+        float total = sum[i] + g[i] * g[i];
+        sum[i] = total;
+        w[i] = w[i] - g[i] * rate / (__builtin_sqrtf(total) + eps);
+    }
+}
+
+static double power(double base, uint32_t exponent) {
+    double found = 1;
+    for (; exponent; exponent >>= 1, base *= base)
+        if (exponent & 1)
+            found *= base;
+    return found;
+}
+
+static void adam_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
+    f32 *w = rows[0], *step = rows[1], *mean = rows[2], *square = rows[3];
+    const double beta1 = numbers[1], beta2 = numbers[2];
+    const float keep1 = (float)beta1, share1 = (float)(1 - beta1), keep2 = (float)beta2, share2 = (float)(1 - beta2);
+    *step += 1;
+    const float rate = (float)(numbers[0] / (1 - power(beta1, (uint32_t)*step)));
+    const float root = (float)(1 / __builtin_sqrt(1 - power(beta2, (uint32_t)*step))), eps = (float)numbers[3];
+    EACH for (size_t i = 0; i < dim; i++) {
+        float m = mean[i] * keep1 + g[i] * share1, s = square[i] * keep2 + g[i] * g[i] * share2;
+        mean[i] = m;
+        square[i] = s;
+        w[i] = w[i] - m * rate / (__builtin_sqrtf(s) * root + eps);
+    }
+}
+
+static void ftrl_row(f32 *const *rows, const f32 *g, size_t dim, const double *numbers) {
+    f32 *w = rows[0], *z = rows[1], *n = rows[2];
+    const float per_rate = (float)(1 / numbers[0]), l1 = (float)numbers[1], l2 = (float)numbers[2];
+    const float beta = (float)numbers[3];
+    EACH for (size_t i = 0; i < dim; i++) {
+        float before = __builtin_sqrtf(n[i]), squares = n[i] + g[i] * g[i], root = __builtin_sqrtf(squares);
+        float sum = z[i] + (g[i] - (root - before) * per_rate * w[i]);
+        float weight = (__builtin_copysignf(l1, sum) - sum) / ((root + beta) * per_rate + l2);
+        n[i] = squares;
+        z[i] = sum;
+        w[i] = __builtin_fabsf(sum) <= l1 ? 0 : weight;
+    }
+}
+
+/* A row on its way to the nearest cache. */
+static void fetch(const f32 *row, size_t width) {
+    for (size_t at = 0; at < width; at += LINE / sizeof *row)
+        __builtin_prefetch(row + at, 1);
+}
+
+/* See row_rule. */
+#define ROWS(rule)                                                                                                     \
+    static void rows_##rule(void *const *arenas, const size_t *widths, size_t number, const void *slots,               \
+                            const void *gradients, size_t count, const double *numbers) {                              \
+        const u64 *at = slots;                                                                                         \
+        const f32 *g = gradients;                                                                                      \
+        for (size_t row = 0; row < count; row++, g += widths[0]) {                                                     \
+            f32 *rows[4];                                                                                              \
+            for (size_t n = 0; n < number; n++) {                                                                      \
+                rows[n] = (f32 *)arenas[n] + at[row] * widths[n];                                                      \
+                if (row + ROWS_AHEAD < count)                                                                          \
+                    fetch((f32 *)arenas[n] + at[row + ROWS_AHEAD] * widths[n], widths[n]);                             \
+            }                                                                                                          \
+            rule##_row(rows, g, widths[0], numbers);                                                                   \
+        }                                                                                                              \
+    }
+
+ROWS(sgd)
+ROWS(rowwise_adagrad)
+ROWS(adagrad)
+ROWS(adam)
+ROWS(ftrl)
+
 #define TABLE_(level) kernels_##level
 #define TABLE(level) TABLE_(level)
 
@@ -663,4 +826,12 @@ const struct kernels TABLE(LEVEL) = {
     .rounded = rounded,
     .ternary = ternary,
     .largest = largest,
+    .slots_find = slots_find,
+    .slots_put = slots_put,
+    .slots_drop = slots_drop,
+    .rows_sgd = rows_sgd,
+    .rows_rowwise_adagrad = rows_rowwise_adagrad,
+    .rows_adagrad = rows_adagrad,
+    .rows_adam = rows_adam,
+    .rows_ftrl = rows_ftrl,
 };

@@ -41,6 +41,11 @@ struct adam_step {
     int away;            /* the values are written past the cache */
 };
 
+/* arenas: of values, then of states, float32; widths: elements per row of each, at most 4. slots: distinct, as many as
+ * rows of gradients. numbers: the rate, then the rule's settings. */
+typedef void row_rule(void *const *arenas, const size_t *widths, size_t number, const void *slots,
+                      const void *gradients, size_t count, const double *numbers);
+
 struct kernels {
     int fma;             /* this level can do `fused` */
     /* Largest magnitude: NaN where an element is, 0 without elements. */
@@ -92,6 +97,11 @@ struct kernels {
                     uint64_t seed);
     void (*ternary)(void *codes, const void *values, float scale, size_t count, uint64_t seed);
     void (*largest)(void *indices, const void *values, size_t count, size_t wanted);
+    /* Rows of embedding tables: slots by id, and update rules. */
+    void (*slots_find)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
+    void (*slots_put)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
+    void (*slots_drop)(void *slots, void *pairs, size_t last, const void *ids, size_t count);
+    row_rule *rows_sgd, *rows_rowwise_adagrad, *rows_adagrad, *rows_adam, *rows_ftrl;
 };
 
 #endif

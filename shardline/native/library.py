@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SHARDLINE_NATIVE"
-ABI = 9
+ABI = 10
 """Of native/shardline.c: a library of other sources is not used."""
 BUILT = Path(__file__).parent / "built" / "libshardline.so"
 _REBUILD = "run `make install` or `python native/build.py`"
 
 _ADDRESS, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_double
 _PARTS = (_ADDRESS, _ADDRESS, _COUNT, _COUNT)
+_SLOTS = (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT)
+_ROWS = (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS)
 
 
 class SgdStep(ctypes.Structure):
@@ -71,6 +73,8 @@ class _Table(ctypes.Structure):
         ("rounded", _function(None, *(_ADDRESS,) * 3, _COUNT, _COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_uint64)),
         ("ternary", _function(None, _ADDRESS, _ADDRESS, ctypes.c_float, _COUNT, ctypes.c_uint64)),
         ("largest", _function(None, *_PARTS)),
+        *((f"slots_{name}", _function(None, *_SLOTS)) for name in ("find", "put", "drop")),
+        *((f"rows_{rule}", _function(None, *_ROWS)) for rule in ("sgd", "rowwise_adagrad", "adagrad", "adam", "ftrl")),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.core.rows import part_of
+from shardline.native.rows import slots_by_hash
 
 
 class SlotsByDict:
@@ -49,7 +50,7 @@ class RowStore:
         """float32 [capacity, dim]; only slots of rows mean anything."""
         self.states: Mapping[str, Tensor] = {name: torch.empty(0, width) for name, width in widths.items()}
         """By name: float32 [capacity, width]."""
-        self._slots = SlotsByDict()
+        self._slots = slots_by_hash() or SlotsByDict()
         self._used = 0
         """Slots that have been given out, from the first."""
         self._free = torch.empty(0, dtype=torch.int64)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardline.errors import JobError, TensorError
+from shardline.native import rows as native
 from shardline.seams import Resident
 
 if TYPE_CHECKING:
@@ -66,11 +67,14 @@ class RowRule(Resident, ABC):
         least, most = map(int, torch.aminmax(slots))
         if least < 0 or most >= capacity:
             raise TensorError(f"row rule {self}: slots from {least} to {most}; the store has {capacity}")
-        arenas, index = [store.values.numpy(), *(states[name].numpy() for name in self.widths(dim))], slots.numpy()
-        rows = [arena[index] for arena in arenas]
-        self.update(rows, gradients.numpy(), self.lr * factor)
+        rate, settings = self.lr * factor, [getattr(self, item.name) for item in dataclasses.fields(self)]
+        arenas, index = [store.values, *(states[name] for name in self.widths(dim))], slots.numpy()
+        if native.update(self.name.replace("-", "_"), arenas, slots, gradients, [rate, *settings[1:]]):
+            return
+        rows = [arena.numpy()[index] for arena in arenas]
+        self.update(rows, gradients.numpy(), rate)
         for arena, row in zip(arenas, rows, strict=True):
-            arena[index] = row
+            arena.numpy()[index] = row
 
 
 @dataclass(frozen=True)
@@ -161,16 +165,17 @@ class Adam(RowRule):
         square *= np.float32(self.beta2)
         square += gradients * gradients * np.float32(1 - self.beta2)
         rates = (rate / (1 - _power(self.beta1, step))).astype(np.float32)
-        roots = np.sqrt(1 - _power(self.beta2, step)).astype(np.float32)
-        values -= mean * rates / (np.sqrt(square) / roots + np.float32(self.eps))
+        roots = (1 / np.sqrt(1 - _power(self.beta2, step))).astype(np.float32)
+        values -= mean * rates / (np.sqrt(square) * roots + np.float32(self.eps))
 
 
 def _power(base: float, exponents: Floats) -> npt.NDArray[np.float64]:
     """Powers by squaring. exponents: whole numbers."""
-    left, found = exponents.astype(np.int64), np.ones(exponents.shape)
+    left, found = exponents.astype(np.uint32), np.ones(exponents.shape)
     while left.any():
         found[left & 1 == 1] *= base
-        base, left = base * base, left >> 1
+        base *= base
+        left >>= 1
     return found
 
 
@@ -197,10 +202,10 @@ class Ftrl(RowRule):
 
     def update(self, rows: Sequence[Floats], gradients: Floats, rate: float) -> None:
         """See RowRule."""
-        (values, z, n), l1, alpha = rows, np.float32(self.l1), np.float32(rate)
+        (values, z, n), l1, per_rate = rows, np.float32(self.l1), np.float32(1 / rate)
         before = np.sqrt(n)
         n += gradients * gradients
         root = np.sqrt(n)
-        z += gradients - (root - before) / alpha * values
-        weights = (np.copysign(l1, z) - z) / ((root + np.float32(self.beta)) / alpha + np.float32(self.l2))
+        z += gradients - (root - before) * per_rate * values
+        weights = (np.copysign(l1, z) - z) / ((root + np.float32(self.beta)) * per_rate + np.float32(self.l2))
         values[:] = np.where(np.abs(z) <= l1, np.float32(0), weights)
