@@ -87,8 +87,8 @@ def test_minus_zero_of_one_row_stays() -> None:
 
 
 def test_bytes_that_are_not_whole_rows_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="not whole rows of 20 bytes"):
-        rows.count(torch.zeros(50, dtype=torch.uint8), 3)
+    with pytest.raises(ProtocolError, match="not whole rows of dim 3, 20 bytes each"):
+        rows.count(torch.zeros(51), 3)
 
 
 @given(SETS)
