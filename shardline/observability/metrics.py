@@ -146,6 +146,7 @@ TABLE: tuple[MetricSpec, ...] = (
     _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Applying the update rule to one bucket"),
     _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
     _gauge("shardline_shard_step", "steps", ["ps"], ["shard"], "Lowest step among a shard's buckets"),
+    _gauge("shardline_table_rows", "rows", ["ps"], ["shard", "table"], "Rows of an embedding table in a shard"),
     _gauge("shardline_ps_standby_synced", "0 or 1", ["ps"], ["shard"], "Whether the standby on this ps can take over"),
     _gauge("shardline_ps_standby_bytes", "bytes", ["ps"], ["shard"], "Memory of the standby on this ps"),
     _gauge(

@@ -14,6 +14,7 @@ from shardline.observability.metrics import Metrics, Spread
 from shardline.rpc.v1 import common_pb2
 from shardline.server.admission import outcome_name
 from shardline.server.incoming_push import PushResult
+from shardline.storage.table import TableBucket
 from shardline_ps.store import ParameterStore
 
 Key = TypeVar("Key")
@@ -136,6 +137,10 @@ class Meter:
             for item in reply.shards:
                 metrics.gauge("shardline_shard_version", shard=item.shard).set(item.version)
                 metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
+            for number, shard in self._store.shards.items():
+                for bucket in shard.buckets:
+                    if isinstance(bucket, TableBucket):
+                        metrics.gauge("shardline_table_rows", shard=number, table=bucket.table).set(len(bucket.store))
             if reply.shards:
                 metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
                 self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))
