@@ -236,6 +236,7 @@ class JobMember:
             self._loop.runner.lent.close()
         if self._link is not None:
             self._link.close()
+        self._loop.place.tables.close()
         self._loop.place.close()
         self.metrics.close()
         self.beside.close()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from shardline.client.exchange.shard_exchange import PullSink, ShardTask
+from shardline.client.exchange.shard_exchange import Interrupted, PullSink, ShardTask
 from shardline.client.step.trainer import Trainer
 from shardline.core.contributions import dim_of
 from shardline.core.rows import part_of
 from shardline.core.tensor_bytes import copy_bytes, tensor_bytes
-from shardline.errors import ProtocolError
+from shardline.errors import ProtocolError, UsageError
 from shardline.nn import EmbeddingTable
 from shardline.waist import Arrival, Memory, Want, octets
+
+log = logging.getLogger("shardline.client")
 
 
 class RowsSink(PullSink):
@@ -64,11 +67,17 @@ class ServedRows:
         self._tables = tables
         self._trainer = trainer
         self._waits = waits
+        self._closed = False
         for table in tables.values():
             table.source = self
 
     def rows(self, wanted: Sequence[tuple[EmbeddingTable, torch.Tensor]]) -> list[torch.Tensor]:
-        """Pull rows of the open step. Raises StepAgain."""
+        """Pull rows of the open step. Raises StepAgain; UsageError after the session's end."""
+        if self._closed:
+            raise UsageError(
+                f"the rows of table {wanted[0][0].name!r} are on the servers, and this session has ended; read them "
+                "from its last checkpoint, with shardline.checkpoint.tables.StoredTables as the table's `source`"
+            )
         trainer = self._trainer()
         by_table: dict[str, list[torch.Tensor]] = {}
         for table, ids in wanted:
@@ -84,7 +93,7 @@ class ServedRows:
                 if bool(own.any()):
                     here.setdefault(shard, {})[bucket] = name, own.nonzero().squeeze(1)
         with self._waits():
-            sinks = _pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
+            sinks = pull(trainer, {s: {b: unique[n][at] for b, (n, at) in own.items()} for s, own in here.items()})
         for shard, held in here.items():
             for bucket, (name, at) in held.items():
                 found[name][at] = sinks[shard].values[bucket]
@@ -99,13 +108,32 @@ class ServedRows:
         """The rows' gradients since the last call, packed, by table."""
         return {name: packed for name, table in self._tables.items() if (packed := table.take()) is not None}
 
+    def close(self) -> None:
+        """The session has ended."""
+        self._closed = True
+
     def forget(self) -> None:
         for table in self._tables.values():
             table.forget()
 
 
+def pull(trainer: Trainer, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> dict[int, RowsSink]:
+    """Pull rows by shard, bucket and id, again where new orders that change nothing for this step interrupt it.
+
+    Raises Restart, Interrupted, Stopped, UnreachableError.
+    """
+    while True:
+        trainer.exchange.arm()
+        # Looks at orders that came before; later ones interrupt.
+        if not trainer.exchange.observer.still_ordered():
+            raise Interrupted
+        try:
+            return _pull(trainer, wanted)
+        except Interrupted:
+            log.debug("new orders have interrupted a pull of rows")
+
+
 def _pull(trainer: Trainer, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> dict[int, RowsSink]:
-    """Pull rows by shard, bucket and id. Raises Restart, Interrupted, Stopped, UnreachableError."""
     sinks, tasks = {}, {}
     for shard, rows in wanted.items():
         dims = {bucket: dim_of(trainer.plan.shards[shard].buckets[bucket]) for bucket in rows}
