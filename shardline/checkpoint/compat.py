@@ -10,7 +10,7 @@ import torch
 
 from shardline import consistency
 from shardline.consistency import Gives, named
-from shardline.core.spec import JobSpec, TensorSpec, flattened, joined
+from shardline.core.spec import JobSpec, TensorKind, TensorSpec, flattened, joined
 from shardline.errors import CheckpointError, JobError
 from shardline.update import chosen
 
@@ -75,13 +75,17 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
         if name not in before:
             continue
         old = before[name]
+        tables = new.kind is old.kind is TensorKind.TABLE
         pairs = [
-            ("shape", new.shape, old.shape),
+            ("dim", new.row_elements, old.row_elements) if tables else ("shape", new.shape, old.shape),
             ("dtype", new.dtype, old.dtype),
             ("kind", new.kind.value, old.kind.value),
+            # Settings of a rule may change, as those of the job's may.
+            ("rule", new.rule.partition(":")[0], old.rule.partition(":")[0]),
+            ("init", new.init, old.init),
         ]
         out += [
-            f"tensor {name!r} has {what} {ours} in the job, {theirs} in the checkpoint"
+            f"{'table' if tables else 'tensor'} {name!r} has {what} {ours} in the job, {theirs} in the checkpoint"
             for what, ours, theirs in pairs
             if ours != theirs
         ]

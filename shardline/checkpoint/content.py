@@ -5,6 +5,12 @@
     scalar/<state>/<tensor>@<row> float64, 0-d: per-tensor state such as "step"
     initialized/<tensor>@<row>    bool, 0-d: the optimizer state of these rows exists
 
+Of a table, the number after "@" is that of a part, and the rows are those of a range of parts, by part and id:
+
+    state/ids/<table>@<part>      int64 [n]
+    value/<table>@<part>          [n, dim]
+    state/<state>/<table>@<part>  [n, width]
+
 No key or value depends on offsets, buckets or the number of shards, so any plan can read them.
 """
 
@@ -20,9 +26,11 @@ from typing import Any
 import torch
 
 from shardline.core.image import VALUE, BucketImage
-from shardline.core.plan import BucketSpec, Plan, quantum_rows
-from shardline.core.spec import DTYPE_NAMES, DTYPES, RuleSpec, TensorSpec
+from shardline.core.plan import BucketSpec, Plan, Slice, quantum_rows
+from shardline.core.rows import part_of
+from shardline.core.spec import DTYPE_NAMES, DTYPES, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError
+from shardline.storage.table import IDS, check_image, row_widths
 from shardline.update import chosen
 
 STATE = "state"
@@ -89,6 +97,8 @@ Entries = dict[Key, torch.Tensor]
 def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[TensorSpec], rule: RuleSpec) -> Entries:
     """Entries of one bucket, as views of the image's tensors. Raises CheckpointError if the image doesn't fit."""
     where = f"shard {image.shard}, bucket {image.bucket}"
+    if bucket.kind is TensorKind.TABLE:
+        return _table_entries(image, bucket.slices[0], tensors[bucket.slices[0].tensor])
     _check_image(image, bucket, where)
     entries: Entries = {}
     method = chosen(rule)
@@ -117,6 +127,16 @@ def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[Tens
             entries[Key(SCALAR, state, name, row)] = torch.tensor(values[number], dtype=torch.float64)
         if image.initialized:
             entries[Key(INITIALIZED, "", name, row)] = torch.tensor(image.initialized[number])
+    return entries
+
+
+def _table_entries(image: BucketImage, piece: Slice, table: TensorSpec) -> Entries:
+    check_image(image, table, piece)
+    ids = image.tensors[IDS]
+    entries = {Key(STATE, IDS, table.name, piece.first_row): ids}
+    for name, width in row_widths(table).items():
+        key = Key(VALUE if name == VALUE else STATE, "" if name == VALUE else name, table.name, piece.first_row)
+        entries[key] = image.tensors[name].view(len(ids), width)
     return entries
 
 
@@ -179,6 +199,11 @@ class ContentDigest:
         """Add entries. rows: number of rows by (tensor, first row)."""
         for key, part in entries.items():
             tensor = self._tensors[key.tensor]
+            if tensor.kind is TensorKind.TABLE:
+                ids = entries[Key(STATE, IDS, key.tensor, key.first_row)]
+                for number, data in self._parts_of_table(ids, part):
+                    self._parts[key.what, key.state, key.tensor, number] = data
+                continue
             held = rows[key.tensor, key.first_row]
             step = quantum_rows(tensor)
             if key.first_row % step:
@@ -186,6 +211,16 @@ class ContentDigest:
             first = key.first_row // step
             for number, data in enumerate(self._quanta(key, tensor, part, held, step)):
                 self._parts[key.what, key.state, key.tensor, first + number] = data
+
+    @staticmethod
+    def _parts_of_table(ids: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, bytes]]:
+        """(part, digest) of each part of a table that has rows."""
+        head = DTYPE_NAMES[rows.dtype].encode()
+        numbers, counts = torch.unique_consecutive(part_of(ids), return_counts=True)
+        end = 0
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            begin, end = end, end + count
+            yield number, hashlib.sha256(head + raw_bytes(rows[begin:end])).digest()
 
     @staticmethod
     def _quanta(key: Key, tensor: TensorSpec, part: torch.Tensor, rows: int, step: int) -> Iterator[bytes]:

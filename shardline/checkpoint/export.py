@@ -14,6 +14,7 @@ from shardline.checkpoint.files import os_text
 from shardline.checkpoint.manifest import MANIFEST, step_folder
 from shardline.checkpoint.reader import Checkpoint
 from shardline.checkpoint.store import BEST, LATEST, committed_steps, marked_best, newest_valid
+from shardline.checkpoint.tables import flat_tables
 from shardline.errors import CheckpointError, UsageError
 from shardline.host import files
 
@@ -57,6 +58,8 @@ def _verified(path: Path) -> Checkpoint:
 def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoint:
     """Write all values under their state_dict names, including aliases of tied weights and persistent buffers.
 
+    Of each table, `<table>.ids` (int64 [n]) and `<table>.rows` (float32 [n, dim]), by part and id: see core.rows.
+
     `.pt`: torch.save; aliases share storage; load with torch.load(weights_only=True). `.safetensors`: the format has no
     shared storage, so aliases are copies; load_state_dict(load_file(out), strict=True) finds every name.
     best: see find_checkpoint. Returns the exported checkpoint. Raises UsageError for another suffix or an unwritable
@@ -66,6 +69,10 @@ def export(checkpoint_path: Path, out: Path, *, best: bool = False) -> Checkpoin
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")
     checkpoint = find_checkpoint(checkpoint_path, best=best)
     state = checkpoint.state_dict()
+    for name, pieces in flat_tables(checkpoint).items():
+        if name in state:
+            raise UsageError(f"{name!r} is both a tensor of the model and of a table; give the table another name")
+        state[name] = torch.cat([*pieces])
     if out.suffix == ".safetensors":
         # Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks.
         for name, tensor in state.items():

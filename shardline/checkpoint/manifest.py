@@ -78,7 +78,7 @@ class BucketModel(_Model):
     """One bucket of the plan; slices are [tensor, first_row, rows, offset, elements]."""
 
     dtype: str
-    kind: Literal["param", "frozen", "buffer"]
+    kind: Literal["param", "frozen", "buffer", "table"]
     elements: Count
     slices: Annotated[tuple[Annotated[tuple[Count, Count, Count, Count, Count], _Listed], ...], _Listed]
 

@@ -19,9 +19,10 @@ from shardline.checkpoint.content import COMPLEX_KEYS, STATE, Key, stored_dtype
 from shardline.checkpoint.files import file_digest, os_text
 from shardline.checkpoint.manifest import FileEntry
 from shardline.checkpoint.stored import StoredFile, StoredRows, StoredTensors, by_rows
+from shardline.checkpoint.tables import StoredTable
 from shardline.core.image import VALUE, BucketImage, WorkerSequence
 from shardline.core.plan import Plan
-from shardline.core.spec import JobSpec, TensorSpec, joined
+from shardline.core.spec import JobSpec, TensorKind, TensorSpec, joined
 from shardline.errors import CheckpointError
 from shardline.host import files
 
@@ -44,11 +45,28 @@ class Checkpoint:
         self._lock = threading.Lock()
         self._stored: StoredTensors | None = None
         self._whole: StoredTensors | None = None
+        self._tables: dict[str, StoredTable] = {}
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Those of the state_dict, in the plan's order: whole, also where workers shared layers."""
-        return joined(self.job.tensors)
+        """Those of the state_dict, in the plan's order: whole, also where workers shared layers. Without tables."""
+        return tuple(tensor for tensor in joined(self.job.tensors) if tensor.kind is not TensorKind.TABLE)
+
+    @functools.cached_property
+    def tables(self) -> tuple[TensorSpec, ...]:
+        return tuple(tensor for tensor in self.job.tensors if tensor.kind is TensorKind.TABLE)
+
+    def table(self, name: str) -> StoredTable:
+        """A table. Raises CheckpointError if there is none of this name."""
+        self._contents()
+        if name not in self._tables:
+            known = ", ".join(self._tables) or "none"
+            raise CheckpointError(f"{self.path} has no table {name!r}; its tables: {known}")
+        return self._tables[name]
+
+    def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table: float32 [U, dim]; those that are not stored are as its `init` makes them. ids: int64 [U]."""
+        return self.table(table).find(ids)[0]
 
     def verify(self) -> None:
         """Read every file and compare size and SHA-256. Raises CheckpointError naming the file and the problem.
@@ -102,14 +120,17 @@ class Checkpoint:
         differ only if the cut was not consistent.
         Raises CheckpointError if the plan's tensors are not the checkpoint's.
         """
-        contents = self._contents().recut(plan.tensors)
+        contents = self._contents().recut([one for one in plan.tensors if one.kind is not TensorKind.TABLE])
         same = plan.plan_id == self.plan.plan_id
         steps, versions = self.manifest.steps, self.manifest.versions
         step, version = (steps[shard], versions[shard]) if same else (max(steps), max(versions))
         for number, bucket in enumerate(plan.shards[shard].buckets):
-            yield contents.image(
-                plan, bucket, BucketImage(shard=shard, bucket=number, step=step, version=version, tensors={})
-            )
+            head = BucketImage(shard=shard, bucket=number, step=step, version=version, tensors={})
+            if bucket.kind is TensorKind.TABLE:
+                wanted = plan.tensors[bucket.slices[0].tensor]
+                yield self.table(wanted.name).image(head, bucket.slices[0], wanted)
+            else:
+                yield contents.image(plan, bucket, head)
 
     def sequences(self, plan: Plan, shard: int) -> dict[str, WorkerSequence]:
         """Each worker's last push that a shard of this checkpoint includes, by task; {} for another plan's shards.
@@ -132,6 +153,7 @@ class Checkpoint:
         """Close the files; reading opens them again."""
         with self._lock:
             self._stored = self._whole = None
+            self._tables = {}
 
     def _wholes(self) -> StoredTensors:
         """Stored entries, by tensor of the state_dict."""
@@ -144,7 +166,13 @@ class Checkpoint:
     def _contents(self) -> StoredTensors:
         with self._lock:
             if self._stored is None:
-                self._stored = StoredTensors(self.path, self.job.rule, self.plan.tensors, self._build_index())
+                index = self._build_index()
+                for spec in self.tables:
+                    pieces = self.plan.pieces(self.plan.index[spec.name])
+                    firsts = sorted(piece.first_row for _, _, piece in pieces)
+                    self._tables[spec.name] = StoredTable(self.path, spec, firsts, index.pop(spec.name))
+                dense = [one for one in self.plan.tensors if one.kind is not TensorKind.TABLE]
+                self._stored = StoredTensors(self.path, self.job.rule, dense, index)
             return self._stored
 
     def _build_index(self) -> dict[str, dict[tuple[str, str], list[StoredRows]]]:
@@ -164,6 +192,8 @@ class Checkpoint:
             held = index[tensor.name]
             for entries in held.values():
                 entries.sort()
+            if tensor.kind is TensorKind.TABLE:
+                continue
             values = held.get((VALUE, ""), [])
             self._check_covered(tensor, values)
             rows = {entry.first_row: entry.rows for entry in values}

@@ -66,6 +66,11 @@ class StoredRows:
     file: StoredFile = field(compare=False)
     key: str = field(compare=False)
 
+    def mapped(self) -> torch.Tensor:
+        """All of it, in the file's memory, which must not be written to."""
+        stored: torch.Tensor = self.file.handle.get_tensor(self.key)
+        return stored
+
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         try:
             if start == 0 and (stop is None or stop == self.rows):

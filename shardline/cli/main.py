@@ -23,6 +23,7 @@ COMMANDS = {
     "drain": "status:drain",
     "export": "status:export",
     "health": "health:health",
+    "lookup": "status:lookup",
     "methods": "list_methods:list_methods",
     "page": "status:page",
     "rebalance": "status:rebalance",

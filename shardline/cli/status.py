@@ -1,4 +1,5 @@
-"""Commands for a running cluster or for what a run wrote: status, stop, drain, rebalance, page and export.
+"""Commands for a running cluster or for what a run wrote: status, stop, drain, rebalance, page, export and
+lookup.
 
 `status` shows the cluster in one frame, or redrawn until its job has ended; `top` is `status --watch`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -171,6 +173,28 @@ def export(checkpoint: Path, out: Path, best: bool, hf: bool) -> int:
     for warning in write(checkpoint, out, best=best).warnings:
         print(f"shardline: {warning}", file=sys.stderr)
     print(out)
+    return 0
+
+
+@click.command(
+    short_help="Print rows of an embedding table in a checkpoint.", context_settings={"ignore_unknown_options": True}
+)
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("table")
+@click.argument("ids", nargs=-1, required=True, metavar="ID...", type=click.IntRange(-(1 << 63), (1 << 63) - 1))
+@click.option("--best", is_flag=True, help="The best checkpoint of a run, by its metric, instead of the newest.")
+def lookup(checkpoint: Path, table: str, ids: tuple[int, ...], best: bool) -> int:
+    """Print a line of JSON for each ID: its row of TABLE in CHECKPOINT (see export), and if that is stored.
+
+    A row that is not stored has had no gradient: it is as the table's `init` makes it.
+    """
+    import torch
+
+    from shardline.checkpoint import find_checkpoint
+
+    rows, stored = find_checkpoint(checkpoint, best=best).table(table).find(torch.tensor(ids))
+    for number, row, there in zip(ids, rows.tolist(), stored.tolist(), strict=True):
+        print(json.dumps({"id": number, "stored": there, "values": row}))
     return 0
 
 

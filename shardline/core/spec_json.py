@@ -25,6 +25,8 @@ for _spec in (TensorSpec, RuleSpec, ScheduleSpec, ConsistencySpec, InnerSpec, Jo
     # Strict: True is no number, and "7" none either.
     _spec.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[union-attr]
 _JOB = TypeAdapter(JobSpec)
+_OF_TABLES = ("rule", "init")
+"""Fields of a TensorSpec that are not written where they are empty."""
 
 
 def job_to_json(job: JobSpec) -> dict[str, Any]:
@@ -64,7 +66,12 @@ def _sentence(error: ValidationError) -> str:
 
 def _encode(value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _encode(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {
+            name: _encode(item, f"{path}.{name}")
+            for name, item in fields.items()
+            if name not in _OF_TABLES or item != ""
+        }
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, collections.abc.Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -133,13 +133,16 @@ def digest(data: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(data) or 1
 
 
-def params_sha256(params: Mapping[str, torch.Tensor]) -> str:
+def params_sha256(params: Mapping[str, torch.Tensor | Iterable[torch.Tensor]]) -> str:
     """sha256 in hex over the tensors' little-endian bytes, one tensor after another in the order of their names.
 
-    params: every parameter once, under its first name (including frozen ones; no aliases of tied weights, no buffers).
-    Names and shapes are not hashed, so any tool that reads the exported file can check it.
+    params: every parameter once, under its first name (including frozen ones; no aliases of tied weights, no buffers),
+    and of each table `<table>.ids` and `<table>.rows`, whole or piece by piece. Names and shapes are not hashed, so any
+    tool that reads the exported file can check it.
     """
     found = hashlib.sha256()
     for name in sorted(params):
-        found.update(tensor_bytes(params[name].cpu()))
+        held = params[name]
+        for piece in (held,) if isinstance(held, torch.Tensor) else held:
+            found.update(tensor_bytes(piece.cpu()))
     return found.hexdigest()

@@ -9,7 +9,7 @@ import torch
 from shardline import schedule as schedules
 from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
-from shardline.core.plan import BucketSpec
+from shardline.core.plan import BucketSpec, Slice
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.rows import ids_of, pack, part_of, rows_of
 from shardline.core.spec import ScheduleSpec, TensorSpec
@@ -21,6 +21,32 @@ from shardline.update.rows import ROW_INITS, ROW_RULES
 
 IDS = "ids"
 """Name of the ids among an image's tensors."""
+
+
+def row_widths(table: TensorSpec) -> dict[str, int]:
+    """float32 elements of a row, by name: its values, and each state of the table's rule."""
+    return {VALUE: table.row_elements, **ROW_RULES.parse(table.rule).widths(table.row_elements)}
+
+
+def check_image(image: BucketImage, table: TensorSpec, piece: Slice) -> None:
+    """Raise CheckpointError unless an image has ids of these parts, in order, and all that the rule keeps of a row."""
+    ids, widths = image.tensors.get(IDS, torch.empty(0)), row_widths(table)
+    where = f"shard {image.shard}, table {table.name!r}"
+    if ids.dtype is not torch.int64 or {*image.tensors} != {*widths, IDS}:
+        raise CheckpointError(
+            f"{where}: the image has {', '.join(sorted(image.tensors))}; rule {table.rule} needs "
+            f"{', '.join(sorted([*widths, IDS]))}"
+        )
+    for name, width in widths.items():
+        held = image.tensors[name]
+        if held.numel() != len(ids) * width or held.dtype is not torch.float32:
+            raise CheckpointError(f"{where}: {held.numel()} numbers of {name!r} for {len(ids)} rows of {width} each")
+    parts = part_of(ids) - piece.first_row
+    if len(ids) and not bool(((parts >= 0) & (parts < piece.rows)).all()):
+        raise CheckpointError(f"{where}: the image has rows of other parts of the table")
+    ahead = (parts[1:] > parts[:-1]) | ((parts[1:] == parts[:-1]) & (ids[1:] > ids[:-1]))
+    if not bool(ahead.all()):
+        raise CheckpointError(f"{where}: the rows are not in the order of parts and ids, or one comes twice")
 
 
 class TableBucket(Bucket):
@@ -46,7 +72,7 @@ class TableBucket(Bucket):
         super().__init__(
             shard, number, spec, tensors, lambda device: None, contributions=contributions, pub=(nothing, nothing)
         )
-        tensor = tensors[spec.slices[0].tensor]
+        self._tensor = tensor = tensors[spec.slices[0].tensor]
         self.table, self.dim = tensor.name, tensor.row_elements
         self._schedule = schedule
         self._rows_rule, self._init = ROW_RULES.parse(tensor.rule), ROW_INITS.parse(tensor.init)
@@ -146,23 +172,7 @@ class TableBucket(Bucket):
 
     def rule_of(self, image: BucketImage) -> BucketRule | None:
         """Check that an image fits; tables have no BucketRule. Raises CheckpointError."""
-        ids, piece = image.tensors.get(IDS, torch.empty(0)), self.spec.slices[0]
-        widths = {VALUE: self.dim, **self._rows_rule.widths(self.dim)}
-        where = f"shard {self.shard}, table {self.table!r}"
-        if ids.dtype is not torch.int64 or {*image.tensors} != {*widths, IDS}:
-            raise CheckpointError(
-                f"{where}: the image has {', '.join(sorted(image.tensors))}; rule {self._rows_rule} needs "
-                f"{', '.join(sorted([*widths, IDS]))}"
-            )
-        for name, width in widths.items():
-            held = image.tensors[name]
-            if held.numel() != len(ids) * width or held.dtype is not torch.float32:
-                raise CheckpointError(
-                    f"{where}: {held.numel()} numbers of {name!r} for {len(ids)} rows of {width} each"
-                )
-        owned = part_of(ids) - piece.first_row
-        if len(ids) and not bool(((owned >= 0) & (owned < piece.rows)).all()):
-            raise CheckpointError(f"{where}: the image has rows of other parts of the table")
+        check_image(image, self._tensor, self.spec.slices[0])
         return None
 
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:

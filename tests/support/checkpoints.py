@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from shardline.checkpoint import CheckpointContents, CheckpointStore
+from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.files import Files
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan, make_plan
@@ -236,3 +239,30 @@ def flip_byte(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
     path.write_bytes(data)
+
+
+def edit_manifest(path: Path, *, sign: bool = True, **changes: Any) -> None:
+    """Change fields of a manifest as a foreign writer would: with a digest that fits."""
+    file = path / "manifest.json"
+    fields = {**json.loads(file.read_bytes()), **changes}
+    if sign:
+        fields["manifest_sha256"] = manifests.self_digest(fields)
+    file.write_text(json.dumps(fields))
+
+
+def files_with(path: Path, **changes: Any) -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = json.loads((path / "manifest.json").read_bytes())["files"]
+    return [{**files[0], **changes}, *files[1:]]
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a shard file's header as a foreign writer would: with checksums that fit."""
+    file = path / "shard-00000-of-00001.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8 : 8 + size])
+    change(fields)
+    text = json.dumps(fields).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    edit_manifest(path, files=files_with(path, **entry))

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.files import Files, try_lock
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import make_plan
@@ -27,6 +26,9 @@ from tests.support.checkpoints import (
     Killed,
     MortalFiles,
     cut_of,
+    edit_header,
+    edit_manifest,
+    files_with,
     flip_byte,
     images_of,
     job_of,
@@ -214,20 +216,6 @@ def test_same_step_replaces_a_damaged_one(tmp_path: Path) -> None:
 # Damage.
 
 
-def edit_manifest(path: Path, *, sign: bool = True, **changes: Any) -> None:
-    """Change fields of a manifest as a foreign writer would: with a digest that fits."""
-    file = path / "manifest.json"
-    fields = {**json.loads(file.read_bytes()), **changes}
-    if sign:
-        fields["manifest_sha256"] = manifests.self_digest(fields)
-    file.write_text(json.dumps(fields))
-
-
-def files_with(path: Path, **changes: Any) -> list[dict[str, Any]]:
-    files: list[dict[str, Any]] = json.loads((path / "manifest.json").read_bytes())["files"]
-    return [{**files[0], **changes}, *files[1:]]
-
-
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: (p / SHARD_0).write_bytes((p / SHARD_0).read_bytes()[:-7]), f"{SHARD_0} is truncated"),
     (lambda p: (p / SHARD_0).write_bytes(b""), f"{SHARD_0} is truncated: it has 0 of"),
@@ -296,19 +284,6 @@ def test_content_that_lacks_rows_of_a_tensor_is_refused_even_with_fitting_checks
     checkpoint.verify()
     with pytest.raises(CheckpointError, match=r"has 0 of the 6 rows of 'fc1.weight'"):
         checkpoint.tensor("fc1.bias")
-
-
-def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a shard file's header as a foreign writer would: with checksums that fit."""
-    file = path / "shard-00000-of-00001.safetensors"
-    data = file.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    fields = json.loads(data[8 : 8 + size])
-    change(fields)
-    text = json.dumps(fields).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    edit_manifest(path, files=files_with(path, **entry))
 
 
 def rename(fields: dict[str, Any], old: str, new: str) -> None:

@@ -1,0 +1,140 @@
+"""Rows of embedding tables in a checkpoint: by id, by part, or as the weight of an nn.Embedding.
+
+checkpoint.rows("users", ids)                                        # float32 [U, dim]
+nn.Embedding.from_pretrained(dense(checkpoint, "users", 100_000))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardline.checkpoint.content import STATE, stored_dtype
+from shardline.checkpoint.stored import StoredRows
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import Slice
+from shardline.core.rows import part_of
+from shardline.core.spec import TensorSpec
+from shardline.errors import CheckpointError
+from shardline.storage.table import IDS, row_widths
+from shardline.update.rows import ROW_INITS
+
+if TYPE_CHECKING:
+    from shardline.checkpoint.reader import Checkpoint
+
+_LEAST_ID = torch.iinfo(torch.int64).min
+
+
+class StoredTable:
+    """One table. Each file has the rows of a range of its parts, in the order of parts and ids, mapped to memory."""
+
+    def __init__(
+        self, where: Path, spec: TensorSpec, firsts: Sequence[int], held: Mapping[tuple[str, str], Sequence[StoredRows]]
+    ) -> None:
+        """firsts: the first part of each range. held: what files have of it, by first part.
+
+        Raises CheckpointError, naming the table, unless these are the ids, values and states of its rule.
+        """
+        self.spec = spec
+        self._firsts = torch.tensor(firsts)
+        self._init = ROW_INITS.parse(spec.init)
+        widths = row_widths(spec)
+        kinds = {name: (VALUE, "") if name == VALUE else (STATE, name) for name in (IDS, *widths)}
+        if stray := held.keys() - set(kinds.values()):
+            name = min(state or what for what, state in stray)
+            raise CheckpointError(
+                f"{where} has {name!r} of table {spec.name!r}, which rule {spec.rule!r} does not keep"
+            )
+        for name, kind in kinds.items():
+            entries = held.get(kind, ())
+            if [entry.first_row for entry in entries] != list(firsts):
+                missing = sorted({*firsts} - {entry.first_row for entry in entries})
+                raise CheckpointError(
+                    f"{where} has not {name!r} of all parts of table {spec.name!r}: those from parts {missing} on are "
+                    "missing"
+                )
+            for entry, ids in zip(entries, held[STATE, IDS], strict=True):
+                shape = (ids.rows,) if name == IDS else (ids.rows, widths[name])
+                dtype = stored_dtype("int64" if name == IDS else spec.dtype)
+                if (entry.shape, entry.dtype) != (shape, dtype):
+                    raise CheckpointError(
+                        f"{entry.file.path}: {entry.key!r} is {entry.dtype} {entry.shape}; rule {spec.rule!r} of dim "
+                        f"{spec.row_elements} needs {dtype} {shape}"
+                    )
+        self._pieces = [
+            {name: held[kind][number].mapped() for name, kind in kinds.items()} for number in range(len(firsts))
+        ]
+
+    def __len__(self) -> int:
+        """Number of stored rows."""
+        return sum(map(len, self.column(IDS)))
+
+    def column(self, name: str) -> Iterator[Tensor]:
+        """IDS (int64 [n]), VALUE (float32 [n, dim]) or a state of all rows, in the order of parts and ids."""
+        return (piece[name] for piece in self._pieces)
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, stored): float32 [U, dim] and bool [U]; rows that are not stored are as `init` makes them."""
+        parts = part_of(ids)
+        file_of = torch.searchsorted(self._firsts, parts, right=True) - 1
+        rows, stored = torch.empty(len(ids), self.spec.row_elements), torch.zeros(len(ids), dtype=torch.bool)
+        for number, piece in enumerate(self._pieces):
+            mine = torch.nonzero(file_of == number).view(-1)
+            if not len(piece[IDS]) or not len(mine):
+                continue
+            at = _places(piece[IDS], parts[mine], ids[mine]).clamp_(max=len(piece[IDS]) - 1)
+            same = piece[IDS][at] == ids[mine]
+            rows[mine[same]] = piece[VALUE][at[same]]
+            stored[mine[same]] = True
+        rows[~stored] = self._init.rows(self.spec.name, ids[~stored], self.spec.row_elements)
+        return rows, stored
+
+    def image(self, head: BucketImage, bucket: Slice, wanted: TensorSpec) -> BucketImage:
+        """`head` filled with the rows of a bucket's parts. Raises CheckpointError for another dim or rule's states."""
+        ours, theirs = row_widths(self.spec), row_widths(wanted)
+        if ours != theirs:
+            raise CheckpointError(
+                f"table {wanted.name!r} has rule {self.spec.rule!r} and rows of {ours} elements in the checkpoint, "
+                f"{wanted.rule!r} and {theirs} in the plan"
+            )
+        ends = torch.tensor([bucket.first_row, bucket.first_row + bucket.rows])
+        found: dict[str, list[Tensor]] = {name: [] for name in (VALUE, IDS, *ours)}
+        for piece in self._pieces:
+            start, stop = _places(piece[IDS], ends, torch.full((2,), _LEAST_ID)).tolist()
+            for name, parts in found.items():
+                parts.append(piece[name][start:stop].reshape(-1))
+        return dataclasses.replace(head, tensors={name: torch.cat(parts) for name, parts in found.items()})
+
+
+def _places(stored: Tensor, parts: Tensor, ids: Tensor) -> Tensor:
+    """Where each (part, id) is or would be in stored ids, of which few are read: int64 [U].
+
+    stored: int64 [n], in the order of parts and ids; parts, ids: int64 [U].
+    """
+    low, high = torch.zeros_like(ids), torch.full_like(ids, len(stored))
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        there = stored[middle.clamp(max=len(stored) - 1)]
+        part = part_of(there)
+        after = (low < high) & ((part < parts) | ((part == parts) & (there < ids)))
+        low, high = torch.where(after, middle + 1, low), torch.where(after, high, middle)
+    return low
+
+
+def dense(checkpoint: Checkpoint, table: str, rows: int) -> Tensor:
+    """Rows of ids 0 to rows - 1, for nn.Embedding.from_pretrained(): float32 [rows, dim]. Raises CheckpointError."""
+    return checkpoint.rows(table, torch.arange(rows))
+
+
+def flat_tables(checkpoint: Checkpoint) -> dict[str, Iterator[Tensor]]:
+    """Stored rows of all tables, as `<table>.ids` (int64 [n]) and `<table>.rows` ([n, dim]), file by file."""
+    found = {}
+    for spec in checkpoint.tables:
+        table = checkpoint.table(spec.name)
+        found[f"{spec.name}.ids"], found[f"{spec.name}.rows"] = table.column(IDS), table.column(VALUE)
+    return found
